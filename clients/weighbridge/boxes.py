@@ -1,0 +1,134 @@
+"""Boxes: an offset and an extent inside a tensor, and the arithmetic on them.
+
+Pure integer arithmetic on tuples; nothing here knows of dtypes, bytes or files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular region of a tensor, in elements. A scalar tensor has the one box ``Box((), ())``.
+
+    Attributes:
+        offset: first element on each axis.
+        extent: number of elements on each axis.
+    """
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        """The box that covers all of a tensor of this shape."""
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.extent)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last element on each axis."""
+        return tuple(o + e for o, e in zip(self.offset, self.extent, strict=True))
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether the box has the tensor's rank and lies inside it."""
+        return len(self.offset) == len(self.extent) == len(shape) and all(
+            o >= 0 and e >= 0 and o + e <= n for o, e, n in zip(self.offset, self.extent, shape, strict=True)
+        )
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, or None if there is none."""
+        offset = tuple(map(max, self.offset, other.offset))
+        extent = tuple(
+            min(a + b, c + d) - o
+            for a, b, c, d, o in zip(self.offset, self.extent, other.offset, other.extent, offset, strict=True)
+        )
+        return Box(offset, extent) if all(e > 0 for e in extent) else None
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same region, counted from another origin."""
+        return Box(tuple(o - p for o, p in zip(self.offset, origin, strict=True)), self.extent)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{o}:{o + e}" for o, e in zip(self.offset, self.extent, strict=True)) + "]"
+
+
+def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
+    """What is left of ``box`` when all ``others`` are taken away, as disjoint boxes."""
+    remaining = [box]
+    for other in others:
+        remaining = [piece for part in remaining for piece in _subtract_one(part, other)]
+        if not remaining:
+            break
+    return remaining
+
+
+def _subtract_one(box: Box, other: Box) -> Iterator[Box]:
+    common = box.intersect(other)
+    if common is None:
+        yield box
+        return
+    offset, extent = list(box.offset), list(box.extent)
+    for axis in range(len(offset)):
+        before = common.offset[axis] - offset[axis]
+        after = offset[axis] + extent[axis] - common.end[axis]
+        if before:
+            yield Box(tuple(offset), (*extent[:axis], before, *extent[axis + 1 :]))
+        if after:
+            start = (*offset[:axis], common.end[axis], *offset[axis + 1 :])
+            yield Box(start, (*extent[:axis], after, *extent[axis + 1 :]))
+        offset[axis], extent[axis] = common.offset[axis], common.extent[axis]
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
+    """Two boxes that share elements, as ``(i, j, common part)``, or None if all are disjoint.
+
+    Sweeps along the first axis, so only boxes that meet there are compared.
+    """
+    order = sorted(range(len(boxes)), key=lambda i: boxes[i].offset)
+    active: list[int] = []
+    for j in order:
+        start = boxes[j].offset[0] if boxes[j].offset else 0
+        active = [i for i in active if not boxes[i].offset or boxes[i].end[0] > start]
+        for i in active:
+            common = boxes[i].intersect(boxes[j])
+            if common is not None:
+                return min(i, j), max(i, j), common
+        active.append(j)
+    return None
+
+
+def row_major_boxes(extent: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements ``start`` to ``stop`` of a row-major array, as boxes in order: at most ``2 * rank - 1`` of them."""
+    if start >= stop:
+        return []
+    if not extent:
+        return [Box((), ())]
+    row = math.prod(extent[1:])
+    if len(extent) == 1:
+        return [Box((start,), (stop - start,))]
+    found: list[Box] = []
+    first, into = divmod(start, row)
+    last, rest = divmod(stop, row)
+    if into:
+        end = stop if first == last else (first + 1) * row
+        found += _in_row(first, row_major_boxes(extent[1:], into, end - first * row))
+        if first == last:
+            return found
+        first += 1
+    if last > first:
+        found.append(Box((first, *(0 for _ in extent[1:])), (last - first, *extent[1:])))
+    if rest:
+        found += _in_row(last, row_major_boxes(extent[1:], 0, rest))
+    return found
+
+
+def _in_row(row: int, boxes: Iterable[Box]) -> list[Box]:
+    return [Box((row, *box.offset), (1, *box.extent)) for box in boxes]

@@ -1,0 +1,214 @@
+"""What trainers, engines and people alike ask the service: models, versions, refs."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from weighbridge import rpc, wire
+from weighbridge.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from weighbridge.resources import Model, Verification, Version, VersionState
+from weighbridge.v1 import model_service_pb2, model_service_pb2_grpc, resources_pb2
+
+T = TypeVar("T")
+_WAIT_SECONDS = 20.0
+"""How long one call waits for a state before it is made again."""
+
+
+class Client:
+    """A connection to the service. Connects when first used; safe to use from several threads, and after a fork only
+    if it was not used before.
+
+    Args:
+        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        retry_seconds: how long to keep trying when the service cannot be reached.
+    """
+
+    def __init__(self, server: str | None = None, *, retry_seconds: float = 60.0) -> None:
+        self.server = rpc.server_address(server)
+        self.retry_seconds = retry_seconds
+
+    @cached_property
+    def _channel(self) -> grpc.Channel:
+        return rpc.open_channel(self.server)
+
+    @cached_property
+    def _models(self) -> model_service_pb2_grpc.ModelServiceStub:
+        return model_service_pb2_grpc.ModelServiceStub(self._channel)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if "_channel" in self.__dict__:
+            self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, method: Callable[..., T], request: Any, *, seconds: float = rpc.CALL_SECONDS) -> T:
+        """Make one call that is safe to repeat."""
+
+        def once() -> T:
+            with rpc.translated_errors(self.server):
+                return method(request, timeout=seconds)
+
+        return rpc.retried(once, seconds=self.retry_seconds)
+
+    def register_files(self, model: str, files: Mapping[str, bytes], dtype: str = "") -> Model:
+        """Register a model by the content of its files, ``config.json`` among them. Repeating it is harmless.
+
+        Raises:
+            InvalidArgument: its model type has no weight map, or a name or a file is wrong.
+            FailedPrecondition: the model is registered already, with other tensors.
+        """
+        size = sum(map(len, files.values()))
+        if size > rpc.MAX_MESSAGE_BYTES - (1 << 20):
+            raise InvalidArgument(f"the files besides the weights have {size} bytes together, more than 63 MiB")
+        messages = [resources_pb2.ModelFile(name=name, content=content) for name, content in files.items()]
+        request = model_service_pb2.RegisterModelRequest(
+            model=model, files=messages, dtype=dtype, request_id=str(uuid.uuid4())
+        )
+        return wire.model_from_proto(self._call(self._models.RegisterModel, request).model)
+
+    def model(self, model: str) -> Model:
+        """One model. Raises NotFound."""
+        return wire.model_from_proto(
+            self._call(self._models.GetModel, model_service_pb2.GetModelRequest(model=model)).model
+        )
+
+    def models(self) -> list[Model]:
+        """All models, by name."""
+        found: list[Model] = []
+        token = ""
+        while True:
+            request = model_service_pb2.ListModelsRequest(page_token=token)
+            page = self._call(self._models.ListModels, request)
+            found += map(wire.model_from_proto, page.models)
+            token = page.next_page_token
+            if not token:
+                return found
+
+    def model_files(self, model: str, version: str | int = "") -> dict[str, bytes]:
+        """The files besides the weights that belong to a version, or as registered now if no version is named."""
+        request = model_service_pb2.GetModelFilesRequest(model=model, version=str(version))
+        return {file.name: file.content for file in self._call(self._models.GetModelFiles, request).files}
+
+    def version(self, model: str, version: str | int = "latest") -> Version:
+        """One version, by number or ref. Raises NotFound."""
+        request = model_service_pb2.GetVersionRequest(model=model, version=str(version))
+        return wire.version_from_proto(self._call(self._models.GetVersion, request).version)
+
+    def wait_for(
+        self,
+        model: str,
+        version: str | int,
+        state: VersionState,
+        *,
+        timeout: float | None = None,
+        on_progress: Callable[[Version], None] | None = None,
+    ) -> Version:
+        """Wait until a version has reached a state.
+
+        Args:
+            model: which model.
+            version: which version.
+            state: READY or DURABLE.
+            timeout: seconds; None waits as long as it takes.
+            on_progress: is called with the version as it stands now and then.
+
+        Raises:
+            VersionFailed: it failed, or could not be made durable.
+            DeadlineExceeded: not in time.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _WAIT_SECONDS if deadline is None else min(_WAIT_SECONDS, deadline - time.monotonic())
+            if left <= 0:
+                raise DeadlineExceeded(f"{model}@{version} was not {state.value} within {timeout} s")
+            if on_progress is not None:
+                left = min(left, 0.5)
+            request = model_service_pb2.GetVersionRequest(
+                model=model, version=str(version), wait_for=wire.state_to_proto(state)
+            )
+            try:
+                found = wire.version_from_proto(self._call(self._models.GetVersion, request, seconds=left).version)
+            except DeadlineExceeded:
+                if on_progress is not None:
+                    on_progress(self.version(model, version))
+                continue
+            if on_progress is not None:
+                on_progress(found)
+            return found
+
+    def versions(self, model: str, *, include_invisible: bool = False) -> list[Version]:
+        """A model's versions, newest first.
+
+        Args:
+            model: which model.
+            include_invisible: also those still being received, and those that failed since the service started.
+        """
+        found: list[Version] = []
+        token = ""
+        while True:
+            request = model_service_pb2.ListVersionsRequest(
+                model=model, page_token=token, include_invisible=include_invisible
+            )
+            page = self._call(self._models.ListVersions, request)
+            found += map(wire.version_from_proto, page.versions)
+            token = page.next_page_token
+            if not token:
+                return found
+
+    def watch(self, model: str, ref: str = "live") -> Iterator[Version]:
+        """The version a ref names now, then each one it moves to, for ever. Reconnects when the service comes back.
+
+        A version that is replaced before it could be sent may be left out; the newest never is.
+        """
+        last = 0
+        attempt = 0
+        while True:
+            call: Any = self._models.WatchRef(
+                model_service_pb2.WatchRefRequest(model=model, ref=ref, after=last), wait_for_ready=attempt > 0
+            )
+            try:
+                with rpc.translated_errors(self.server):
+                    for response in call:
+                        attempt = 0
+                        last = response.version.number
+                        yield wire.version_from_proto(response.version)
+            except Unavailable:
+                attempt += 1
+                if attempt > 1 and last == 0:
+                    raise
+                time.sleep(min(0.1 * 2**attempt, 3.0))
+            finally:
+                call.cancel()
+
+    def refs(self, model: str) -> dict[str, int]:
+        """Version number by ref."""
+        return dict(self._call(self._models.ListRefs, model_service_pb2.ListRefsRequest(model=model)).refs)
+
+    def set_ref(self, model: str, ref: str, version: str | int) -> Version:
+        """Let a tag name a version in the object store."""
+        request = model_service_pb2.SetRefRequest(model=model, ref=ref, version=str(version))
+        return wire.version_from_proto(self._call(self._models.SetRef, request).version)
+
+    def delete_ref(self, model: str, ref: str) -> None:
+        """Take a tag away. Raises NotFound."""
+        self._call(self._models.DeleteRef, model_service_pb2.DeleteRefRequest(model=model, ref=ref))
+
+    def verify(self, model: str, version: str | int = "latest") -> Verification:
+        """Compare a version's files in the object store with the digests in its manifest."""
+        request = model_service_pb2.VerifyVersionRequest(model=model, version=str(version))
+        found = self._call(self._models.VerifyVersion, request, seconds=3600.0)
+        return Verification(found.number, found.tensors_checked, found.bytes_checked, tuple(found.problems))

@@ -1,0 +1,1 @@
+"""Demonstrations: real trainers and engines small enough for a laptop."""

@@ -1,0 +1,162 @@
+"""What an engine rank does: pull exactly its slices of a version, and hear of new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weighbridge import dtypes, hf_folder, rpc, safetensors_files, wire
+from weighbridge.client import Client
+from weighbridge.layouts import Layout, TensorSpec
+from weighbridge.resources import Version
+from weighbridge.slices import FullTensors, LayoutRequest
+from weighbridge.tensor_stream import StreamWriter
+from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2, weight_service_pb2_grpc
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Pull:
+    """A pull that is about to begin: iterate over it to get ``(name, tensor)``, each as soon as it is complete.
+
+    Tensors are in host memory, with the shape of the slice. Iterating again pulls again.
+
+    Attributes:
+        version: which version comes; fixed, wherever the ref moves meanwhile.
+        layout: the slices in the order in which they come.
+        nbytes: bytes of all slices.
+    """
+
+    def __init__(self, client: EngineClient, version: Version, layout: Layout, request: LayoutRequest) -> None:
+        self.version = version
+        self.layout = layout
+        self.nbytes = layout.nbytes
+        self._client = client
+        self._request = wire.request_to_proto(request)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        import torch
+
+        placements, tensors = self.layout.placements, self.layout.tensors
+
+        def allocate(index: int) -> torch.Tensor:
+            shard = placements[index].shard
+            return torch.empty(shard.box.extent, dtype=tensors[shard.tensor].dtype.torch)
+
+        return self.into(allocate)
+
+    def into(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pull into tensors that the caller makes.
+
+        Args:
+            tensor_for: gives the tensor for a placement of the layout, by index; any device.
+
+        Yields:
+            Name and tensor, each as soon as it is complete.
+        """
+        writer = StreamWriter(self.layout, tensor_for)
+        for data in self.stream():
+            for index, tensor in writer.feed(data):
+                yield self.layout.placements[index].shard.tensor, tensor
+
+    def stream(self) -> Iterator[bytes]:
+        """The bytes of the slices, one behind the other, checked, in pieces of about 1 MiB."""
+
+        def open_at(offset: int) -> Iterator[weight_service_pb2.PullResponse]:
+            return self._client._weights.Pull(
+                weight_service_pb2.PullRequest(
+                    model=self.version.model, version=str(self.version.number), layout=self._request, offset=offset
+                )
+            )
+
+        def on_header(header: checkpoint_service_pb2.StreamHeader) -> None:
+            assert header.stream_bytes == self.nbytes
+
+        return rpc.resumed_stream(
+            open_at, self._client.server, on_header=on_header, retry_seconds=self._client.retry_seconds
+        )
+
+
+class EngineClient(Client):
+    """The engine's side of the service; one for each rank.
+
+    Args:
+        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        retry_seconds: how long to keep trying when the service cannot be reached.
+    """
+
+    @cached_property
+    def _weights(self) -> weight_service_pb2_grpc.WeightServiceStub:
+        return weight_service_pb2_grpc.WeightServiceStub(self._channel)
+
+    def pull(self, model: str, version: str | int = "latest", layout: LayoutRequest | None = None) -> Pull:
+        """Pull slices of a version; only their bytes come over the wire.
+
+        Args:
+            model: ``namespace/name``.
+            version: a number or a ref.
+            layout: `FullTensors` (the default), `TensorParallel` or `Boxes`.
+
+        Returns:
+            Iterate over it to get ``(name, tensor)``.
+
+        Raises:
+            NotFound: no such model, version, ref or tensor.
+            InvalidArgument: the layout does not fit the model; names the tensor.
+            FailedPrecondition: the version is not ready.
+        """
+        request = layout or FullTensors()
+        plan = self._call(
+            self._weights.PlanPull,
+            weight_service_pb2.PlanPullRequest(
+                model=model, version=str(version), layout=wire.request_to_proto(request)
+            ),
+        )
+        return Pull(self, wire.version_from_proto(plan.version), wire.layout_from_proto(plan.layout), request)
+
+    def export(
+        self,
+        model: str,
+        version: str | int,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        max_shard_bytes: int = safetensors_files.DEFAULT_SHARD_BYTES,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Version:
+        """Write a version as a Hugging Face folder on this machine.
+
+        Args:
+            model: ``namespace/name``.
+            version: a number or a ref.
+            folder: a new or empty folder.
+            dtype: cast floating-point tensors, such as ``bf16``; None keeps them as they are.
+            max_shard_bytes: largest safetensors file.
+            on_progress: is called with bytes written so far and in all.
+
+        Returns:
+            The version that was written.
+
+        Raises:
+            NotFound: no such model or version.
+            InvalidArgument: the folder is not empty, or no such dtype.
+        """
+        plan = self.pull(model, version)
+        number = plan.version.number
+
+        def tensors(specs: Sequence[TensorSpec]) -> Pull:
+            return self.pull(model, number, FullTensors(tuple(spec.name for spec in specs)))
+
+        hf_folder.write_hf_folder(
+            Path(folder),
+            list(plan.layout.tensors.values()),
+            tensors,
+            self.model_files(model, number),
+            dtype=dtypes.parse(dtype) if dtype else None,
+            max_shard_bytes=max_shard_bytes,
+            on_progress=on_progress,
+        )
+        return plan.version

@@ -1,0 +1,157 @@
+"""What can go wrong, named by what the caller can do about it.
+
+::
+
+    WeighbridgeError
+    |-- InvalidArgument         the request itself is wrong: change it
+    |   `-- LayoutError         a layout contradicts the model or itself; names tensors and boxes
+    |-- NotFound                no such model, version, ref or job
+    |-- AlreadyExists           someone else has that name, rank or number
+    |-- FailedPrecondition      right request, wrong state (sealed, failed, not yet ready)
+    |   `-- VersionFailed       the version failed and was never visible; says why
+    |-- Conflict                another writer was faster: read again and retry
+    |-- ResourceExhausted       over a limit, or no room left: wait, or raise the limit
+    |-- DataLoss                bytes arrived or lie other than they were sent or written
+    |-- DeadlineExceeded        not in time; says what was being waited for
+    `-- Unavailable             the service cannot be reached or is going down: try again
+
+Each error has a sentence that says what is wrong, a `fix` that says what to do, and where tensors are concerned their
+names and boxes in `details`. The same tree is used on both sides of the wire: handlers translate it into
+``google.rpc`` status details and RFC 9457 problem documents, and the client translates it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class WeighbridgeError(Exception):
+    """Base of all errors that Weighbridge raises on purpose.
+
+    Attributes:
+        message: what is wrong, in one sentence.
+        fix: what the caller can do about it; may be empty.
+        details: one line for each tensor or thing concerned, the first few of possibly many.
+    """
+
+    reason: ClassVar[str] = "INTERNAL"
+    grpc_code: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, fix: str = "", details: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+        self.details = tuple(details)
+
+    def __str__(self) -> str:
+        text = self.message
+        if self.details:
+            text += "".join(f"\n  - {line}" for line in self.details)
+        if self.fix:
+            text += f"\n  What to do: {self.fix}"
+        return text
+
+
+class InvalidArgument(WeighbridgeError):
+    """The request itself is wrong."""
+
+    reason = "INVALID_ARGUMENT"
+    grpc_code = "INVALID_ARGUMENT"
+    http_status = 400
+
+
+class LayoutError(InvalidArgument):
+    """A layout contradicts the model or itself: a gap, an overlap, a wrong shape or dtype, an unknown tensor."""
+
+    reason = "LAYOUT_INVALID"
+
+
+class NotFound(WeighbridgeError):
+    """No such model, version, ref, file or job."""
+
+    reason = "NOT_FOUND"
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+
+
+class AlreadyExists(WeighbridgeError):
+    """Someone else holds that name, rank or number."""
+
+    reason = "ALREADY_EXISTS"
+    grpc_code = "ALREADY_EXISTS"
+    http_status = 409
+
+
+class FailedPrecondition(WeighbridgeError):
+    """The request is right, the state is not."""
+
+    reason = "FAILED_PRECONDITION"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
+class VersionFailed(FailedPrecondition):
+    """The version failed; it was never visible. `details` lists what was missing."""
+
+    reason = "VERSION_FAILED"
+
+
+class Conflict(WeighbridgeError):
+    """Another writer changed the same thing first."""
+
+    reason = "CONFLICT"
+    grpc_code = "ABORTED"
+    http_status = 409
+
+
+class ResourceExhausted(WeighbridgeError):
+    """Over a limit, or no memory or disk left for it."""
+
+    reason = "RESOURCE_EXHAUSTED"
+    grpc_code = "RESOURCE_EXHAUSTED"
+    http_status = 507
+
+
+class DataLoss(WeighbridgeError):
+    """A checksum or a length does not agree with the bytes."""
+
+    reason = "DATA_LOSS"
+    grpc_code = "DATA_LOSS"
+    http_status = 500
+
+
+class DeadlineExceeded(WeighbridgeError):
+    """It did not happen in time."""
+
+    reason = "DEADLINE_EXCEEDED"
+    grpc_code = "DEADLINE_EXCEEDED"
+    http_status = 504
+
+
+class Unavailable(WeighbridgeError):
+    """The service cannot be reached, or is going down."""
+
+    reason = "UNAVAILABLE"
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+
+
+BY_REASON: dict[str, type[WeighbridgeError]] = {
+    cls.reason: cls
+    for cls in (
+        WeighbridgeError,
+        InvalidArgument,
+        LayoutError,
+        NotFound,
+        AlreadyExists,
+        FailedPrecondition,
+        VersionFailed,
+        Conflict,
+        ResourceExhausted,
+        DataLoss,
+        DeadlineExceeded,
+        Unavailable,
+    )
+}

@@ -1,0 +1,130 @@
+"""Hugging Face folders: the files besides the weights, and writing a folder that transformers loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weighbridge import safetensors_files
+from weighbridge.dtypes import DType
+from weighbridge.errors import InvalidArgument, NotFound, ResourceExhausted
+from weighbridge.layouts import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+_SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+_OWN_FILES = (safetensors_files.INDEX_FILE, "pytorch_model.bin.index.json", "weighbridge.json")
+
+
+def side_files(folder: Path) -> dict[str, bytes]:
+    """The files of an HF folder that belong to the model besides its weights: config, tokenizer, chat template.
+
+    Raises:
+        NotFound: no such folder, or no ``config.json`` in it.
+    """
+    if not (folder / "config.json").is_file():
+        raise NotFound(
+            f"there is no config.json in {folder}", fix="name a folder that model.save_pretrained() has written"
+        )
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix in _SIDE_SUFFIXES and path.name not in _OWN_FILES
+    }
+
+
+def write_hf_folder(
+    folder: Path,
+    specs: Sequence[TensorSpec],
+    tensors: Callable[[Sequence[TensorSpec]], Iterable[tuple[str, Any]]],
+    files: Mapping[str, bytes],
+    *,
+    dtype: DType | None = None,
+    max_shard_bytes: int = safetensors_files.DEFAULT_SHARD_BYTES,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[str]:
+    """Write a folder of safetensors files, their index and the model's other files.
+
+    Each file is written under another name and moved to its place when it is complete, the index last. Needs memory
+    for one tensor at a time.
+
+    Args:
+        folder: is made if it does not exist; must be empty.
+        specs: all tensors, whole, in the order of the state dict.
+        tensors: gives the tensors, as torch tensors, in the order of the specs it is called with.
+        files: content of the other files by name.
+        dtype: cast floating-point tensors to this one; None keeps them.
+        max_shard_bytes: largest file.
+        on_progress: is called with bytes written so far and in all.
+
+    Returns:
+        Names of the files written.
+
+    Raises:
+        InvalidArgument: the folder is not empty.
+        ResourceExhausted: the disk is full.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidArgument(f"{folder} exists and is not an empty folder", fix="name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    cast = [replace(s, dtype=dtype) if dtype and is_float(s.dtype) else s for s in specs]
+    laid_out = safetensors_files.lay_out_files(cast, max_shard_bytes)
+    original = {spec.name: spec for spec in specs}
+    in_file_order = [original[p.shard.tensor] for p in laid_out.layout.placements]
+    chunks = _chunks(tensors(in_file_order), laid_out.layout.tensors)
+    total = sum(file.nbytes for file in laid_out.files)
+    done = 0
+    config = files.get("config.json")
+    side = dict(files)
+    if dtype is not None and config is not None:
+        side["config.json"] = _with_dtype(config, dtype)
+    try:
+        for file in laid_out.files:
+            partial = folder / f".{file.name}.partial"
+            with partial.open("wb") as out:
+                out.write(file.header)
+                written = len(file.header)
+                while written < file.nbytes:
+                    chunk = next(chunks)
+                    out.write(chunk)
+                    written += len(chunk)
+                    on_progress(done + written, total)
+                out.flush()
+                os.fsync(out.fileno())
+            partial.rename(folder / file.name)
+            done += file.nbytes
+        index = laid_out.index_json
+        if index is not None:
+            side[safetensors_files.INDEX_FILE] = index
+        for name, content in side.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise ResourceExhausted(f"{folder} cannot be written: {error.strerror}", fix="make room and try again") from error
+    return [*laid_out.file_sizes, *side]
+
+
+def is_float(dtype: DType) -> bool:
+    """Whether a cast of the model's weights changes tensors of this dtype."""
+    return dtype.short in ("bf16", "fp16", "fp32", "fp64")
+
+
+def _with_dtype(config_json: bytes, dtype: DType) -> bytes:
+    import json
+
+    config = json.loads(config_json)
+    config["torch_dtype"] = dtype.torch_name
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _chunks(tensors: Iterable[tuple[str, torch.Tensor]], specs: Mapping[str, TensorSpec]) -> Iterator[memoryview]:
+    """The bytes of each tensor, cast to its spec's dtype, as one chunk a tensor; empty tensors give none."""
+    import torch
+
+    for name, tensor in tensors:
+        wanted = tensor.to(specs[name].dtype.torch).contiguous().reshape(-1)
+        if wanted.numel():
+            yield memoryview(wanted.view(torch.uint8).numpy())

@@ -1,0 +1,1 @@
+"""Where Weighbridge meets other libraries, one module each; none is imported unless it is used."""

@@ -1,0 +1,108 @@
+"""What a Megatron-core sharded state dict says, in Weighbridge's vocabulary.
+
+Source of the conventions: ``megatron.core.dist_checkpointing.mapping``. `ShardedTensor.global_shape` and
+`global_offset` include prepended axes (the layer, the expert), `local_shape` does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from weighbridge import dtypes
+from weighbridge.boxes import Box
+from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge.layouts import Layout, Shard, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ShardedTensors:
+    """The weights of one rank.
+
+    Attributes:
+        layout: their shards, as one stream, in the order of `tensors`.
+        tensors: the local tensor of each shard, of the box's extent without prepended axes; they alias the model.
+    """
+
+    layout: Layout
+    tensors: tuple[torch.Tensor, ...]
+    _merges: tuple[tuple[Any, Any], ...] = field(repr=False)
+
+    def finish_restore(self) -> None:
+        """Bring what was restored into tensors that do not alias the model where it belongs."""
+        import torch
+
+        for factory, built in self._merges:
+            with torch.no_grad():
+                factory.data.copy_(factory.merge_fn(_plain(built)))
+
+
+def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
+    """Find the weights in a ``model.sharded_state_dict()``.
+
+    ``ShardedObject``s (``_extra_state``) are not weights and are left out.
+
+    Raises:
+        InvalidArgument: it holds something else than Megatron's sharded types, or no weights.
+        LayoutError: two shards of one tensor contradict each other.
+    """
+    specs: dict[str, TensorSpec] = {}
+    shards: list[Shard] = []
+    tensors: list[torch.Tensor] = []
+    merges: list[tuple[Any, Any]] = []
+    for item in _walk(sharded_state_dict, "", merges):
+        if item.data is None:
+            raise InvalidArgument(f"the shard of {item.key} has no data")
+        spec = TensorSpec(item.key, dtypes.from_torch(item.dtype), tuple(map(int, item.global_shape)))
+        if specs.setdefault(item.key, spec) != spec:
+            raise LayoutError(f"two shards of one tensor contradict each other: {specs[item.key]} and {spec}")
+        extent = (1,) * item.prepend_axis_num + tuple(item.local_shape)
+        main = not any(item.replica_id) if isinstance(item.replica_id, tuple) else item.replica_id == 0
+        shards.append(Shard(item.key, Box(tuple(map(int, item.global_offset)), extent), main=main))
+        tensors.append(item.data.detach())
+    if not shards:
+        raise InvalidArgument("the sharded state dict holds no weights", fix="pass model.sharded_state_dict()")
+    return ShardedTensors(Layout.stream(specs.values(), shards), tuple(tensors), tuple(merges))
+
+
+def _walk(value: Any, path: str, merges: list[tuple[Any, Any]]) -> Iterator[Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+
+    if isinstance(value, ShardedTensor):
+        yield value
+    elif isinstance(value, ShardedTensorFactory):
+        built = value.build()
+        pieces = list(_walk(built, path, merges))
+        if any(not _aliases(piece.data, value.data) for piece in pieces):
+            merges.append((value, built))
+        yield from pieces
+    elif isinstance(value, ShardedObject):
+        return
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            yield from _walk(child, f"{path}.{key}" if path else str(key), merges)
+    elif isinstance(value, list | tuple):
+        for number, child in enumerate(value):
+            yield from _walk(child, f"{path}[{number}]", merges)
+    else:
+        raise InvalidArgument(
+            f"{path or 'the argument'} is a {type(value).__name__}, not one of Megatron-core's sharded types",
+            fix="pass what model.sharded_state_dict() returns",
+        )
+
+
+def _aliases(piece: torch.Tensor, whole: torch.Tensor) -> bool:
+    return piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def _plain(value: Any) -> Any:
+    """A built factory with each ShardedTensor replaced by its data, as the factory's `merge_fn` expects it."""
+    if isinstance(value, dict):
+        return {key: _plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(child) for child in value)
+    return value.data

@@ -1,0 +1,136 @@
+"""What the service says about models and versions."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+REF_LIVE = "live"
+"""The newest version that is complete and verified; it may not be in the object store yet."""
+REF_LATEST = "latest"
+"""The newest version in the object store. What it has named is never lost."""
+
+
+class VersionState(enum.Enum):
+    """Where a version is in its life."""
+
+    RECEIVING = "receiving"
+    READY = "ready"
+    DURABLE = "durable"
+    FAILED = "failed"
+
+    @property
+    def visible(self) -> bool:
+        """Whether engines can pull it."""
+        return self in (VersionState.READY, VersionState.DURABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of a model.
+
+    Attributes:
+        model: ``namespace/name``.
+        number: unique and increasing within the model.
+        state: where it is in its life.
+        step: the trainer's step.
+        run: the trainer's run.
+        ranks: trainer ranks that push it.
+        sealed_ranks: ranks that have pushed all they hold.
+        tensor_bytes: bytes of all tensors.
+        received_bytes: bytes of them that have arrived.
+        create_time_ms, ready_time_ms, durable_time_ms: Unix time in milliseconds; 0 if not yet.
+        error: why it failed, or why it could not be made durable; empty if all is well.
+        error_details: one line for each tensor, box or rank concerned.
+    """
+
+    model: str
+    number: int
+    state: VersionState
+    step: int = 0
+    run: str = ""
+    ranks: int = 0
+    sealed_ranks: int = 0
+    tensor_bytes: int = 0
+    received_bytes: int = 0
+    create_time_ms: int = 0
+    ready_time_ms: int = 0
+    durable_time_ms: int = 0
+    error: str = ""
+    error_details: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The version as JSON values."""
+        return {
+            "model": self.model,
+            "number": self.number,
+            "state": self.state.value,
+            "step": self.step,
+            "run": self.run,
+            "ranks": self.ranks,
+            "sealed_ranks": self.sealed_ranks,
+            "tensor_bytes": self.tensor_bytes,
+            "received_bytes": self.received_bytes,
+            "create_time_ms": self.create_time_ms,
+            "ready_time_ms": self.ready_time_ms,
+            "durable_time_ms": self.durable_time_ms,
+            "error": self.error,
+            "error_details": list(self.error_details),
+        }
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.number} ({self.state.value}, step {self.step})"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A registered model.
+
+    Attributes:
+        name: ``namespace/name``.
+        model_type: of the Hugging Face config.
+        dtype: of the weights, in safetensors' name.
+        tensor_count: number of tensors.
+        tensor_bytes: bytes of all of them.
+        files: names of the files that belong to it besides the weights.
+        refs: version number by ref.
+    """
+
+    name: str
+    model_type: str
+    dtype: str
+    tensor_count: int
+    tensor_bytes: int
+    files: tuple[str, ...] = ()
+    refs: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The model as JSON values."""
+        return {
+            "name": self.name,
+            "model_type": self.model_type,
+            "dtype": self.dtype,
+            "tensor_count": self.tensor_count,
+            "tensor_bytes": self.tensor_bytes,
+            "files": list(self.files),
+            "refs": dict(self.refs),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What comparing a version's files with its manifest gave.
+
+    Attributes:
+        number: the version.
+        tensors_checked: tensors whose digests were compared.
+        bytes_checked: bytes read.
+        problems: one line for each file or tensor that differs; empty if all is well.
+    """
+
+    number: int
+    tensors_checked: int
+    bytes_checked: int
+    problems: tuple[str, ...]

@@ -1,0 +1,429 @@
+"""What a trainer rank does: hand over the shards it holds, and take shards of any version back."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge import hf_folder, rpc, safetensors_files, wire
+from weighbridge.client import Client
+from weighbridge.errors import DataLoss, Unavailable
+from weighbridge.layouts import Layout
+from weighbridge.resources import Model, Version, VersionState
+from weighbridge.tensor_stream import StreamWriter, copy_out
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+from weighbridge.v1 import checkpoint_service_pb2_grpc, resources_pb2
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = NDArray[np.uint8]
+_DECLARE_SECONDS = 600.0
+"""How long a rank waits for the other ranks to declare what they hold."""
+_PUSHES_AT_ONCE = 2
+"""Pushes of one client whose bytes may still be on their way; a further one waits."""
+_STREAM_TRIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What one rank's push cost.
+
+    Attributes:
+        held_seconds: how long `push` kept the rank.
+        copy_seconds: of these, copying the shards out.
+        stream_bytes: bytes this rank pushed.
+        stream_seconds: how long they were on their way, behind the rank's back.
+    """
+
+    held_seconds: float
+    copy_seconds: float
+    stream_bytes: int
+    stream_seconds: float
+
+
+class PushHandle:
+    """A push on its way. The shards have been copied out: the rank may change its tensors.
+
+    Attributes:
+        model: the model.
+        number: the version's number.
+        stream_bytes: bytes this rank pushes.
+    """
+
+    def __init__(self, client: TrainerClient, model: str, number: int, stream_bytes: int) -> None:
+        self.model = model
+        self.number = number
+        self.stream_bytes = stream_bytes
+        self._client = client
+        self._report: Future[PushReport] = Future()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's bytes have arrived and it has sealed, or has failed to."""
+        return self._report.done()
+
+    def report(self, timeout: float | None = None) -> PushReport:
+        """Wait until this rank has sealed; what its push cost.
+
+        Raises:
+            WeighbridgeError: the push failed.
+            TimeoutError: not sealed within ``timeout`` seconds.
+        """
+        return self._report.result(timeout)
+
+    def wait(
+        self,
+        until: VersionState | str = VersionState.DURABLE,
+        *,
+        timeout: float | None = None,
+        on_progress: Callable[[Version], None] | None = None,
+    ) -> Version:
+        """Wait for the version.
+
+        Args:
+            until: ``durable`` (in the object store) or ``ready`` (engines can pull it).
+            timeout: seconds; None waits as long as it takes.
+            on_progress: is called with the version as it stands now and then.
+
+        Raises:
+            VersionFailed: it cannot be completed; lists what is missing.
+            WeighbridgeError: this rank's push failed.
+        """
+        if on_progress is None:
+            self.report(timeout)
+        return self._client.wait_for(
+            self.model, self.number, VersionState(until), timeout=timeout, on_progress=on_progress
+        )
+
+
+class TrainerClient(Client):
+    """The trainer's side of the service; one for each rank.
+
+    Args:
+        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        run: name of the training run, the same on all ranks; part of the version's lineage.
+        retry_seconds: how long to keep trying when the service cannot be reached.
+    """
+
+    def __init__(self, server: str | None = None, *, run: str = "default", retry_seconds: float = 60.0) -> None:
+        super().__init__(server, retry_seconds=retry_seconds)
+        self.run = run
+        self._client_id = str(uuid.uuid4())
+        self._free: list[Bytes] = []
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(_PUSHES_AT_ONCE)
+
+    @cached_property
+    def _checkpoints(self) -> checkpoint_service_pb2_grpc.CheckpointServiceStub:
+        return checkpoint_service_pb2_grpc.CheckpointServiceStub(self._channel)
+
+    def register_model(self, model: str, hf_dir: str | Path, *, dtype: str = "") -> Model:
+        """Register a model by a Hugging Face folder: its ``config.json``, tokenizer and so on, not its weights.
+
+        Repeating it is harmless, so every rank may call it.
+
+        Args:
+            model: ``namespace/name``.
+            hf_dir: the folder.
+            dtype: of the weights, such as ``bf16``; by default what ``config.json`` says.
+
+        Raises:
+            InvalidArgument: its model type has no weight map; lists those that have one.
+            FailedPrecondition: the model is registered already, with other tensors.
+        """
+        return self.register_files(model, hf_folder.side_files(Path(hf_dir)), dtype)
+
+    def push(
+        self,
+        model: str,
+        sharded_state_dict: Any,
+        *,
+        step: int,
+        rank: int,
+        world_size: int,
+        run: str | None = None,
+        request_id: str | None = None,
+    ) -> PushHandle:
+        """Hand over this rank's shards as a new version. All ranks call it with the same step.
+
+        Returns once the shards are copied out: training may go on and change them. The bytes travel behind it. Of
+        shards that several ranks hold, each is pushed by one of them. The first push waits until all ranks have come.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            sharded_state_dict: what Megatron-core's ``model.sharded_state_dict()`` returns.
+            step: the training step.
+            rank: this rank, from 0.
+            world_size: number of ranks that push.
+            run: overrides the client's.
+            request_id: what makes the ranks of one push find each other; by default run and step.
+
+        Raises:
+            NotFound: the model is not registered.
+            LayoutError: shapes, dtypes or names contradict the model, or the ranks together do not hold all of it.
+            AlreadyExists: another process pushes as this rank of this step.
+        """
+        from weighbridge.integrations.megatron import sharded_tensors
+
+        shards = sharded_tensors(sharded_state_dict)
+
+        def copy(indexes: Sequence[int], layout: Layout, staging: Bytes) -> None:
+            copy_out(layout, [shards.tensors[i] for i in indexes], staging)
+
+        return self._push(
+            model, shards.layout, wire.MEGATRON, copy, step=step, rank=rank, world_size=world_size, run=run,
+            request_id=request_id,
+        )  # fmt: skip
+
+    def push_folder(
+        self, model: str, hf_dir: str | Path, *, step: int = 0, run: str | None = None, request_id: str | None = None
+    ) -> PushHandle:
+        """Push the weights of a Hugging Face folder as a new version of a registered model.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            hf_dir: a folder with safetensors files.
+            step: recorded with the version.
+            run: overrides the client's.
+            request_id: what makes a repeated call find its version; unique by default.
+
+        Raises:
+            NotFound: the model is not registered, or the folder has no safetensors files.
+            LayoutError: the folder's tensors are not those of the model.
+            DataLoss: a file is damaged.
+        """
+        buffers = safetensors_files.map_folder(Path(hf_dir))
+        files = safetensors_files.layout_of_files({name: memoryview(data) for name, data in buffers.items()})
+        layout = Layout.stream(files.layout.tensors.values(), [p.shard for p in files.layout.placements])
+        placements = files.layout.placements
+
+        def copy(indexes: Sequence[int], chosen: Layout, staging: Bytes) -> None:
+            for index, placement in zip(indexes, chosen.placements, strict=True):
+                source = placements[index]
+                staging[placement.offset : placement.offset + placement.nbytes] = buffers[source.buffer][
+                    source.offset : source.offset + source.nbytes
+                ]
+
+        return self._push(
+            model, layout, wire.HUGGING_FACE, copy, step=step, rank=0, world_size=1, run=run,
+            request_id=request_id or str(uuid.uuid4()),
+        )  # fmt: skip
+
+    def _push(
+        self,
+        model: str,
+        layout: Layout,
+        space: resources_pb2.TensorSpace.ValueType,
+        copy: Callable[[Sequence[int], Layout, Bytes], None],
+        *,
+        step: int,
+        rank: int,
+        world_size: int,
+        run: str | None,
+        request_id: str | None,
+    ) -> PushHandle:
+        started = time.monotonic()
+        run = self.run if run is None else run
+        opening = pb.OpenVersionRequest(
+            model=model, step=step, run=run, ranks=world_size, client_id=self._client_id,
+            request_id=request_id or f"{run}/{step}",
+        )  # fmt: skip
+        number = self._call(self._checkpoints.OpenVersion, opening).version.number
+        assigned = self._declare(model, number, rank, layout, space)
+        chosen = layout.select(assigned)
+        handle = PushHandle(self, model, number, chosen.nbytes)
+        self._slots.acquire()
+        staging: Bytes | None = None
+        try:
+            staging = self._take_staging(chosen.nbytes)
+            copying = time.monotonic()
+            copy(assigned, chosen, staging)
+            now = time.monotonic()
+            costs = (now - started, now - copying)
+            header = pb.PushHeader(model=model, number=number, rank=rank, client_id=self._client_id)
+            arguments = (handle, header, staging, costs)
+            threading.Thread(target=self._deliver, args=arguments, name=f"push-{model}@{number}", daemon=True).start()
+        except BaseException:
+            self._slots.release()
+            if staging is not None:
+                self._give_staging(staging)
+            raise
+        return handle
+
+    def _declare(
+        self, model: str, number: int, rank: int, layout: Layout, space: resources_pb2.TensorSpace.ValueType
+    ) -> list[int]:
+        request = pb.DeclareLayoutRequest(
+            model=model, number=number, rank=rank, client_id=self._client_id, digest=layout.digest
+        )
+        response = self._call(self._checkpoints.DeclareLayout, request, seconds=_DECLARE_SECONDS)
+        if response.layout_needed:
+            request.layout.CopyFrom(wire.layout_to_proto(layout, space))
+            response = self._call(self._checkpoints.DeclareLayout, request, seconds=_DECLARE_SECONDS)
+        return list(response.assigned)
+
+    def _take_staging(self, nbytes: int) -> Bytes:
+        with self._lock:
+            for index, buffer in enumerate(self._free):
+                if len(buffer) >= nbytes:
+                    return self._free.pop(index)
+            # one that is too small will not be used again: the model has grown
+            self._free.clear()
+        return np.empty(max(nbytes, 1), np.uint8)
+
+    def _give_staging(self, buffer: Bytes) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+    def _deliver(self, handle: PushHandle, header: pb.PushHeader, staging: Bytes, costs: tuple[float, float]) -> None:
+        started = time.monotonic()
+        try:
+            self._stream(header, staging, handle.stream_bytes)
+            self._call(
+                self._checkpoints.SealRank,
+                pb.SealRankRequest(
+                    model=header.model, number=header.number, rank=header.rank, client_id=header.client_id
+                ),
+            )
+            seconds = time.monotonic() - started
+            handle._report.set_result(PushReport(*costs, handle.stream_bytes, seconds))
+        except BaseException as error:  # noqa: BLE001 (goes to whoever waits)
+            handle._report.set_exception(error)
+        finally:
+            self._give_staging(staging)
+            self._slots.release()
+
+    def _stream(self, header: pb.PushHeader, staging: Bytes, total: int) -> None:
+        """Stream all bytes; where it breaks, ask what has arrived and go on from there."""
+        missing = [(0, total)] if total else []
+        for attempt in range(_STREAM_TRIES):
+            try:
+                if missing:
+                    with rpc.translated_errors(self.server):
+                        self._checkpoints.Push(_messages(header, staging, missing))
+                return
+            except (Unavailable, DataLoss):
+                if attempt == _STREAM_TRIES - 1:
+                    raise
+                time.sleep(min(0.1 * 2**attempt, 3.0))
+                state = self._call(
+                    self._checkpoints.GetPushState,
+                    pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank),
+                )
+                missing = list(_gaps([(r.start, r.end) for r in state.received], total))
+
+    def abort(self, model: str, number: int, reason: str = "aborted by the trainer") -> Version:
+        """Give a version up that has not become visible yet."""
+        request = pb.AbortVersionRequest(model=model, number=number, reason=reason)
+        return wire.version_from_proto(self._call(self._checkpoints.AbortVersion, request).version)
+
+    def restore(self, model: str, sharded_state_dict: Any, *, version: str | int = "latest") -> Version:
+        """Fill a sharded state dict in place from any version, whatever parallelism it was pushed with.
+
+        Only this rank's bytes come over the wire.
+
+        Args:
+            model: ``namespace/name``.
+            sharded_state_dict: what Megatron-core's ``model.sharded_state_dict()`` returns.
+            version: a number or a ref.
+
+        Returns:
+            The version that was restored.
+
+        Raises:
+            NotFound: no such model or version.
+            LayoutError: shapes, dtypes or names contradict the model.
+        """
+        import torch
+
+        from weighbridge.integrations.megatron import sharded_tensors
+
+        shards = sharded_tensors(sharded_state_dict)
+        with torch.no_grad():
+            restored = None
+            for restored, _ in self.restore_layout(model, shards.layout, shards.tensors.__getitem__, version=version):
+                pass
+            shards.finish_restore()
+        assert restored is not None  # a sharded state dict holds at least one shard
+        return restored
+
+    def restore_layout(
+        self,
+        model: str,
+        layout: Layout,
+        tensor_for: Callable[[int], torch.Tensor],
+        *,
+        version: str | int = "latest",
+    ) -> Iterator[tuple[Version, int]]:
+        """Restore the shards of a layout in megatron-core's tensor space, one after the other.
+
+        Args:
+            model: ``namespace/name``.
+            layout: which shards, as a stream.
+            tensor_for: gives the tensor to fill for a placement, by index.
+            version: a number or a ref.
+
+        Yields:
+            The version, and the index of each placement that is complete.
+        """
+        message = wire.layout_to_proto(layout, wire.MEGATRON)
+        resolved: list[Version] = []
+
+        def open_at(offset: int) -> Iterator[pb.RestoreResponse]:
+            # once the ref is resolved, a stream that is opened again stays with that version
+            wanted = str(resolved[0].number) if resolved else str(version)
+            return self._checkpoints.Restore(
+                pb.RestoreRequest(model=model, version=wanted, layout=message, offset=offset)
+            )
+
+        def on_header(header: pb.StreamHeader) -> None:
+            resolved.append(wire.version_from_proto(header.version))
+
+        writer = StreamWriter(layout, tensor_for)
+        stream = rpc.resumed_stream(open_at, self.server, on_header=on_header, retry_seconds=self.retry_seconds)
+        for data in stream:
+            for index, _ in writer.feed(data):
+                yield resolved[0], index
+
+    def describe_shards(self, model: str, parallel: Mapping[str, int]) -> Layout:
+        """The shards that a Megatron-core rank holds, by per-layer keys.
+
+        Args:
+            model: ``namespace/name``.
+            parallel: ``tensor_parallel_size`` and ``_rank``, ``pipeline_parallel_size`` and ``_rank``.
+
+        Raises:
+            InvalidArgument: the sizes do not divide the model.
+        """
+        request = pb.DescribeShardsRequest(model=model, **parallel)
+        return wire.layout_from_proto(self._call(self._checkpoints.DescribeShards, request).layout)
+
+
+def _messages(header: pb.PushHeader, staging: Bytes, ranges: Sequence[tuple[int, int]]) -> Iterator[pb.PushRequest]:
+    yield pb.PushRequest(header=header)
+    for start, end in ranges:
+        for offset in range(start, end, rpc.MESSAGE_BYTES):
+            data = staging[offset : min(offset + rpc.MESSAGE_BYTES, end)].tobytes()
+            yield pb.PushRequest(offset=offset, data=data, checksum=rpc.checksum(data))
+
+
+def _gaps(received: Sequence[tuple[int, int]], total: int) -> Iterator[tuple[int, int]]:
+    position = 0
+    for start, end in received:
+        if start > position:
+            yield position, start
+        position = max(position, end)
+    if position < total:
+        yield position, total
+

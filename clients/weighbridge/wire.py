@@ -1,0 +1,165 @@
+"""The vocabulary as protobuf messages and back. What comes from the wire is checked here, not trusted."""
+
+from __future__ import annotations
+
+from weighbridge import dtypes
+from weighbridge.boxes import Box
+from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge.layouts import Layout, Shard, TensorSpec
+from weighbridge.resources import Model, Version, VersionState
+from weighbridge.slices import Boxes, FullTensors, LayoutRequest, TensorParallel
+from weighbridge.v1 import resources_pb2, weight_service_pb2
+
+MEGATRON = resources_pb2.TENSOR_SPACE_MEGATRON
+HUGGING_FACE = resources_pb2.TENSOR_SPACE_HUGGING_FACE
+
+_STATES = {
+    VersionState.RECEIVING: resources_pb2.VERSION_STATE_RECEIVING,
+    VersionState.READY: resources_pb2.VERSION_STATE_READY,
+    VersionState.DURABLE: resources_pb2.VERSION_STATE_DURABLE,
+    VersionState.FAILED: resources_pb2.VERSION_STATE_FAILED,
+}
+_STATES_BACK = {number: state for state, number in _STATES.items()}
+
+
+def layout_to_proto(layout: Layout, space: resources_pb2.TensorSpace.ValueType) -> resources_pb2.Layout:
+    """A stream's layout as a message."""
+    numbers = {name: number for number, name in enumerate(layout.tensors)}
+    return resources_pb2.Layout(
+        space=space,
+        tensors=[
+            resources_pb2.TensorSpec(name=t.name, dtype=t.dtype.name, shape=t.shape) for t in layout.tensors.values()
+        ],
+        shards=[
+            resources_pb2.Shard(
+                tensor=numbers[p.shard.tensor],
+                offset=p.shard.box.offset,
+                extent=p.shard.box.extent,
+                replica=not p.shard.main,
+            )
+            for p in layout.placements
+        ],
+    )
+
+
+def layout_from_proto(message: resources_pb2.Layout) -> Layout:
+    """A message as a stream's layout.
+
+    Raises:
+        LayoutError: it contradicts itself.
+    """
+    specs = [TensorSpec(t.name, dtypes.from_safetensors(t.dtype), tuple(t.shape)) for t in message.tensors]
+    shards = []
+    for shard in message.shards:
+        if shard.tensor >= len(specs):
+            raise LayoutError(f"a shard belongs to tensor number {shard.tensor} of {len(specs)}")
+        box = Box(tuple(shard.offset), tuple(shard.extent))
+        shards.append(Shard(specs[shard.tensor].name, box, main=not shard.replica))
+    return Layout.stream(specs, shards)
+
+
+def request_to_proto(request: LayoutRequest) -> weight_service_pb2.LayoutRequest:
+    """What an engine asks for, as a message."""
+    match request:
+        case FullTensors(names=names):
+            return weight_service_pb2.LayoutRequest(full=weight_service_pb2.FullTensors(names=names))
+        case TensorParallel(size=size, rank=rank):
+            if size < 1 or not 0 <= rank < size:
+                raise InvalidArgument(
+                    f"tensor-parallel rank {rank} of {size} does not exist", fix="ranks count from 0 to size - 1"
+                )
+            return weight_service_pb2.LayoutRequest(
+                tensor_parallel=weight_service_pb2.TensorParallel(size=size, rank=rank)
+            )
+        case Boxes(boxes=boxes):
+            messages = [
+                weight_service_pb2.BoxRequest(tensor=name, offset=offset, extent=extent)
+                for name, offset, extent in boxes
+            ]
+            return weight_service_pb2.LayoutRequest(boxes=weight_service_pb2.Boxes(boxes=messages))
+
+
+def request_from_proto(message: weight_service_pb2.LayoutRequest) -> LayoutRequest:
+    """A message as what an engine asks for. No layout at all means all tensors, whole."""
+    kind = message.WhichOneof("layout")
+    if kind == "tensor_parallel":
+        return TensorParallel(message.tensor_parallel.size, message.tensor_parallel.rank)
+    if kind == "boxes":
+        return Boxes(tuple((box.tensor, tuple(box.offset), tuple(box.extent)) for box in message.boxes.boxes))
+    return FullTensors(tuple(message.full.names))
+
+
+def state_to_proto(state: VersionState) -> resources_pb2.VersionState.ValueType:
+    """A state's number in the contract."""
+    return _STATES[state]
+
+
+def state_from_proto(number: int) -> VersionState | None:
+    """A state from its number in the contract; None if unspecified or unknown."""
+    return _STATES_BACK.get(number)  # type: ignore[call-overload, no-any-return]
+
+
+def version_to_proto(version: Version) -> resources_pb2.Version:
+    """A version as a message."""
+    return resources_pb2.Version(
+        model=version.model,
+        number=version.number,
+        state=_STATES[version.state],
+        step=version.step,
+        run=version.run,
+        ranks=version.ranks,
+        sealed_ranks=version.sealed_ranks,
+        tensor_bytes=version.tensor_bytes,
+        received_bytes=version.received_bytes,
+        create_time_ms=version.create_time_ms,
+        ready_time_ms=version.ready_time_ms,
+        durable_time_ms=version.durable_time_ms,
+        error=version.error,
+        error_details=version.error_details,
+    )
+
+
+def version_from_proto(message: resources_pb2.Version) -> Version:
+    """A message as a version."""
+    return Version(
+        model=message.model,
+        number=message.number,
+        state=_STATES_BACK[message.state],
+        step=message.step,
+        run=message.run,
+        ranks=message.ranks,
+        sealed_ranks=message.sealed_ranks,
+        tensor_bytes=message.tensor_bytes,
+        received_bytes=message.received_bytes,
+        create_time_ms=message.create_time_ms,
+        ready_time_ms=message.ready_time_ms,
+        durable_time_ms=message.durable_time_ms,
+        error=message.error,
+        error_details=tuple(message.error_details),
+    )
+
+
+def model_to_proto(model: Model) -> resources_pb2.Model:
+    """A model as a message."""
+    return resources_pb2.Model(
+        name=model.name,
+        model_type=model.model_type,
+        dtype=model.dtype,
+        tensor_count=model.tensor_count,
+        tensor_bytes=model.tensor_bytes,
+        files=model.files,
+        refs=model.refs,
+    )
+
+
+def model_from_proto(message: resources_pb2.Model) -> Model:
+    """A message as a model."""
+    return Model(
+        name=message.name,
+        model_type=message.model_type,
+        dtype=message.dtype,
+        tensor_count=message.tensor_count,
+        tensor_bytes=message.tensor_bytes,
+        files=tuple(message.files),
+        refs=dict(message.refs),
+    )

@@ -1,0 +1,273 @@
+"""The gRPC face: each handler translates its request, calls one method of the service, and translates back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TypeVar
+
+import grpc
+
+from weighbridge import rpc, wire
+from weighbridge.errors import InvalidArgument
+from weighbridge.v1 import (
+    checkpoint_service_pb2,
+    checkpoint_service_pb2_grpc,
+    model_service_pb2,
+    model_service_pb2_grpc,
+    weight_service_pb2,
+    weight_service_pb2_grpc,
+)
+from weighbridge_service.models import HUGGING_FACE, MEGATRON
+from weighbridge_service.reading import Reading
+from weighbridge_service.service import Weighbridge
+
+_PAGE = 100
+_LARGEST_PAGE = 1000
+_SPACES = {wire.MEGATRON: MEGATRON, wire.HUGGING_FACE: HUGGING_FACE}
+_MARGIN = 0.25
+"""Seconds by which a wait ends before the caller's deadline, so that the answer says what was missing."""
+
+_NOTHING = rpc.checksum(b"")
+
+R = TypeVar("R", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
+
+
+def _page(size: int) -> int:
+    return min(size or _PAGE, _LARGEST_PAGE)
+
+
+def _patience(context: grpc.ServicerContext, without: float) -> float:
+    """How long a call may wait: almost until its deadline, or ``without`` one."""
+    left = context.time_remaining()
+    return without if left is None or left > without else max(left - _MARGIN, 0.0)
+
+
+class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
+    """`ModelService`."""
+
+    def __init__(self, service: Weighbridge) -> None:
+        self._service = service
+
+    def RegisterModel(
+        self, request: model_service_pb2.RegisterModelRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.RegisterModelResponse:
+        files = {file.name: file.content for file in request.files}
+        model = self._service.register_model(request.model, files, request.dtype)
+        return model_service_pb2.RegisterModelResponse(model=wire.model_to_proto(model))
+
+    def GetModel(
+        self, request: model_service_pb2.GetModelRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.GetModelResponse:
+        return model_service_pb2.GetModelResponse(model=wire.model_to_proto(self._service.get_model(request.model)))
+
+    def ListModels(
+        self, request: model_service_pb2.ListModelsRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.ListModelsResponse:
+        size = _page(request.page_size)
+        models = self._service.list_models(request.page_token, size)
+        return model_service_pb2.ListModelsResponse(
+            models=map(wire.model_to_proto, models), next_page_token=models[-1].name if len(models) == size else ""
+        )
+
+    def GetModelFiles(
+        self, request: model_service_pb2.GetModelFilesRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.GetModelFilesResponse:
+        files = self._service.model_files(request.model, request.version)
+        response = model_service_pb2.GetModelFilesResponse()
+        for name, content in files.items():
+            response.files.add(name=name, content=content)
+        return response
+
+    def GetVersion(
+        self, request: model_service_pb2.GetVersionRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.GetVersionResponse:
+        version = self._service.get_version(
+            request.model, request.version, wire.state_from_proto(request.wait_for), _patience(context, 60.0)
+        )
+        return model_service_pb2.GetVersionResponse(version=wire.version_to_proto(version))
+
+    def ListVersions(
+        self, request: model_service_pb2.ListVersionsRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.ListVersionsResponse:
+        size = _page(request.page_size)
+        before = request.page_token or "0"
+        if not before.isascii() or not before.isdigit() or len(before) > 12:
+            raise InvalidArgument(f"{before[:40]!r} is no page token", fix="pass on what the last page gave")
+        versions = self._service.list_versions(
+            request.model, before=int(before), limit=size, include_invisible=request.include_invisible
+        )
+        return model_service_pb2.ListVersionsResponse(
+            versions=map(wire.version_to_proto, versions),
+            next_page_token=str(versions[-1].number) if len(versions) == size else "",
+        )
+
+    def WatchRef(
+        self, request: model_service_pb2.WatchRefRequest, context: grpc.ServicerContext
+    ) -> Iterator[model_service_pb2.WatchRefResponse]:
+        active = threading.Event()
+        active.set()
+        context.add_callback(active.clear)
+        for version in self._service.watch_ref(request.model, request.ref, request.after, active):
+            yield model_service_pb2.WatchRefResponse(version=wire.version_to_proto(version))
+
+    def SetRef(
+        self, request: model_service_pb2.SetRefRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.SetRefResponse:
+        version = self._service.set_ref(request.model, request.ref, request.version)
+        return model_service_pb2.SetRefResponse(version=wire.version_to_proto(version))
+
+    def DeleteRef(
+        self, request: model_service_pb2.DeleteRefRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.DeleteRefResponse:
+        self._service.delete_ref(request.model, request.ref)
+        return model_service_pb2.DeleteRefResponse()
+
+    def ListRefs(
+        self, request: model_service_pb2.ListRefsRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.ListRefsResponse:
+        return model_service_pb2.ListRefsResponse(refs=self._service.refs(request.model))
+
+    def VerifyVersion(
+        self, request: model_service_pb2.VerifyVersionRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.VerifyVersionResponse:
+        found = self._service.verify(request.model, request.version)
+        return model_service_pb2.VerifyVersionResponse(
+            number=found.number,
+            tensors_checked=found.tensors_checked,
+            bytes_checked=found.bytes_checked,
+            problems=found.problems,
+        )
+
+
+class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
+    """`CheckpointService`."""
+
+    def __init__(self, service: Weighbridge) -> None:
+        self._service = service
+
+    def OpenVersion(
+        self, request: checkpoint_service_pb2.OpenVersionRequest, context: grpc.ServicerContext
+    ) -> checkpoint_service_pb2.OpenVersionResponse:
+        version = self._service.open_version(
+            request.model,
+            step=request.step,
+            run=request.run,
+            ranks=request.ranks,
+            request_id=request.request_id,
+            client_id=request.client_id,
+        )
+        return checkpoint_service_pb2.OpenVersionResponse(version=wire.version_to_proto(version))
+
+    def DeclareLayout(
+        self, request: checkpoint_service_pb2.DeclareLayoutRequest, context: grpc.ServicerContext
+    ) -> checkpoint_service_pb2.DeclareLayoutResponse:
+        layout = wire.layout_from_proto(request.layout) if request.HasField("layout") else None
+        declared = self._service.declare_layout(
+            request.model,
+            request.number,
+            request.rank,
+            request.client_id,
+            request.digest,
+            layout,
+            _space(request.layout.space) if layout else MEGATRON,
+            _patience(context, float("inf")),
+        )
+        return checkpoint_service_pb2.DeclareLayoutResponse(
+            layout_needed=declared.layout_needed, assigned=declared.assigned, stream_bytes=declared.stream_bytes
+        )
+
+    def Push(
+        self, request_iterator: Iterator[checkpoint_service_pb2.PushRequest], context: grpc.ServicerContext
+    ) -> checkpoint_service_pb2.PushResponse:
+        first = next(request_iterator, None)
+        if first is None or not first.HasField("header"):
+            raise InvalidArgument("the first message of a push has no header")
+        header = first.header
+        pieces = ((m.offset, m.data, m.checksum) for m in request_iterator)
+        count = self._service.write(header.model, header.number, header.rank, header.client_id, pieces)
+        return checkpoint_service_pb2.PushResponse(received_bytes=count)
+
+    def GetPushState(
+        self, request: checkpoint_service_pb2.GetPushStateRequest, context: grpc.ServicerContext
+    ) -> checkpoint_service_pb2.GetPushStateResponse:
+        ranges, total, sealed = self._service.push_state(request.model, request.number, request.rank)
+        received = [checkpoint_service_pb2.ByteRange(start=start, end=end) for start, end in ranges]
+        return checkpoint_service_pb2.GetPushStateResponse(received=received, stream_bytes=total, sealed=sealed)
+
+    def SealRank(
+        self, request: checkpoint_service_pb2.SealRankRequest, context: grpc.ServicerContext
+    ) -> checkpoint_service_pb2.SealRankResponse:
+        version = self._service.seal_rank(request.model, request.number, request.rank, request.client_id)
+        return checkpoint_service_pb2.SealRankResponse(version=wire.version_to_proto(version))
+
+    def AbortVersion(
+        self, request: checkpoint_service_pb2.AbortVersionRequest, context: grpc.ServicerContext
+    ) -> checkpoint_service_pb2.AbortVersionResponse:
+        version = self._service.abort_version(request.model, request.number, request.reason)
+        return checkpoint_service_pb2.AbortVersionResponse(version=wire.version_to_proto(version))
+
+    def Restore(
+        self, request: checkpoint_service_pb2.RestoreRequest, context: grpc.ServicerContext
+    ) -> Iterator[checkpoint_service_pb2.RestoreResponse]:
+        if _space(request.layout.space) != MEGATRON:
+            raise InvalidArgument("a layout to restore is in Megatron-core's tensor space")
+        layout = wire.layout_from_proto(request.layout)
+        reading = self._service.restore(request.model, request.version, layout, request.offset)
+        yield from _stream(reading, checkpoint_service_pb2.RestoreResponse, self._service)
+
+    def DescribeShards(
+        self, request: checkpoint_service_pb2.DescribeShardsRequest, context: grpc.ServicerContext
+    ) -> checkpoint_service_pb2.DescribeShardsResponse:
+        layout = self._service.describe_shards(
+            request.model,
+            request.tensor_parallel_size,
+            request.tensor_parallel_rank,
+            request.pipeline_parallel_size,
+            request.pipeline_parallel_rank,
+        )
+        return checkpoint_service_pb2.DescribeShardsResponse(layout=wire.layout_to_proto(layout, wire.MEGATRON))
+
+
+class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):
+    """`WeightService`."""
+
+    def __init__(self, service: Weighbridge) -> None:
+        self._service = service
+
+    def PlanPull(
+        self, request: weight_service_pb2.PlanPullRequest, context: grpc.ServicerContext
+    ) -> weight_service_pb2.PlanPullResponse:
+        version, layout = self._service.plan_pull(
+            request.model, request.version, wire.request_from_proto(request.layout)
+        )
+        return weight_service_pb2.PlanPullResponse(
+            version=wire.version_to_proto(version),
+            layout=wire.layout_to_proto(layout, wire.HUGGING_FACE),
+            stream_bytes=layout.nbytes,
+        )
+
+    def Pull(
+        self, request: weight_service_pb2.PullRequest, context: grpc.ServicerContext
+    ) -> Iterator[weight_service_pb2.PullResponse]:
+        reading = self._service.pull(
+            request.model, request.version, wire.request_from_proto(request.layout), request.offset
+        )
+        yield from _stream(reading, weight_service_pb2.PullResponse, self._service)
+
+
+def _space(number: int) -> str:
+    space = _SPACES.get(number)  # type: ignore[call-overload]
+    if space is None:
+        raise InvalidArgument("the layout does not say which tensor space its names belong to")
+    return str(space)
+
+
+def _stream(reading: Reading, response: type[R], service: Weighbridge) -> Iterator[R]:
+    header = checkpoint_service_pb2.StreamHeader(
+        version=wire.version_to_proto(reading.version), stream_bytes=reading.layout.nbytes
+    )
+    yield response(header=header, offset=reading.offset, checksum=_NOTHING)
+    for piece in reading.pieces():
+        service.bytes_out += len(piece.data)
+        yield response(offset=piece.offset, data=piece.data, checksum=piece.checksum)

@@ -1,0 +1,85 @@
+"""The gRPC server: handlers, health, reflection, limits."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from weighbridge import rpc
+from weighbridge.errors import Unavailable
+from weighbridge.v1 import (
+    checkpoint_service_pb2,
+    checkpoint_service_pb2_grpc,
+    model_service_pb2,
+    model_service_pb2_grpc,
+    weight_service_pb2,
+    weight_service_pb2_grpc,
+)
+from weighbridge_service.grpc_errors import ErrorInterceptor
+from weighbridge_service.grpc_handlers import CheckpointHandlers, ModelHandlers, WeightHandlers
+from weighbridge_service.metrics import Metrics
+from weighbridge_service.service import Weighbridge
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    *rpc.CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),  # a second service on the same port is an error, not a surprise
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class GrpcServer:
+    """The service's gRPC face.
+
+    Args:
+        service: what it is the face of.
+        metrics: counts its calls.
+        address: ``host:port``; port 0 takes a free one.
+
+    Raises:
+        Unavailable: the address cannot be bound.
+    """
+
+    def __init__(self, service: Weighbridge, metrics: Metrics, address: str) -> None:
+        self._pool = ThreadPoolExecutor(service.config.grpc_workers, thread_name_prefix="grpc")
+        self._server = grpc.server(
+            self._pool, interceptors=[ErrorInterceptor(metrics.count_call)], options=_OPTIONS
+        )
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelHandlers(service), self._server)
+        checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(CheckpointHandlers(service), self._server)
+        weight_service_pb2_grpc.add_WeightServiceServicer_to_server(WeightHandlers(service), self._server)
+        names = [
+            module.DESCRIPTOR.services_by_name[name].full_name
+            for module, name in (
+                (model_service_pb2, "ModelService"),
+                (checkpoint_service_pb2, "CheckpointService"),
+                (weight_service_pb2, "WeightService"),
+            )
+        ]
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        for name in ("", *names):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        try:
+            self.port: int = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise Unavailable(
+                f"the gRPC address {address} cannot be bound", fix="is another service running? name another --grpc"
+            ) from error
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._server.start()
+
+    def refuse(self) -> None:
+        """Tell health checks that no new work should come; calls are still answered."""
+        self._health.enter_graceful_shutdown()
+
+    def stop(self, grace: float) -> None:
+        """Let running calls end within ``grace`` seconds, then stop."""
+        self._server.stop(grace).wait()
+        self._pool.shutdown(wait=False, cancel_futures=True)

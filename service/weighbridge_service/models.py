@@ -1,0 +1,276 @@
+"""A registered model: its config, its tensors, its files, and what is derived from them once and used for every version."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from weighbridge import dtypes
+from weighbridge.boxes import Box
+from weighbridge.dtypes import DType
+from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, LayoutError
+from weighbridge.layouts import Layout, TensorSpec
+from weighbridge.resources import Model
+from weighbridge.safetensors_files import FilesLayout, lay_out_files
+from weighbridge.slices import LayoutRequest
+from weighbridge_service.bridges import Bridge, bridge_for, parse_config
+from weighbridge_service.parallel_plans import engine_layout
+from weighbridge_service.planning import make_plan
+from weighbridge_service.receiving import KnownSet, PreparedPush, prepare_push
+from weighbridge_service.relations import Link, identity_links
+from weighbridge_service.transfers import Transfer
+from weighbridge_service.weight_maps import derive_weight_map, hugging_face_specs
+from weighbridge_storage.head import Head, register
+from weighbridge_storage.names import ModelName, check_file_name
+from weighbridge_storage.objects import ObjectStore
+
+V = TypeVar("V")
+_KEPT_LAYOUTS = 4096
+_KEPT_PLANS = 64
+MEGATRON, HUGGING_FACE = "megatron", "hugging_face"
+
+
+class Cache(Generic[V]):
+    """The values used last, by key. Thread-safe; a value that two threads miss at once may be made twice."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Hashable, V] = OrderedDict()
+
+    def get(self, key: Hashable) -> V | None:
+        """The value, if it is there."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: Hashable, value: V) -> None:
+        """Keep a value; the one that was not used for longest goes if there are too many."""
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            while len(self._values) > self._kept:
+                self._values.popitem(last=False)
+
+    def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
+        """The value, made now if it is not there."""
+        found = self.get(key)
+        if found is None:
+            found = make()
+            self.put(key, found)
+        return found
+
+
+class RegisteredModel:
+    """A model as registered. Layouts and plans are kept here, under their identities.
+
+    Args:
+        name: the model's name.
+        config_json: content of its ``config.json``.
+        dtype: of its weights.
+        files_id: which set of files was registered.
+    """
+
+    def __init__(self, name: ModelName, config_json: bytes, dtype: DType, files_id: str) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.files_id = files_id
+        self.config_json = config_json
+        self.known_set: KnownSet | None = None
+        self._layouts: Cache[tuple[str, Layout]] = Cache(_KEPT_LAYOUTS)
+        self._pushes: Cache[PreparedPush] = Cache(4)
+        self._reads: Cache[Transfer] = Cache(_KEPT_PLANS)
+        self._requests: Cache[Layout] = Cache(_KEPT_PLANS)
+
+    @cached_property
+    def bridge(self) -> Bridge:
+        """What is known about the model's family; takes seconds the first time in a process."""
+        return bridge_for(self.config_json)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """The model's tensors in Hugging Face's space."""
+        return hugging_face_specs(self.bridge, self.dtype)
+
+    @cached_property
+    def files(self) -> FilesLayout:
+        """How versions of the model lie in safetensors files."""
+        return lay_out_files(list(self.tensors.values()))
+
+    def knows_layout(self, digest: str) -> bool:
+        """Whether a layout with this digest has been declared."""
+        return self._layouts.get(digest) is not None
+
+    def add_layout(self, space: str, layout: Layout) -> None:
+        """Keep a declared layout under its digest."""
+        self._layouts.put(layout.digest, (space, layout))
+
+    def prepare(self, digests: Sequence[str]) -> PreparedPush:
+        """What the declared layouts of all ranks lead to.
+
+        Raises:
+            LayoutError: they contradict the model or each other.
+            FailedPrecondition: a layout has been forgotten since it was declared.
+        """
+
+        def make() -> PreparedPush:
+            found = [self._layouts.get(digest) for digest in digests]
+            if any(entry is None for entry in found):
+                raise FailedPrecondition("a declared layout has been forgotten", fix="push again")
+            spaces = {entry[0] for entry in found if entry is not None}
+            if len(spaces) != 1:
+                raise InvalidArgument("some ranks push Megatron-core's tensors and others Hugging Face's")
+            layouts = [entry[1] for entry in found if entry is not None]
+            space = spaces.pop()
+            return prepare_push(layouts, self.files, lambda tensors: self._relate(space, tensors))
+
+        return self._pushes.get_or_make(tuple(digests), make)
+
+    def _relate(
+        self, space: str, tensors: Mapping[str, TensorSpec]
+    ) -> tuple[Sequence[Link], Sequence[tuple[str, Box]]]:
+        if space == MEGATRON:
+            weight_map = derive_weight_map(self.bridge, self.dtype, tensors)
+            return weight_map.links, weight_map.padding
+        problems = [
+            f"{spec}: " + (f"the model has {self.tensors[name]}" if name in self.tensors else "no tensor of the model")
+            for name, spec in tensors.items()
+            if self.tensors.get(name) != spec
+        ]
+        if problems:
+            raise LayoutError(
+                f"{len(problems)} tensors are not those of {self.name}",
+                details=problems[:20],
+                fix="register the model with the folder's own config.json, and with the dtype its weights have",
+            )
+        return identity_links(tensors.values()), ()
+
+    def restore_transfer(self, source: Layout, target: Layout) -> Transfer:
+        """From a version's files to the shards of a trainer rank.
+
+        Raises:
+            LayoutError: the shards contradict the model.
+        """
+
+        def make() -> Transfer:
+            weight_map = derive_weight_map(self.bridge, self.dtype, target.tensors)
+            plan = make_plan(source, target, weight_map.inverse_links, padding=weight_map.padding)
+            return Transfer(plan, scatter=False)
+
+        return self._reads.get_or_make(("restore", source.digest, target.digest), make)
+
+    def pull_layout(self, request: LayoutRequest) -> Layout:
+        """The slices that an engine asks for.
+
+        Raises:
+            InvalidArgument: they do not fit the model.
+        """
+        return self._requests.get_or_make(repr(request), lambda: engine_layout(self.bridge, self.tensors, request))
+
+    def pull_transfer(self, source: Layout, target: Layout) -> Transfer:
+        """From a version's files to an engine's slices."""
+
+        def make() -> Transfer:
+            plan = make_plan(source, target, identity_links(target.tensors.values()))
+            return Transfer(plan, scatter=False)
+
+        return self._reads.get_or_make(("pull", source.digest, target.digest), make)
+
+
+def files_key(model: ModelName, files_id: str, file: str) -> str:
+    """Where a registered file lies."""
+    return f"{model.prefix}files/{files_id}/{check_file_name(file)}"
+
+
+def files_identity(files: Mapping[str, bytes]) -> str:
+    """Identity of a set of files: 32 hex digits of the SHA-256 over names, lengths and contents."""
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:32]
+
+
+def model_for_registration(name: ModelName, files: Mapping[str, bytes], dtype: str) -> RegisteredModel:
+    """Check a registration, and derive the model's tensors from it.
+
+    Raises:
+        InvalidArgument: a file's name is not allowed, there is no ``config.json``, its model type has no weight map, or
+            the dtype is not known.
+    """
+    for file in files:
+        check_file_name(file)
+    if "config.json" not in files:
+        raise InvalidArgument(
+            "config.json is not among the model's files", fix="name a folder that model.save_pretrained() has written"
+        )
+    config = parse_config(files["config.json"])
+    # transformers has written either name, and reads a missing one as float32
+    named = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+    model = RegisteredModel(name, files["config.json"], dtypes.parse(str(named)), files_identity(files))
+    _ = model.tensors  # builds the bridge: what cannot be mapped is refused now, not at the first push
+    return model
+
+
+def registration_of(model: RegisteredModel, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """What the head keeps of a registration: enough to list the model without deriving anything."""
+    return {
+        "model_type": model.bridge.model_type,
+        "dtype": model.dtype.name,
+        "tensor_count": len(model.tensors),
+        "tensor_bytes": model.files.layout.nbytes,
+        "files": sorted(files),
+        "tensors_digest": model.files.layout.digest,
+    }
+
+
+def registered(head: Head, model: RegisteredModel, files: Mapping[str, bytes]) -> Head:
+    """The head with this registration.
+
+    Raises:
+        FailedPrecondition: the model is registered with other tensors.
+    """
+    there = head.registration.get("tensors_digest")
+    if there is not None and there != model.files.layout.digest:
+        raise FailedPrecondition(
+            f"{model.name} is registered already, with other tensors: as {head.registration.get('model_type')} in "
+            f"{head.registration.get('dtype')} with {head.registration.get('tensor_count')} tensors",
+            fix="register the new model under another name",
+        )
+    return register(head, model.files_id, registration_of(model, files))
+
+
+def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> Model:
+    """The model as callers see it, from its head alone.
+
+    Raises:
+        DataLoss: the registration in the head is incomplete.
+    """
+    kept = head.registration
+    try:
+        return Model(
+            name=str(name),
+            model_type=kept["model_type"],
+            dtype=kept["dtype"],
+            tensor_count=kept["tensor_count"],
+            tensor_bytes=kept["tensor_bytes"],
+            files=tuple(kept["files"]),
+            refs=refs,
+        )
+    except (KeyError, TypeError) as error:
+        raise DataLoss(f"the registration in the head of {name} is incomplete: {error!r}") from error
+
+
+def load_model(store: ObjectStore, name: ModelName, head: Head) -> RegisteredModel:
+    """A model that was registered before, perhaps by another process."""
+    config, _ = store.get(files_key(name, head.files_id, "config.json"))
+    try:
+        dtype = dtypes.from_safetensors(head.registration["dtype"])
+    except KeyError as error:
+        raise DataLoss(f"the registration in the head of {name} has no dtype") from error
+    return RegisteredModel(name, config, dtype, head.files_id)

@@ -1,0 +1,43 @@
+"""Which bytes of a stream have arrived."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+
+class RangeSet:
+    """A set of byte positions, kept as sorted, disjoint, non-adjacent half-open ranges."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """How many positions it holds."""
+        return self._size
+
+    def add(self, start: int, end: int) -> None:
+        """Add the positions from ``start`` up to ``end``; those that are there already stay."""
+        if start >= end:
+            return
+        first = bisect.bisect_left(self._ends, start)
+        last = bisect.bisect_right(self._starts, end)
+        for i in range(first, last):
+            start, end = min(start, self._starts[i]), max(end, self._ends[i])
+            self._size -= self._ends[i] - self._starts[i]
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+        self._size += end - start
+
+    def covers(self, start: int, end: int) -> bool:
+        """Whether it holds every position from ``start`` up to ``end``."""
+        if start >= end:
+            return True
+        i = bisect.bisect_right(self._starts, start) - 1
+        return i >= 0 and self._ends[i] >= end
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._starts, self._ends, strict=True)

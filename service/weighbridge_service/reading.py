@@ -1,0 +1,91 @@
+"""Reading a version that can be seen: from its image while it has one, from the object store otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from weighbridge import rpc
+from weighbridge.errors import InvalidArgument
+from weighbridge.layouts import Layout
+from weighbridge.resources import Version
+from weighbridge.safetensors_files import FilesLayout
+from weighbridge_service.transfers import Bytes, Transfer
+from weighbridge_storage.images import Lease
+
+
+@dataclass(frozen=True)
+class OpenVersion:
+    """A version whose bytes can be read until it is closed.
+
+    Attributes:
+        version: which one.
+        files: how its tensors lie in its files.
+        buffers: the files' bytes, read-only.
+    """
+
+    version: Version
+    files: FilesLayout
+    buffers: Mapping[str, Bytes]
+    _lease: Lease | None = None
+
+    def close(self) -> None:
+        """Let go of the image."""
+        if self._lease is not None:
+            self._lease.release()
+
+    @contextmanager
+    def closing(self) -> Iterator[OpenVersion]:
+        """Close it in the end."""
+        try:
+            yield self
+        finally:
+            self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a stream to a client.
+
+    Attributes:
+        offset: where in the stream it stands.
+        data: its bytes.
+        checksum: XXH3, 64 bits.
+    """
+
+    offset: int
+    data: bytes
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A stream that is about to be sent.
+
+    Attributes:
+        version: which version it comes from.
+        layout: what is in it.
+        offset: the byte at which it begins.
+    """
+
+    version: Version
+    layout: Layout
+    offset: int
+    _opened: OpenVersion
+    _transfer: Transfer
+
+    def __post_init__(self) -> None:
+        if self.offset > self.layout.nbytes:
+            self._opened.close()
+            raise InvalidArgument(f"the stream has {self.layout.nbytes} bytes; it cannot begin at {self.offset}")
+
+    def pieces(self) -> Iterator[Piece]:
+        """The rest of the stream from its offset on; the version stays open until the last piece is taken."""
+        with self._opened.closing() as opened:
+            position, end = self.offset, self.layout.nbytes
+            while position < end:
+                length = min(rpc.MESSAGE_BYTES, end - position)
+                data = self._transfer.gather(position, length, opened.buffers)
+                yield Piece(position, data, rpc.checksum(data))
+                position += length

@@ -1,0 +1,101 @@
+"""How two tensor spaces relate: boxes of the one to boxes of the other, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from weighbridge.boxes import Box
+from weighbridge.layouts import Layout, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A box of a source tensor whose elements are those of a box of a target tensor.
+
+    Attributes:
+        source: name of the source tensor.
+        source_box: which part of it.
+        target: name of the target tensor.
+        target_box: which part of that.
+        axes: for each target axis the source axis that runs along it, or None where the target's extent is one.
+            Source axes that do not occur have extent one. So axes may be permuted, added and taken away.
+    """
+
+    source: str
+    source_box: Box
+    target: str
+    target_box: Box
+    axes: tuple[int | None, ...]
+
+    def inverse(self) -> Link:
+        """The same link seen from the other side."""
+        axes: list[int | None] = [None] * len(self.source_box.offset)
+        for target_axis, source_axis in enumerate(self.axes):
+            if source_axis is not None:
+                axes[source_axis] = target_axis
+        return Link(self.target, self.target_box, self.source, self.source_box, tuple(axes))
+
+    def to_target(self, box: Box) -> Box:
+        """Where a part of the source box lies in the target."""
+        offset = list(self.target_box.offset)
+        extent = [1] * len(offset)
+        for axis, source_axis in enumerate(self.axes):
+            if source_axis is not None:
+                offset[axis] += box.offset[source_axis] - self.source_box.offset[source_axis]
+                extent[axis] = box.extent[source_axis]
+        return Box(tuple(offset), tuple(extent))
+
+    def to_source(self, box: Box) -> Box:
+        """Where a part of the target box lies in the source."""
+        offset = list(self.source_box.offset)
+        extent = [1] * len(offset)
+        for axis, source_axis in enumerate(self.axes):
+            if source_axis is not None:
+                offset[source_axis] += box.offset[axis] - self.target_box.offset[axis]
+                extent[source_axis] = box.extent[axis]
+        return Box(tuple(offset), tuple(extent))
+
+    def under(self, leading: tuple[int, ...]) -> Link:
+        """The same link for a source that is stacked under leading axes, at this index of them."""
+        if not leading:
+            return self
+        box = Box((*leading, *self.source_box.offset), ((1,) * len(leading)) + self.source_box.extent)
+        axes = tuple(None if axis is None else axis + len(leading) for axis in self.axes)
+        return replace(self, source_box=box, axes=axes)
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """How the tensors of a trainer in megatron-core's space relate to the tensors of Hugging Face.
+
+    Attributes:
+        megatron: the trainer's tensors.
+        hugging_face: the model's tensors.
+        links: from megatron-core to Hugging Face.
+        padding: parts of the trainer's tensors that have no counterpart (padded vocabulary), as name and box. Dropped
+            on the way to Hugging Face, zero on the way back.
+    """
+
+    megatron: Mapping[str, TensorSpec]
+    hugging_face: Mapping[str, TensorSpec]
+    links: tuple[Link, ...]
+    padding: tuple[tuple[str, Box], ...]
+
+    @cached_property
+    def inverse_links(self) -> tuple[Link, ...]:
+        """From Hugging Face to megatron-core."""
+        return tuple(link.inverse() for link in self.links)
+
+
+def identity_links(tensors: Iterable[TensorSpec]) -> tuple[Link, ...]:
+    """The links of a tensor space with itself."""
+    return tuple(
+        Link(t.name, Box.whole(t.shape), t.name, Box.whole(t.shape), tuple(range(len(t.shape)))) for t in tensors
+    )
+
+
+def spaces_agree(layout: Layout, tensors: Mapping[str, TensorSpec]) -> bool:
+    """Whether every tensor of the layout stands among these with the same dtype and shape."""
+    return all(tensors.get(name) == spec for name, spec in layout.tensors.items())

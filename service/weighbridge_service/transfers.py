@@ -1,0 +1,191 @@
+"""Carrying out a plan, range by range of a stream.
+
+Of the two sides of a plan, one is a stream that crosses the wire in messages cut anywhere, and the other the files of
+an image. A range of the stream becomes a list of strided copies; the list is kept, because the same layouts cut into
+the same messages come again with every version.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge.boxes import Box, row_major_boxes
+from weighbridge.layouts import STREAM
+from weighbridge_service.planning import Plan
+
+Bytes = NDArray[np.uint8]
+_KEPT_RANGES = 65_536
+"""Compiled ranges kept for each transfer: 64 GiB of stream in messages of 1 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One strided copy between a range of the stream and a file; all in bytes."""
+
+    shape: tuple[int, ...]
+    stream_offset: int
+    stream_strides: tuple[int, ...]
+    file: str
+    file_offset: int
+    file_strides: tuple[int, ...]
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is one run of bytes on both sides."""
+        return len(self.shape) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a plan's copy means for the shard on the stream's side."""
+
+    box: Box
+    other: int
+    other_box: Box
+    axes: tuple[int | None, ...]  # for each axis of the other side, the axis on the stream's side
+
+
+class Transfer:
+    """A plan ready to be carried out.
+
+    Args:
+        plan: what to copy.
+        scatter: whether the stream is the plan's source (a push) or its target (a pull, a restore).
+    """
+
+    def __init__(self, plan: Plan, *, scatter: bool) -> None:
+        self._stream, self._files = (plan.source, plan.target) if scatter else (plan.target, plan.source)
+        self._parts: list[list[_Part]] = [[] for _ in self._stream.placements]
+        for copy in plan.copies:
+            if scatter:
+                axes = copy.axes
+                self._parts[copy.source].append(_Part(copy.source_box, copy.target, copy.target_box, axes))
+            else:
+                axes = _inverse(copy.axes, len(copy.source_box.offset))
+                self._parts[copy.target].append(_Part(copy.target_box, copy.source, copy.source_box, axes))
+        self._has_zeros = bool(plan.zeros)
+        self._order: dict[str, list[int]] = {}
+        for index, placement in enumerate(self._stream.placements):
+            if placement.nbytes:
+                self._order.setdefault(placement.buffer, []).append(index)
+        self._starts = {
+            buffer: [self._stream.placements[i].offset for i in order] for buffer, order in self._order.items()
+        }
+        self._ranges: dict[tuple[str, int, int], tuple[_Piece, ...]] = {}
+
+    def scatter(self, data: Any, offset: int, files: Mapping[str, Bytes], buffer: str = STREAM) -> None:
+        """Copy a range of a stream to its places in the files.
+
+        Args:
+            data: the bytes, any buffer.
+            offset: where in the stream they stand.
+            files: writable bytes of each file.
+            buffer: which stream, where there are several.
+        """
+        stream = np.frombuffer(data, dtype=np.uint8)
+        for piece in self._pieces(buffer, offset, offset + len(stream)):
+            if piece.dense:
+                end = piece.file_offset + piece.shape[0]
+                files[piece.file][piece.file_offset : end] = stream[
+                    piece.stream_offset : piece.stream_offset + piece.shape[0]
+                ]
+            else:
+                np.copyto(_view_file(piece, files), _view_stream(piece, stream))
+
+    def gather(self, offset: int, length: int, files: Mapping[str, Bytes]) -> bytes:
+        """A range of the stream, read from its places in the files."""
+        pieces = self._pieces(STREAM, offset, offset + length)
+        if len(pieces) == 1 and pieces[0].dense and pieces[0].shape[0] == length:
+            begin = pieces[0].file_offset
+            return files[pieces[0].file][begin : begin + length].tobytes()
+        stream = np.zeros(length, np.uint8) if self._has_zeros else np.empty(length, np.uint8)
+        for piece in pieces:
+            np.copyto(_view_stream(piece, stream), _view_file(piece, files))
+        return stream.tobytes()
+
+    def _pieces(self, buffer: str, start: int, stop: int) -> tuple[_Piece, ...]:
+        found = self._ranges.get((buffer, start, stop))
+        if found is None:
+            found = tuple(self._compile(buffer, start, stop))
+            if len(self._ranges) < _KEPT_RANGES:
+                self._ranges[buffer, start, stop] = found
+        return found
+
+    def _compile(self, buffer: str, start: int, stop: int) -> Iterator[_Piece]:
+        order = self._order.get(buffer, [])
+        first = bisect.bisect_right(self._starts.get(buffer, []), start) - 1
+        for index in order[max(first, 0) :]:
+            placement = self._stream.placements[index]
+            if placement.offset >= stop:
+                break
+            # bytes become one more axis, so that a range may begin and end inside an element
+            itemsize = self._stream.tensors[placement.shard.tensor].dtype.itemsize
+            extent = (*placement.shard.box.extent, itemsize)
+            begin = max(start - placement.offset, 0)
+            end = min(stop - placement.offset, placement.nbytes)
+            for box in row_major_boxes(extent, begin, end):
+                for part in self._parts[index]:
+                    common = box.intersect(Box((*part.box.offset, 0), (*part.box.extent, itemsize)))
+                    if common is not None:
+                        yield self._piece(common, part, extent, placement.offset - start)
+
+    def _piece(self, box: Box, part: _Part, extent: tuple[int, ...], stream_base: int) -> _Piece:
+        other = self._files.placements[part.other]
+        stream_strides = _row_major(extent)
+        file_axis_strides = _row_major((*other.shard.box.extent, extent[-1]))
+        file_strides = [0] * len(extent)
+        file_offset = other.offset + box.offset[-1]
+        file_strides[-1] = 1
+        for axis, stream_axis in enumerate(part.axes):
+            into = part.other_box.offset[axis]
+            if stream_axis is not None:
+                into += box.offset[stream_axis] - part.box.offset[stream_axis]
+                file_strides[stream_axis] = file_axis_strides[axis]
+            file_offset += into * file_axis_strides[axis]
+        stream_offset = stream_base + sum(o * s for o, s in zip(box.offset, stream_strides, strict=True))
+        shape, ours, theirs = _merged(box.extent, stream_strides, file_strides)
+        return _Piece(shape, stream_offset, ours, other.buffer, file_offset, theirs)
+
+
+def _inverse(axes: tuple[int | None, ...], rank: int) -> tuple[int | None, ...]:
+    inverse: list[int | None] = [None] * rank
+    for axis, other in enumerate(axes):
+        if other is not None:
+            inverse[other] = axis
+    return tuple(inverse)
+
+
+def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(extent[axis + 1 :]) for axis in range(len(extent)))
+
+
+def _merged(
+    shape: tuple[int, ...], ours: tuple[int, ...], theirs: list[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The same elements with as few axes as possible: those of extent one go, those that are dense together merge."""
+    merged: list[tuple[int, int, int]] = []
+    for extent, a, b in zip(shape, ours, theirs, strict=True):
+        if extent == 1:
+            continue
+        if merged and merged[-1][1] == extent * a and merged[-1][2] == extent * b:
+            merged[-1] = (merged[-1][0] * extent, a, b)
+        else:
+            merged.append((extent, a, b))
+    if not merged or merged[-1][1:] != (1, 1):
+        merged.append((1, 1, 1))
+    return tuple(m[0] for m in merged), tuple(m[1] for m in merged), tuple(m[2] for m in merged)
+
+
+def _view_stream(piece: _Piece, stream: Bytes) -> Bytes:
+    return np.ndarray(piece.shape, np.uint8, stream, piece.stream_offset, piece.stream_strides)
+
+
+def _view_file(piece: _Piece, files: Mapping[str, Bytes]) -> Bytes:
+    return np.ndarray(piece.shape, np.uint8, files[piece.file], piece.file_offset, piece.file_strides)

@@ -1,0 +1,12 @@
+"""What is kept, and where: object stores, names, the head of a model, manifests and images.
+
+Modules, lowest first; each imports only from those above it and from `weighbridge`:
+
+- `names`: what models, refs, files and versions may be called, and under which keys they lie.
+- `objects`: the port to an object store, and the rules every store keeps.
+- `local`: that port on a local folder.
+- `strict_json`: how a stored JSON document is read without trusting it.
+- `head`: a model's `head.json`, what may change in it, and how writers take turns.
+- `manifest`: a version's `weighbridge.json`.
+- `images`: the buffers in which a version is put together.
+"""

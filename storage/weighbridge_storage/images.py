@@ -1,0 +1,415 @@
+"""In which buffers is a version put together, and who may still be using them?
+
+An image holds the bytes of a version's files as they will finally stand, each file from a page boundary on, in one region
+of shared memory or of an unlinked file on local disk. Fresh pages cost far more than the copy into them, so a pool makes
+regions once and uses them again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import numpy as np
+
+from weighbridge.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from weighbridge_storage.objects import ByteArray, error_for
+
+PAGE = mmap.PAGESIZE
+
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14's; Python has no name for it yet."""
+_POPULATE_PIECE = 8 << 20
+_MOST_WASTE = 4
+"""A free region is used for an image if less than a quarter of it would lie idle."""
+
+
+class Region:
+    """A piece of shared memory, or of an unlinked file, with all its room reserved.
+
+    Args:
+        capacity: bytes; a multiple of `PAGE`, at least one.
+        folder: where to make the file; None for shared memory.
+
+    Raises:
+        ResourceExhausted: memory or disk has no room for it.
+    """
+
+    def __init__(self, capacity: int, folder: str | None) -> None:
+        self.capacity = capacity
+        self.in_memory = folder is None
+        what = f"making an image of {capacity} bytes in {'memory' if folder is None else folder}"
+        try:
+            self.fd = _open_memory() if folder is None else _open_unlinked(folder, capacity)
+            self._release = weakref.finalize(self, os.close, self.fd)
+            try:
+                # Without this, a disk that is full would be a SIGBUS in the middle of a copy.
+                os.posix_fallocate(self.fd, 0, capacity)
+                if folder is None:
+                    # Whoever gets the descriptor could cut the memory short under our hands otherwise.
+                    fcntl.fcntl(
+                        self.fd,
+                        fcntl.F_ADD_SEALS,
+                        fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
+                    )
+                self._map = mmap.mmap(self.fd, capacity)
+            except BaseException:
+                self._release()
+                raise
+        except OSError as error:
+            raise error_for(error, what) from error
+        if self.in_memory:
+            # A file's pages are not touched: an image there is larger than what memory should hold.
+            self._populate()
+        self.writable: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
+        self.readable: ByteArray = np.frombuffer(memoryview(self._map).toreadonly(), dtype=np.uint8)
+
+    def close(self) -> None:
+        """Give it back to the system; an array over it that somebody kept still keeps its memory."""
+        del self.writable, self.readable, self._map
+        self._release()
+
+    def _populate(self) -> None:
+        # In pieces: the call holds Python's global lock, and other threads want to run.
+        with suppress(OSError):  # an older kernel: the first copies will fault the pages in
+            for start in range(0, self.capacity, _POPULATE_PIECE):
+                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_PIECE, self.capacity - start))
+
+
+class Lease:
+    """Keeps an image's bytes as they are until it is released; a context manager."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """End the lease. Doing it again does nothing."""
+        with self._lock:
+            end, self._end = self._end, None
+        if end is not None:
+            end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Image:
+    """Buffers for the files of one version. Made by `ImagePool.acquire`.
+
+    Whoever acquired it holds it until `release`; others take a `lease` for as long as they use it. When the last of them is
+    done, the region goes back to the pool, and arrays over it that somebody kept will show another version's bytes.
+
+    Attributes:
+        sizes: size of each file in bytes.
+        offsets: byte of the region where each file starts; multiples of `PAGE`.
+    """
+
+    def __init__(self, region: Region, sizes: Mapping[str, int], done: Callable[[Region], None]) -> None:
+        self.sizes: Mapping[str, int] = MappingProxyType(dict(sizes))
+        self.offsets: Mapping[str, int] = MappingProxyType(place_files(sizes)[0])
+        self._region: Region | None = region
+        self._done = done
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._frozen = False
+        self._owner = self.lease()
+
+    @property
+    def buffers(self) -> Mapping[str, ByteArray]:
+        """A writable array of bytes for each file. What it holds at first is undefined.
+
+        Raises:
+            FailedPrecondition: the image is frozen, or was given back.
+        """
+        if self._frozen:
+            raise FailedPrecondition("the image is complete and can no longer be written")
+        return self._cut(self._live().writable)
+
+    @property
+    def read_only_buffers(self) -> Mapping[str, ByteArray]:
+        """An array of bytes for each file that cannot be written through.
+
+        Raises:
+            FailedPrecondition: the image was given back.
+        """
+        return self._cut(self._live().readable)
+
+    @property
+    def fd(self) -> int:
+        """The region's open file, for mapping it in another process; valid as long as the image is held.
+
+        Raises:
+            FailedPrecondition: the image was given back.
+        """
+        return self._live().fd
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the region.
+
+        Raises:
+            FailedPrecondition: the image was given back.
+        """
+        return self._live().capacity
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it lies in shared memory, not in a file on disk.
+
+        Raises:
+            FailedPrecondition: the image was given back.
+        """
+        return self._live().in_memory
+
+    def freeze(self) -> None:
+        """Refuse `buffers` from now on. Writable arrays that were handed out before stay writable."""
+        self._frozen = True
+
+    def lease(self) -> Lease:
+        """Keep the image from going back to the pool.
+
+        Raises:
+            FailedPrecondition: it already has.
+        """
+        with self._lock:
+            self._live()
+            self._holders += 1
+        return Lease(self._drop)
+
+    def release(self) -> None:
+        """End the acquirer's own hold. Doing it again does nothing."""
+        self._owner.release()
+
+    def _drop(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders:
+                return
+            region, self._region = self._region, None
+        if region is not None:
+            self._done(region)
+
+    def _live(self) -> Region:
+        region = self._region
+        if region is None:
+            raise FailedPrecondition("the image was given back to the pool")
+        return region
+
+    def _cut(self, whole: ByteArray) -> Mapping[str, ByteArray]:
+        return {name: whole[start : start + self.sizes[name]] for name, start in self.offsets.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """What a pool holds, in bytes of regions, and what it has done so far.
+
+    Attributes:
+        memory_in_use: shared memory of images that somebody holds.
+        memory_free: shared memory of regions that wait to be used again.
+        disk_in_use: likewise on disk.
+        disk_free: likewise on disk.
+        made: regions made.
+        reused: images that got a region made for an earlier one.
+    """
+
+    memory_in_use: int
+    memory_free: int
+    disk_in_use: int
+    disk_free: int
+    made: int
+    reused: int
+
+
+class ImagePool:
+    """Makes images, and uses their regions again. Thread-safe.
+
+    A region is not zeroed between two uses. That is safe because nobody sees an image before it is complete, and complete
+    means that headers and tensors were written over every byte of every file.
+
+    Args:
+        budget_bytes: most shared memory for all images together, free regions included.
+        spill_folder: where images go that are over the budget; None to refuse them. It must be there.
+
+    Raises:
+        InvalidArgument: the budget is negative.
+    """
+
+    def __init__(self, budget_bytes: int, spill_folder: str | os.PathLike[str] | None = None) -> None:
+        if budget_bytes < 0:
+            raise InvalidArgument(f"a memory budget of {budget_bytes} bytes is negative")
+        self._budget = budget_bytes
+        self._folder = None if spill_folder is None else os.fspath(spill_folder)
+        self._lock = threading.Lock()
+        self._free: list[Region] = []  # the longest unused first
+        self._memory = 0  # of all regions, of regions being made too
+        self._disk = 0
+        self._made = 0
+        self._reused = 0
+
+    def acquire(self, file_sizes: Mapping[str, int]) -> Image:
+        """An image with room for these files.
+
+        In this order: a free region in memory; a new one in memory, for which free ones are given up if need be; a free
+        one on disk; a new one on disk. Making one takes time (pages are faulted in at about 0.3 GB/s where the machine has
+        not used them before) and keeps no other caller from the pool.
+
+        Args:
+            file_sizes: size of each file in bytes, by name.
+
+        Raises:
+            InvalidArgument: a size is negative.
+            ResourceExhausted: over the budget, and no room on disk or no folder for it.
+        """
+        _, total = place_files(file_sizes)
+        given_up: list[Region] = []
+        with self._lock:
+            region = self._take_free(total, in_memory=True)
+            in_memory = region is not None or self._reserve_memory(total, given_up)
+            if not in_memory:
+                region = self._take_free(total, in_memory=False)
+                if region is None and self._folder is None:
+                    raise ResourceExhausted(
+                        f"an image of {total} bytes does not fit: {self._memory} of {self._budget} bytes are in use",
+                        fix="wait until another version is done, raise the memory budget or set a spill folder",
+                    )
+                if region is None:
+                    self._disk += total
+            if region is not None:
+                self._reused += 1
+        _close_all(given_up)
+        if region is None:
+            region = self._make(total, in_memory=in_memory)
+        return Image(region, file_sizes, self._give_back)
+
+    def trim(self) -> int:
+        """Give all free regions back to the system; returns their bytes."""
+        with self._lock:
+            given_up = [self._discard(region) for region in list(self._free)]
+        return _close_all(given_up)
+
+    def usage(self) -> PoolUsage:
+        """What the pool holds now."""
+        with self._lock:
+            memory_free = sum(r.capacity for r in self._free if r.in_memory)
+            disk_free = sum(r.capacity for r in self._free if not r.in_memory)
+            return PoolUsage(
+                memory_in_use=self._memory - memory_free,
+                memory_free=memory_free,
+                disk_in_use=self._disk - disk_free,
+                disk_free=disk_free,
+                made=self._made,
+                reused=self._reused,
+            )
+
+    def _make(self, capacity: int, *, in_memory: bool) -> Region:
+        """A region for which room is reserved already. Takes the lock only for the books."""
+        folder = None if in_memory else self._folder
+        try:
+            try:
+                region = Region(capacity, folder)
+            except ResourceExhausted:
+                # Free regions of other sizes may be what fills the disk.
+                if self.trim() == 0:
+                    raise
+                region = Region(capacity, folder)
+        except BaseException:
+            with self._lock:
+                self._forget(capacity, in_memory=in_memory)
+            raise
+        with self._lock:
+            self._made += 1
+        return region
+
+    def _take_free(self, total: int, *, in_memory: bool) -> Region | None:
+        fitting = [
+            r
+            for r in self._free
+            if r.in_memory is in_memory
+            and total <= r.capacity
+            and (r.capacity - total) * _MOST_WASTE < r.capacity
+        ]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda r: r.capacity)
+        self._free.remove(best)
+        return best
+
+    def _reserve_memory(self, total: int, given_up: list[Region]) -> bool:
+        """Enter a region into the books if the budget allows it, and add the free ones it displaces to ``given_up``."""
+        free = [r for r in self._free if r.in_memory]
+        if self._memory - sum(r.capacity for r in free) + total > self._budget:
+            return False
+        for region in free:
+            if self._memory + total <= self._budget:
+                break
+            given_up.append(self._discard(region))
+        self._memory += total
+        return True
+
+    def _discard(self, region: Region) -> Region:
+        """Strike a free region off the books. Closing it takes time, and is done without the lock."""
+        self._free.remove(region)
+        self._forget(region.capacity, in_memory=region.in_memory)
+        return region
+
+    def _forget(self, capacity: int, *, in_memory: bool) -> None:
+        if in_memory:
+            self._memory -= capacity
+        else:
+            self._disk -= capacity
+
+    def _give_back(self, region: Region) -> None:
+        with self._lock:
+            self._free.append(region)
+
+
+def _close_all(regions: list[Region]) -> int:
+    """Close regions; returns their bytes."""
+    for region in regions:
+        region.close()
+    return sum(region.capacity for region in regions)
+
+
+def place_files(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Where files start when each begins on a page of its own, and the bytes needed for all: whole pages, at least one.
+
+    Raises:
+        InvalidArgument: a size is negative.
+    """
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        if size < 0:
+            raise InvalidArgument(f"file {name[:80]!r} has the size {size}")
+        offsets[name] = end
+        end += -(-size // PAGE) * PAGE
+    return offsets, max(end, PAGE)
+
+
+def _open_memory() -> int:
+    return os.memfd_create("weighbridge-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def _open_unlinked(folder: str, capacity: int) -> int:
+    """A new file without a name, if there is room for it."""
+    status = os.statvfs(folder)
+    if status.f_bavail * status.f_frsize < capacity:
+        # Found out before the disk is filled to the last byte, which others may be writing to.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+    with tempfile.TemporaryFile(dir=folder, prefix=".image-", buffering=0) as file:
+        return os.dup(file.fileno())

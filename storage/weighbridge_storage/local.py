@@ -1,0 +1,444 @@
+"""How does a local folder serve as an object store?
+
+An object is the plain file of the same path, so that anything that reads files reads the store. Next to the objects lie
+two hidden folders::
+
+    .tmp/<uuid>/<uuid>   files being written; each opened store has its own sub-folder and holds a flock on it
+    .locks/<00..ff>      flock files; a key's lock is chosen by its hash
+
+A write fills a temporary file, flushes it to the device, takes the key's lock, checks the condition, renames the file to
+its place and flushes the folder. Readers take no lock. All writers of one folder, in whichever process or on whichever
+host, must see each other's flocks, as they do on every local file system and on NFS.
+
+Paths are walked folder by folder with `O_NOFOLLOW`: a symbolic link is no object and no folder of the store, wherever it
+points. (The root itself may be reached through one.)
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from weighbridge.errors import Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from weighbridge_storage.names import shown
+from weighbridge_storage.objects import (
+    Buffer,
+    ByteArray,
+    ObjectStore,
+    PutMode,
+    check_folder_prefix,
+    check_key,
+    check_prefix,
+    error_for,
+)
+
+ETAG_BY_CONTENT_LIMIT = 64 << 20
+"""Objects of up to this many bytes have an etag made from their content, larger ones from the file's identity.
+
+Conditions go on small objects, and hashing 64 MiB takes some milliseconds. A file's identity (inode, time, size) is what is
+cheap for weights; but inodes are used again and clocks tick slowly, so it is not relied on where writers race.
+"""
+_TEMP = ".tmp"
+_LOCKS = ".locks"
+_LOCK_COUNT = 256
+_COPY_PIECE = 8 << 20
+_INSTALL_ATTEMPTS = 16
+_NOT_THERE = (FileNotFoundError, NotADirectoryError)
+# Nothing has the name, or something has it that is no object: a file among the folders, a symbolic link, a socket.
+_NO_OBJECT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
+_CANNOT_LINK = {errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a FIFO that someone left in the folder must not wait for its other end.
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class LocalStore(ObjectStore):
+    """An object store in a folder, which is made if it is missing.
+
+    Any number of stores, threads and processes may use one folder. What a killed writer left in ``.tmp`` is removed when
+    the next store is opened on it; nobody else's files are.
+
+    Raises:
+        Unavailable: the folder cannot be made, read or locked.
+        ResourceExhausted: no room or file handles left.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        try:
+            os.makedirs(root, exist_ok=True)
+            self._root = os.open(os.path.realpath(root), _FOLDER_FLAGS)
+            self._release_root = weakref.finalize(self, os.close, self._root)
+            self._locks = _ensure_folder(self._root, _LOCKS)
+            self._release_locks = weakref.finalize(self, os.close, self._locks)
+            temp_root = _ensure_folder(self._root, _TEMP)
+            try:
+                self._temp_name, self._temp = _claim_temp_folder(temp_root)
+            finally:
+                os.close(temp_root)
+            self._release_temp = weakref.finalize(self, os.close, self._temp)
+        except OSError as error:
+            raise error_for(error, f"opening the store in {os.fspath(root)}") from error
+        self._flushed: set[str] = set()
+
+    def close(self) -> None:
+        """Give back the file handles and the folder for temporary files. The store cannot be used afterwards."""
+        if not self._release_temp.alive:
+            return
+        with suppress(OSError):
+            os.rmdir(f"{_TEMP}/{self._temp_name}", dir_fd=self._root)
+        for release in (self._release_temp, self._release_locks, self._release_root):
+            release()
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        """See `ObjectStore.get`."""
+        with self._reading(key) as file:
+            with os.fdopen(os.dup(file), "rb") as stream:
+                content = stream.read()
+            return content, _etag(os.fstat(file), content)
+
+    def size(self, key: str) -> int:
+        """See `ObjectStore.size`."""
+        with self._reading(key) as file:
+            return os.fstat(file).st_size
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """See `ObjectStore.read_range`."""
+        with self._reading(key) as file:
+            size = os.fstat(file).st_size
+            if start < 0 or length < 0 or start + length > size:
+                raise InvalidArgument(
+                    f"bytes {start} to {start + length} do not lie within {key}, which has {size} bytes"
+                )
+            content = bytearray(length)
+            view, done = memoryview(content), 0
+            while done < length:
+                count = os.preadv(file, [view[done:]], start + done)
+                if count == 0:
+                    raise Unavailable(f"{key} was cut short while it was read", fix="try again")
+                done += count
+            return bytes(content)
+
+    def map(self, key: str) -> ByteArray:
+        """See `ObjectStore.map`. Pages are read from disk when they are touched."""
+        with self._reading(key) as file:
+            size = os.fstat(file).st_size
+            if size == 0:
+                return np.frombuffer(b"", dtype=np.uint8)
+            return np.frombuffer(mmap.mmap(file, size, access=mmap.ACCESS_READ), dtype=np.uint8)
+
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
+        """See `ObjectStore.put`.
+
+        Others may see the new object a moment before it is durable.
+
+        Raises:
+            FailedPrecondition: the key continues another object's key, or others continue it.
+        """
+        check_key(key)
+        what = f"writing {key}"
+        temp = uuid.uuid4().hex
+        try:
+            # Objects are never changed in place, so nobody gets permission to; a rename over them needs none.
+            file = os.open(
+                temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444, dir_fd=self._temp
+            )
+        except OSError as error:
+            raise error_for(error, what) from error
+        try:
+            try:
+                etag = _fill(file, data, what)
+            finally:
+                os.close(file)
+            self._install(temp, key, mode, what)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temp, dir_fd=self._temp)
+            raise
+        return etag
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """See `ObjectStore.list`."""
+        folder = check_prefix(prefix).rpartition("/")[0]
+        return (key for key in self._walk(folder) if key.startswith(prefix))
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """See `ObjectStore.folders`."""
+        folder = check_folder_prefix(prefix).rstrip("/")
+        return (name for name, is_folder in self._entries(folder) if is_folder)
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`. Folders that it leaves empty go with it."""
+        try:
+            with self._folder_of(key) as (folder, name), self._locked(key):
+                os.unlink(name, dir_fd=folder)
+                os.fsync(folder)
+            self._prune(key)
+        except _NOT_THERE:
+            return
+        except OSError as error:
+            raise error_for(error, f"deleting {key}") from error
+
+    def copy(self, source: str, target: str) -> None:
+        """See `ObjectStore.copy`. Both keys share one file where the file system has hard links."""
+        check_key(target)
+        what = f"copying {source} to {target}"
+        temp = uuid.uuid4().hex
+        self.size(source)  # refuses what is no object: a link to a symbolic link would be one as well
+        try:
+            with self._folder_of(source) as (folder, name):
+                os.link(name, temp, src_dir_fd=folder, dst_dir_fd=self._temp, follow_symlinks=False)
+        except _NOT_THERE as error:
+            raise NotFound(f"there is no object {source}") from error
+        except OSError as error:
+            if error.errno not in _CANNOT_LINK:
+                raise error_for(error, what) from error
+            with self._reading(source) as file:
+                self.put(target, _pieces(file, what), mode="overwrite")
+            return
+        try:
+            self._install(temp, target, "overwrite", what)
+        finally:
+            # Renaming a file onto another name of itself does nothing, and leaves both.
+            with suppress(OSError):
+                os.unlink(temp, dir_fd=self._temp)
+
+    def _install(self, temp: str, key: str, mode: PutMode, what: str) -> None:
+        """Move a finished temporary file to its place if the condition holds."""
+        for _ in range(_INSTALL_ATTEMPTS):
+            try:
+                with self._folder_of(key, make=True) as (folder, name):
+                    with self._locked(key):
+                        _check_condition(folder, name, key, mode)
+                        os.rename(temp, name, src_dir_fd=self._temp, dst_dir_fd=folder)
+                    os.fsync(folder)
+                return
+            except FileNotFoundError:
+                # A deletion of the last other object in the folder removed it under our hands: make it again.
+                continue
+            except (NotADirectoryError, IsADirectoryError) as error:
+                raise FailedPrecondition(
+                    f"{key} cannot be written: a part of it is an object or a link, or it is itself a folder",
+                    fix="choose a key that does not continue another object's key",
+                ) from error
+            except OSError as error:
+                raise error_for(error, what) from error
+        raise Unavailable(f"{what} failed: its folder disappears again and again", fix="try again")
+
+    @contextmanager
+    def _folder_of(self, key: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """The open folder that holds an object, and the object's name in it."""
+        *folders, name = check_key(key).split("/")
+        current, path = os.dup(self._root), ""
+        try:
+            for folder in folders:
+                path += folder + "/"
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(folder, dir_fd=current)
+                        self._flushed.discard(path)
+                    if path not in self._flushed:
+                        # Also when another writer has just made it: it may not have come to flush it yet.
+                        os.fsync(current)
+                        self._flushed.add(path)
+                current, parent = os.open(folder, _FOLDER_FLAGS, dir_fd=current), current
+                os.close(parent)
+            yield current, name
+        finally:
+            os.close(current)
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[int]:
+        """An object's file, open for reading."""
+        what = f"reading {shown(key)}"
+        try:
+            with self._folder_of(key) as (folder, name):
+                file = os.open(name, _READ_FLAGS, dir_fd=folder)
+        except OSError as error:
+            if error.errno in _NO_OBJECT:
+                raise NotFound(f"there is no object {key}") from error
+            raise error_for(error, what) from error
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise NotFound(f"there is no object {key}")
+            yield file
+        except OSError as error:
+            raise error_for(error, what) from error
+        finally:
+            os.close(file)
+
+    @contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        """Keep out all others who want to replace or remove this object."""
+        name = f"{xxhash.xxh3_64_intdigest(key.encode()) % _LOCK_COUNT:02x}"
+        flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = os.open(name, flags, 0o666, dir_fd=self._locks)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                # Closing would not do: a child forked meanwhile has the same open file.
+                fcntl.flock(lock, fcntl.LOCK_UN)
+        finally:
+            os.close(lock)
+
+    def _entries(self, path: str) -> Sequence[tuple[str, bool]]:
+        """Names of the files and folders in a folder of the store, and which are folders; none if it is not there."""
+        found = []
+        try:
+            with (
+                self._folder_of(f"{path}/x" if path else "x") as (folder, _),
+                os.scandir(folder) as entries,
+            ):
+                for entry in entries:
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                    if not entry.name.startswith(".") and (is_folder or entry.is_file(follow_symlinks=False)):
+                        found.append((entry.name, is_folder))
+        except _NOT_THERE:
+            return []
+        except OSError as error:
+            raise error_for(error, f"listing {shown(path)}") from error
+        return found
+
+    def _walk(self, path: str) -> Iterator[str]:
+        for name, is_folder in self._entries(path):
+            key = f"{path}/{name}" if path else name
+            if is_folder:
+                yield from self._walk(key)
+            else:
+                yield key
+
+    def _prune(self, key: str) -> None:
+        """Remove the folders that an object's deletion left empty: other stores have none."""
+        path = key
+        while "/" in path:
+            path = path.rpartition("/")[0]
+            try:
+                with self._folder_of(path) as (folder, name):
+                    os.rmdir(name, dir_fd=folder)
+            except OSError:
+                return
+            self._flushed.discard(path + "/")
+
+
+def _ensure_folder(parent: int, name: str) -> int:
+    with suppress(FileExistsError):
+        os.mkdir(name, dir_fd=parent)
+    return os.open(name, _FOLDER_FLAGS, dir_fd=parent)
+
+
+def _claim_temp_folder(temp_root: int) -> tuple[str, int]:
+    """A new locked sub-folder, after those that nobody holds any more are removed.
+
+    The lock on ``temp_root`` keeps others from seeing a folder between its making and its locking.
+    """
+    fcntl.flock(temp_root, fcntl.LOCK_EX)
+    try:
+        for name in os.listdir(temp_root):
+            with suppress(OSError):
+                _remove_if_stale(temp_root, name)
+        own = uuid.uuid4().hex
+        os.mkdir(own, dir_fd=temp_root)
+        folder = os.open(own, _FOLDER_FLAGS, dir_fd=temp_root)
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        return own, folder
+    finally:
+        fcntl.flock(temp_root, fcntl.LOCK_UN)
+
+
+def _remove_if_stale(temp_root: int, name: str) -> None:
+    folder = os.open(name, _FOLDER_FLAGS, dir_fd=temp_root)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left_over in os.listdir(folder):
+            os.unlink(left_over, dir_fd=folder)
+        os.rmdir(name, dir_fd=temp_root)
+    finally:
+        os.close(folder)
+
+
+def _check_condition(folder: int, name: str, key: str, mode: PutMode) -> None:
+    if mode == "overwrite":
+        return
+    if mode == "create":
+        with suppress(FileNotFoundError):
+            os.stat(name, dir_fd=folder, follow_symlinks=False)
+            raise Conflict(f"{key} exists already", fix="read it, or choose another key")
+        return
+    found = _current_etag(folder, name)
+    if found != mode.etag:
+        raise Conflict(
+            f"{key} is no longer there" if found is None else f"{key} was changed by another writer",
+            fix="read it again and repeat the change",
+        )
+
+
+def _current_etag(folder: int, name: str) -> str | None:
+    try:
+        file = os.open(name, _READ_FLAGS, dir_fd=folder)
+    except OSError as error:
+        if error.errno in _NO_OBJECT:
+            return None
+        raise
+    with os.fdopen(file, "rb") as stream:
+        status = os.fstat(file)
+        return _etag(status, stream.read() if status.st_size <= ETAG_BY_CONTENT_LIMIT else b"")
+
+
+def _etag(status: os.stat_result, content: bytes) -> str:
+    """A file's etag. The content is not looked at if it is over the limit."""
+    if status.st_size <= ETAG_BY_CONTENT_LIMIT:
+        return xxhash.xxh3_128_hexdigest(content)
+    return f"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"
+
+
+def _fill(file: int, data: Buffer | Iterable[Buffer], what: str) -> str:
+    """Write all of ``data`` to an open file and flush it to the device; returns its etag."""
+    pieces: Iterable[Any] = [data] if isinstance(data, bytes | bytearray | memoryview | np.ndarray) else data
+    content = xxhash.xxh3_128()
+    size = 0
+    for piece in pieces:
+        # Errors of the caller's iterator pass through unchanged; only our own are translated.
+        view = _bytes_of(piece)
+        size += len(view)
+        if size <= ETAG_BY_CONTENT_LIMIT:
+            content.update(view)
+        try:
+            while view:
+                view = view[os.write(file, view) :]
+        except OSError as error:
+            raise error_for(error, what) from error
+    try:
+        os.fsync(file)
+        status = os.fstat(file)
+    except OSError as error:
+        raise error_for(error, what) from error
+    return content.hexdigest() if size <= ETAG_BY_CONTENT_LIMIT else _etag(status, b"")
+
+
+def _bytes_of(piece: Buffer) -> memoryview:
+    try:
+        size = len(piece) if isinstance(piece, bytes | bytearray) else piece.nbytes
+        # Through numpy: a memoryview casts neither an empty array nor a format that `struct` does not know.
+        return np.frombuffer(piece, dtype=np.uint8).data if size else memoryview(b"")
+    except (TypeError, ValueError, AttributeError, BufferError) as error:
+        raise InvalidArgument(f"a piece of type {type(piece).__name__} is not contiguous bytes") from error
+
+
+def _pieces(file: int, what: str) -> Iterator[bytes]:
+    try:
+        while piece := os.read(file, _COPY_PIECE):
+            yield piece
+    except OSError as error:
+        raise error_for(error, what) from error

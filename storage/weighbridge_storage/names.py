@@ -1,0 +1,155 @@
+"""What may models, refs, files and versions be called, and under which keys do they lie in a store?
+
+Whatever passes these checks is safe as one component of a path, of a URL and of an object key.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weighbridge.errors import InvalidArgument
+from weighbridge.resources import REF_LATEST, REF_LIVE
+
+MANIFEST_FILE = "weighbridge.json"
+HEAD_FILE = "head.json"
+RESERVED_REFS = frozenset({REF_LATEST, REF_LIVE})
+"""Refs that move by themselves."""
+MAX_VERSION = 10**12 - 1
+"""Version folders have names of twelve digits, so that they sort by number."""
+
+_MODEL_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
+_TWO_PARTS = re.compile(r"[^/]*/[^/]*")
+_REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+def shown(value: object) -> str:
+    """A short representation of something untrusted, for an error message."""
+    text = repr(value[:80]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 82 else text[:80] + "..."
+
+
+def _is(pattern: re.Pattern[str], value: object) -> bool:
+    """Whether ``value`` is a text, which what comes out of JSON need not be, and all of it matches."""
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ModelName:
+    """A model's name, ``namespace/name``; an instance is always valid.
+
+    The rules are those of the Hugging Face Hub: 1 to 96 letters, digits, ``-``, ``_`` or ``.`` each, not starting
+    or ending with ``-`` or ``.``, without ``--`` and ``..``, not ending with ``.git``.
+
+    Raises:
+        InvalidArgument: says which half breaks the rules.
+    """
+
+    namespace: str
+    name: str
+
+    def __post_init__(self) -> None:
+        for what, part in (("namespace", self.namespace), ("name", self.name)):
+            if not _is(_MODEL_PART, part) or "--" in part or ".." in part or part.endswith(".git"):
+                raise InvalidArgument(
+                    f"{shown(part)} cannot be the {what} of a model",
+                    fix="use 1 to 96 letters, digits, '-', '_' or '.', not starting or ending with '-' or '.', "
+                    "without '--' or '..', not ending with '.git'",
+                )
+
+    @staticmethod
+    def parse(text: str) -> ModelName:
+        """The model called ``text``, e.g. ``acme/smol``.
+
+        Raises:
+            InvalidArgument: there is not exactly one slash, or a half breaks the rules.
+        """
+        if not _is(_TWO_PARTS, text):
+            raise InvalidArgument(
+                f"{shown(text)} is no model name", fix="write it as namespace/name, e.g. acme/smol"
+            )
+        return ModelName(*text.split("/"))
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of all the model's objects begin with, e.g. ``models/acme/smol/``."""
+        return f"models/{self.namespace}/{self.name}/"
+
+    @property
+    def head_key(self) -> str:
+        """Key of the model's head."""
+        return self.prefix + HEAD_FILE
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+def version_prefix(model: ModelName, number: int) -> str:
+    """What the keys of a version's objects begin with, e.g. ``models/acme/smol/versions/000000000017/``.
+
+    Raises:
+        InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
+    """
+    if not 1 <= number <= MAX_VERSION:
+        raise InvalidArgument(f"{shown(number)} is no version number", fix=f"versions are 1 to {MAX_VERSION}")
+    return f"{model.prefix}versions/{number:012d}/"
+
+
+def version_key(model: ModelName, number: int, file_name: str) -> str:
+    """Key of one file of a version.
+
+    Raises:
+        InvalidArgument: no such number or file name can be.
+    """
+    return version_prefix(model, number) + check_version_file_name(file_name)
+
+
+def check_ref_name(name: str) -> str:
+    """``name``, if a caller may set a ref called so: 1 to 64 letters, digits, ``-``, ``_`` or ``.``.
+
+    Raises:
+        InvalidArgument: it is malformed, reads like a version number, or moves by itself (`RESERVED_REFS`).
+    """
+    if not _is(_REF, name):
+        raise InvalidArgument(
+            f"{shown(name)} cannot name a ref",
+            fix="use 1 to 64 letters, digits, '-', '_' or '.', not starting with '-' or '.'",
+        )
+    if name.isdigit():
+        raise InvalidArgument(
+            f"{shown(name)} cannot name a ref: it reads like a version number",
+            fix=f"add a letter, e.g. v{name}",
+        )
+    if name in RESERVED_REFS:
+        raise InvalidArgument(f"the ref {name!r} moves by itself", fix="choose another name")
+    return name
+
+
+def check_version_file_name(name: str) -> str:
+    """``name``, if a file in a version's folder may have it: 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
+
+    Raises:
+        InvalidArgument: it is malformed, or starts with ``-`` or ``.``.
+    """
+    if not _is(_FILE, name):
+        raise InvalidArgument(
+            f"{shown(name)} cannot name a file",
+            fix="use 1 to 128 letters, digits, '-', '_' or '.', not starting with '-' or '.', and no folders",
+        )
+    return name
+
+
+def check_file_name(name: str) -> str:
+    """``name``, if a file that comes with a model (config, tokenizer) may have it.
+
+    Raises:
+        InvalidArgument: as `check_version_file_name`, or the service writes the file with this name itself.
+    """
+    check_version_file_name(name)
+    lowered = name.lower()
+    if lowered == MANIFEST_FILE or lowered.endswith((".safetensors", ".safetensors.index.json")):
+        raise InvalidArgument(
+            f"{shown(name)} cannot come with a model: the service writes it", fix="leave this file out"
+        )
+    return name

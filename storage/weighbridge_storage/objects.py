@@ -1,0 +1,208 @@
+"""What does an object store do, whichever it is?
+
+A store maps keys such as ``models/acme/smol/head.json`` to bytes. Objects are written whole: a reader sees the old
+object or the new one, never half of one. A write can be made conditional; that is the only coordination there is.
+"""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge.errors import DataLoss, InvalidArgument, ResourceExhausted, Unavailable, WeighbridgeError
+from weighbridge_storage.names import shown
+
+MAX_KEY_LENGTH = 1024
+"""Most characters of a key; S3's limit, in bytes."""
+MAX_COMPONENT_LENGTH = 255
+"""Most bytes between two slashes of a key; the limit of file systems."""
+
+ByteArray: TypeAlias = NDArray[np.uint8]
+Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
+"""Contiguous memory, of which a store takes the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class IfMatch:
+    """Write only if the object is there and its etag is still this one."""
+
+    etag: str
+
+
+PutMode: TypeAlias = Literal["create", "overwrite"] | IfMatch
+
+
+class ObjectStore(ABC):
+    """The port. All methods may be called from any thread, and from several processes at a time.
+
+    Errors that every method may raise besides those it names: InvalidArgument (`check_key` refuses the key),
+    ResourceExhausted (no room, quota or file handles left), Unavailable (the store cannot be reached or refuses
+    access), DataLoss (the device reports that it lost bytes).
+    """
+
+    @abstractmethod
+    def get(self, key: str) -> tuple[bytes, str]:
+        """Content and etag of an object. Two objects with one etag have the same content.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+
+    @abstractmethod
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
+        """Write an object: atomically, and durable on return.
+
+        Args:
+            key: where.
+            data: the content, or the pieces that make it up one after another. If the pieces end in an exception,
+                nothing is written.
+            mode: ``"create"`` (there must be no object yet), ``"overwrite"`` (there may be), or `IfMatch`.
+
+        Returns:
+            The new object's etag.
+
+        Raises:
+            Conflict: the condition does not hold; nothing was written.
+        """
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Size of an object in bytes.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+
+    @abstractmethod
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """``length`` bytes of an object from byte ``start`` on.
+
+        Raises:
+            NotFound: there is no such object.
+            InvalidArgument: the range does not lie within the object.
+        """
+
+    @abstractmethod
+    def map(self, key: str) -> ByteArray:
+        """The whole object as a read-only array, which keeps its content even when the object is replaced.
+
+        A local store maps the file and reads nothing; a remote store fetches all of it, so prefer `read_range` where
+        a part will do.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str) -> Iterator[str]:
+        """All keys that begin with ``prefix``, in no promised order.
+
+        Keys that are written or deleted meanwhile may or may not be among them.
+        """
+
+    @abstractmethod
+    def folders(self, prefix: str) -> Iterator[str]:
+        """The distinct next components, without slash, of all keys that continue behind ``prefix`` with a component and a slash.
+
+        ``folders("models/acme/")`` gives ``smol`` if there is ``models/acme/smol/head.json``. In no promised order.
+
+        Raises:
+            InvalidArgument: ``prefix`` is neither empty nor ends with a slash.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove an object, durably. Nothing happens if it is not there."""
+
+    @abstractmethod
+    def copy(self, source: str, target: str) -> None:
+        """Make ``target`` an object with the content of ``source``; what lay there before is replaced.
+
+        Atomic and durable like `put`, and cheap where the store can share the bytes.
+
+        Raises:
+            NotFound: there is no object at ``source``.
+        """
+
+
+def check_key(key: str) -> str:
+    """``key``, if it is one: components of printable characters between single slashes.
+
+    Raises:
+        InvalidArgument: it is empty, absolute, longer than `MAX_KEY_LENGTH` characters, or has a component that is
+            empty, starts with a dot (so ``.`` and ``..`` too) or is longer than `MAX_COMPONENT_LENGTH` bytes, or
+            has a backslash, a NUL or anything else that is not printable.
+    """
+    if not key:
+        raise InvalidArgument("an object key is empty")
+    if len(key) > MAX_KEY_LENGTH:
+        raise InvalidArgument(
+            f"object key {shown(key)} has {len(key)} characters, more than {MAX_KEY_LENGTH}"
+        )
+    if "\\" in key or not key.isprintable():
+        raise InvalidArgument(f"object key {shown(key)} has a backslash or a character that is not printable")
+    for part in key.split("/"):
+        if not part or part.startswith(".") or len(part.encode()) > MAX_COMPONENT_LENGTH:
+            raise InvalidArgument(
+                f"object key {shown(key)} has the component {shown(part)}",
+                fix=f"components have 1 to {MAX_COMPONENT_LENGTH} bytes and do not start with a dot; "
+                "keys do not start or end with a slash",
+            )
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """``prefix``, if some key can begin with it; the empty prefix is one.
+
+    Raises:
+        InvalidArgument: no key can begin with it.
+    """
+    check_key(prefix + "x")
+    return prefix
+
+
+def check_folder_prefix(prefix: str) -> str:
+    """``prefix``, if it is empty or ends with a slash and some key can begin with it.
+
+    Raises:
+        InvalidArgument: it is neither.
+    """
+    if check_prefix(prefix) and not prefix.endswith("/"):
+        raise InvalidArgument(f"prefix {shown(prefix)} does not end with a slash")
+    return prefix
+
+
+_NO_ROOM = {
+    errno.ENOSPC: "no space is left on the device",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the limit on a file's size is reached",
+    errno.ENOMEM: "no memory is left",
+    errno.EMFILE: "this process has too many open files",
+    errno.ENFILE: "the system has too many open files",
+}
+
+
+def error_for(error: OSError, what: str) -> WeighbridgeError:
+    """What an operating system's error means to a caller.
+
+    Args:
+        error: what went wrong.
+        what: what was being done, e.g. ``writing models/acme/smol/head.json``.
+
+    Returns:
+        ResourceExhausted, DataLoss (the device failed) or Unavailable, to be raised from ``error``.
+    """
+    if error.errno in _NO_ROOM:
+        return ResourceExhausted(
+            f"{what} failed: {_NO_ROOM[error.errno]}", fix="make room or raise the limit, then try again"
+        )
+    reason = error.strerror or type(error).__name__
+    if error.errno == errno.EIO:
+        return DataLoss(f"{what} failed: the device reports {reason!r}", fix="check the disk")
+    return Unavailable(f"{what} failed: {reason}", fix="check the store's permissions and its mount")

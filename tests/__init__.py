@@ -1,0 +1,1 @@
+"""Tests, named for the promise each one holds."""

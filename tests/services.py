@@ -1,0 +1,40 @@
+"""A real service on loopback, for tests: handlers, sockets and store as in production, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from weighbridge_service.config import ServiceConfig
+from weighbridge_service.grpc_server import GrpcServer
+from weighbridge_service.metrics import Metrics
+from weighbridge_service.service import Weighbridge
+
+
+class RunningService:
+    """A service and its gRPC address."""
+
+    def __init__(self, store: Path, **settings: Any) -> None:
+        defaults: dict[str, Any] = {"memory_budget": 1 << 30, "drain_seconds": 5.0, "grpc_workers": 64}
+        self.service = Weighbridge(ServiceConfig(store, **{**defaults, **settings}))
+        self.metrics = Metrics(self.service)
+        self.grpc = GrpcServer(self.service, self.metrics, "127.0.0.1:0")
+        self.grpc.start()
+        self.address = f"127.0.0.1:{self.grpc.port}"
+
+    def stop(self) -> None:
+        self.service.drain()
+        self.grpc.stop(0.5)
+        self.service.close()
+
+
+@contextmanager
+def running_service(store: Path, **settings: Any) -> Iterator[RunningService]:
+    """A service over this store folder, drained and stopped in the end."""
+    running = RunningService(store, **settings)
+    try:
+        yield running
+    finally:
+        running.stop()

@@ -1,0 +1,603 @@
+"""Does a model's head change exactly once per change, only forward, and is a broken one noticed?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from weighbridge.errors import (
+    AlreadyExists,
+    Conflict,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from weighbridge_storage.head import (
+    REMEMBERED_WRITES,
+    Head,
+    HeadStore,
+    VersionEntry,
+    allocate_version,
+    delete_ref,
+    delete_version,
+    publish,
+    register,
+    set_ref,
+    stamp,
+)
+from weighbridge_storage.local import LocalStore
+from weighbridge_storage.names import MAX_VERSION, ModelName
+from weighbridge_storage.objects import Buffer, ObjectStore, PutMode
+
+SMOL = ModelName("acme", "smol")
+REPOSITORY = Path(__file__).parent.parent
+
+
+def entry(number: int, write_id: str = "w") -> VersionEntry:
+    return VersionEntry(
+        number=number,
+        step=number * 10,
+        run="r",
+        created_ms=1,
+        nbytes=2,
+        tensor_count=3,
+        files_id="f",
+        write_id=f"{write_id}{number}",
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    opened = LocalStore(tmp_path / "store")
+    yield opened
+    opened.close()
+
+
+def head_with(*numbers: int) -> Head:
+    head = Head(next_version=max(numbers) + 1)
+    for number in numbers:
+        head = publish(head, entry(number))
+    return head
+
+
+# --- what may change ------------------------------------------------------------------------------------------------
+
+
+class HeadHistory(RuleBasedStateMachine):
+    """Any sequence of changes, compared with a model of plain sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head()
+        self.given: list[int] = []
+        self.published: set[int] = set()
+        self.deleted: set[int] = set()
+        self.refs: dict[str, int] = {}
+        self.latest_seen: list[int] = []
+        self.writes: list[str] = []
+
+    @rule()
+    def allocate(self) -> None:
+        self.head, number = allocate_version(self.head)
+        self.given.append(number)
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data())
+    def publish_any(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.given))
+        if number in self.deleted:
+            with pytest.raises(FailedPrecondition):
+                publish(self.head, entry(number))
+            return
+        self.head = publish(self.head, entry(number))
+        self.published.add(number)
+
+    @precondition(lambda self: self.published)
+    @rule(data=st.data())
+    def publish_again(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.published)))
+        assert publish(self.head, entry(number)) == self.head
+        with pytest.raises(AlreadyExists):
+            publish(self.head, entry(number, "other"))
+
+    @rule(ahead=st.integers(0, 5))
+    def publish_what_was_never_opened(self, ahead: int) -> None:
+        with pytest.raises(FailedPrecondition):
+            publish(self.head, entry(self.head.next_version + ahead))
+
+    @rule(name=st.sampled_from(["prod", "eval"]), number=st.integers(1, 12))
+    def tag(self, name: str, number: int) -> None:
+        if number in self.published:
+            self.head = set_ref(self.head, name, number)
+            self.refs[name] = number
+        else:
+            with pytest.raises(NotFound):
+                set_ref(self.head, name, number)
+
+    @rule(name=st.sampled_from(["prod", "eval"]))
+    def untag(self, name: str) -> None:
+        if self.refs.pop(name, None) is None:
+            with pytest.raises(NotFound):
+                delete_ref(self.head, name)
+        else:
+            self.head = delete_ref(self.head, name)
+
+    @rule(number=st.integers(1, 12))
+    def delete(self, number: int) -> None:
+        if number in self.deleted:
+            assert delete_version(self.head, number, 5) == self.head
+        elif number not in self.published:
+            with pytest.raises(NotFound):
+                delete_version(self.head, number, 5)
+        elif number in self.refs.values() or number == max(self.published):
+            with pytest.raises(FailedPrecondition):
+                delete_version(self.head, number, 5)
+        else:
+            self.head = delete_version(self.head, number, 5)
+            self.published.remove(number)
+            self.deleted.add(number)
+
+    @rule(files_id=st.text("abc", max_size=3), extra=st.dictionaries(st.text(max_size=3), st.integers()))
+    def register_again(self, files_id: str, extra: dict[str, int]) -> None:
+        self.head = register(self.head, files_id, extra)
+        assert (self.head.files_id, self.head.registration) == (files_id, extra)
+
+    @rule()
+    def write(self) -> None:
+        self.writes.append(f"id{len(self.writes)}")
+        self.head = stamp(self.head, self.head, self.writes[-1])
+
+    @invariant()
+    def numbers_are_unique_and_increase(self) -> None:
+        assert self.given == list(range(1, len(self.given) + 1))
+
+    @invariant()
+    def the_head_says_what_happened(self) -> None:
+        expected = dict(self.refs)
+        if self.published:
+            expected["latest"] = max(self.published)
+        assert self.head.refs == expected
+        assert set(self.head.versions) == self.published
+        assert set(self.head.tombstones) == self.deleted
+        assert self.head.generation == len(self.writes)
+        assert list(self.head.writes) == self.writes[-REMEMBERED_WRITES:]
+
+    @invariant()
+    def latest_never_goes_back(self) -> None:
+        self.latest_seen.append(self.head.refs.get("latest", 0))
+        assert self.latest_seen == sorted(self.latest_seen)
+
+    @invariant()
+    def it_reads_back_as_it_was_written(self) -> None:
+        if self.head.generation:
+            assert Head.from_json(self.head.to_json()) == self.head
+
+
+TestHeadHistory = HeadHistory.TestCase
+
+
+@pytest.mark.parametrize("name", ["latest", "live", "7", ""])
+def test_refs_that_move_by_themselves_cannot_be_moved_by_hand(name: str) -> None:
+    with pytest.raises(InvalidArgument):
+        set_ref(head_with(1, 2), name, 1)
+    with pytest.raises(InvalidArgument):
+        delete_ref(head_with(1, 2), name)
+
+
+def test_a_late_publication_does_not_pull_latest_back() -> None:
+    assert head_with(3, 2).refs["latest"] == 3
+    assert set(head_with(3, 2).versions) == {2, 3}
+
+
+def test_numbers_run_out_with_an_error() -> None:
+    head, number = allocate_version(Head(next_version=MAX_VERSION))
+    assert number == MAX_VERSION
+    with pytest.raises(ResourceExhausted):
+        allocate_version(head)
+
+
+# --- a broken head --------------------------------------------------------------------------------------------------
+
+
+def good() -> dict[str, Any]:
+    head = delete_version(set_ref(head_with(1, 2, 3), "prod", 2), 1, 99)
+    document: dict[str, Any] = json.loads(stamp(head, head, "w1").to_json())
+    return document
+
+
+BREAKS: list[Any] = [
+    lambda d: d.update(format=2),
+    lambda d: d.update(format="1"),
+    lambda d: d.update(format=True),
+    lambda d: d.update(generation=0),
+    lambda d: d.update(generation=1.0),
+    lambda d: d.update(generation=2**63),
+    lambda d: d.update(next_version=3),
+    lambda d: d.update(next_version=-1),
+    lambda d: d.update(surprise=1),
+    lambda d: d.update(registration=[]),
+    lambda d: d.update(files_id=None),
+    lambda d: d.update(files_id="x" * 257),
+    lambda d: d.update(versions={}),
+    lambda d: d["versions"].append(d["versions"][0]),
+    lambda d: d["versions"].append(7),
+    lambda d: d["versions"][0].update(number=1),
+    lambda d: d["versions"][0].update(number=0),
+    lambda d: d["versions"][0].update(step=-1),
+    lambda d: d["versions"][0].update(step=None),
+    lambda d: d["versions"][0].update(run="a\nb"),
+    lambda d: d["versions"][0].update(write_id=""),
+    lambda d: d["versions"][0].update(more=1),
+    lambda d: d["versions"][0].pop("nbytes"),
+    lambda d: d["refs"].update(latest=2),
+    lambda d: d["refs"].pop("latest"),
+    lambda d: d["refs"].update(prod=1),
+    lambda d: d["refs"].update({"../x": 2}),
+    lambda d: d["refs"].update(live=2),
+    lambda d: d["refs"].update(prod="2"),
+    lambda d: d["tombstones"].update({"01": 5}),
+    lambda d: d["tombstones"].update({"x": 5}),
+    lambda d: d["tombstones"].update({"2": 5}),
+    lambda d: d["tombstones"].update({"9": 5}),
+    lambda d: d["tombstones"].update({"1": -1}),
+    lambda d: d["tombstones"].update({"9" * 5000: 1}),
+    lambda d: d.update(writes=[7]),
+    lambda d: d.update(writes=[["x"]]),
+    lambda d: d.update(writes=["x"] * (REMEMBERED_WRITES + 1)),
+    *[lambda d, name=name: d.pop(name) for name in good()],
+]
+
+
+@pytest.mark.parametrize("number", range(len(BREAKS)))
+def test_a_head_that_contradicts_itself_is_data_loss(store: LocalStore, number: int) -> None:
+    document = good()
+    BREAKS[number](document)
+    store.put(SMOL.head_key, json.dumps(document).encode(), mode="create")
+    with pytest.raises(DataLoss) as caught:
+        HeadStore(store).read(SMOL)
+    assert SMOL.head_key in str(caught.value)
+    assert len(str(caught.value)) < 600
+    with pytest.raises(DataLoss):
+        HeadStore(store).update(SMOL, allocate_version)
+    assert json.loads(store.get(SMOL.head_key)[0]) == document, "a head that cannot be read is left as it is"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"\x00",
+        b"[" * 100_000,
+        b'{"format": 1',
+        b'{"format": 1, "format": 1}',
+        b'{"format": NaN}',
+        b'{"format": 1e400}',
+        b'{"format": ' + b"1" * 10_000 + b"}",
+    ],
+)
+def test_text_that_is_no_head_is_data_loss(text: bytes) -> None:
+    with pytest.raises(DataLoss):
+        Head.from_json(text)
+
+
+@given(st.data())
+def test_a_cut_or_flipped_head_is_noticed_or_still_consistent(data: st.DataObject) -> None:
+    text = bytearray(json.dumps(good()).encode())
+    if data.draw(st.booleans()):
+        cut = data.draw(st.integers(0, len(text) - 1))
+        with pytest.raises(DataLoss):
+            Head.from_json(bytes(text[:cut]))
+    else:
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+        try:
+            head = Head.from_json(bytes(text))
+        except DataLoss:
+            return
+        assert Head.from_json(head.to_json()) == head
+
+
+@pytest.mark.parametrize("value", [{"x": float("nan")}, {"x": b"1"}, {"x": {1, 2}}])
+def test_what_json_does_not_have_cannot_be_registered(store: LocalStore, value: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        HeadStore(store).update(SMOL, lambda head: (register(head, "f", value), None), create=True)
+    assert HeadStore(store).read(SMOL) is None
+
+
+# --- taking turns ---------------------------------------------------------------------------------------------------
+
+
+def test_a_model_appears_when_it_is_registered(store: LocalStore) -> None:
+    heads = HeadStore(store)
+    assert heads.read(SMOL) is None
+    assert heads.list_models() == []
+    with pytest.raises(NotFound):
+        heads.update(SMOL, allocate_version)
+    heads.update(SMOL, lambda head: (register(head, "f1", {"dtype": "BF16"}), None), create=True)
+    found = heads.read(SMOL)
+    assert found is not None
+    assert (found[0].generation, found[0].registration) == (1, {"dtype": "BF16"})
+    heads.update(ModelName("acme", "big"), lambda head: (register(head, "f", {}), None), create=True)
+    store.put("models/acme/headless/versions/000000000001/x", b"", mode="create")
+    store.put("models/stray.txt", b"", mode="create")
+    store.put("models/bad--name/x/head.json", b"", mode="create")
+    assert heads.list_models() == [ModelName("acme", "big"), SMOL]
+
+
+def test_a_change_that_changes_nothing_writes_nothing(store: LocalStore) -> None:
+    heads = HeadStore(store)
+    heads.update(SMOL, allocate_version, create=True)
+    before = store.get(SMOL.head_key)
+    assert heads.update(SMOL, lambda head: (head, "result")) == "result"
+    assert store.get(SMOL.head_key) == before
+
+
+def test_what_a_change_raises_ends_the_update(store: LocalStore) -> None:
+    heads = HeadStore(store)
+    heads.update(SMOL, allocate_version, create=True)
+    before = store.get(SMOL.head_key)
+    with pytest.raises(NotFound):
+        heads.update(SMOL, lambda head: (set_ref(head, "prod", 1), None))
+    assert store.get(SMOL.head_key) == before
+
+
+UPDATE = """
+import sys
+from weighbridge_storage.head import HeadStore, allocate_version
+from weighbridge_storage.local import LocalStore
+from weighbridge_storage.names import ModelName
+heads = HeadStore(LocalStore(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(50):
+    print(heads.update(ModelName("acme", "smol"), allocate_version, create=True))
+"""
+
+
+def test_400_updates_by_8_processes_each_land_exactly_once(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", UPDATE, str(root)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(8)
+    ]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    numbers = []
+    for writer in writers:
+        out, _ = writer.communicate(timeout=100)
+        assert writer.returncode == 0
+        own = [int(line) for line in out.split()]
+        assert own == sorted(own)
+        numbers += own
+    assert sorted(numbers) == list(range(1, 401))
+    store = LocalStore(root)
+    found = HeadStore(store).read(SMOL)
+    store.close()
+    assert found is not None
+    assert (found[0].generation, found[0].next_version) == (400, 401)
+
+
+class LyingStore(ObjectStore):
+    """A store whose responses go wrong. ``script`` says how, one word for each put.
+
+    ``ok``; ``refused`` (nothing is written) or ``lost`` (it is written), both with the error given; ``late`` (an error,
+    and it is written before the next put); ``late-read`` (likewise, after the next read).
+    """
+
+    def __init__(self, inner: ObjectStore, script: list[str], error: type[Exception]) -> None:
+        self.inner, self.script, self.error = inner, script, error
+        self.late: list[tuple[str, bytes, PutMode]] = []
+        self.after_read: list[tuple[str, bytes, PutMode]] = []
+        self.unreadable = 0
+        self.others = 0
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        if self.unreadable:
+            self.unreadable -= 1
+            raise Unavailable("no answer")
+        found = self.inner.get(key)
+        self._deliver(self.after_read)
+        return found
+
+    def _deliver(self, writes: list[tuple[str, bytes, PutMode]]) -> None:
+        while writes:
+            key, data, mode = writes.pop()
+            with contextlib.suppress(Conflict):
+                self.inner.put(key, data, mode=mode)
+
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
+        assert isinstance(data, bytes)
+        self._deliver(self.late)
+        word = self.script.pop(0) if self.script else "ok"
+        if word == "ok":
+            return self.inner.put(key, data, mode=mode)
+        if word == "lost":
+            self.inner.put(key, data, mode=mode)
+        elif word == "lost-then-others":
+            self.inner.put(key, data, mode=mode)
+            for _ in range(5):
+                HeadStore(self.inner).update(SMOL, allocate_version)
+                self.others += 1
+        elif word == "lost-then-many-others":
+            self.inner.put(key, data, mode=mode)
+            for _ in range(REMEMBERED_WRITES + 1):
+                HeadStore(self.inner).update(SMOL, allocate_version)
+        elif word == "late":
+            self.late.append((key, data, mode))
+        elif word == "late-read":
+            self.after_read.append((key, data, mode))
+        raise self.error("the response went wrong")
+
+    def size(self, key: str) -> int:
+        return self.inner.size(key)
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        return self.inner.read_range(key, start, length)
+
+    def map(self, key: str) -> Any:
+        return self.inner.map(key)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        return self.inner.list(prefix)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        return self.inner.folders(prefix)
+
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
+
+    def copy(self, source: str, target: str) -> None:
+        self.inner.copy(source, target)
+
+
+@pytest.mark.parametrize("error", [Conflict, Unavailable, DeadlineExceeded])
+@pytest.mark.parametrize(
+    "script",
+    [
+        ["lost"],
+        ["refused"],
+        ["refused", "refused", "lost"],
+        ["lost-then-others"],
+        ["late"],
+        ["late", "late", "late"],
+        ["late-read"],
+        ["late-read", "late", "refused", "lost-then-others"],
+        ["refused", "late", "lost-then-others"],
+    ],
+)
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_change_is_made_once_whatever_the_responses_say(
+    store: LocalStore, script: list[str], error: type[Exception], exists: bool
+) -> None:
+    honest = HeadStore(store)
+    if exists:
+        honest.update(SMOL, allocate_version, create=True)
+    lying = LyingStore(store, list(script), error)
+    before = int(exists)
+    number = HeadStore(lying).update(SMOL, allocate_version, create=True)
+    lying._deliver(lying.late)
+    lying._deliver(lying.after_read)
+    found = honest.read(SMOL)
+    assert found is not None
+    assert found[0].next_version - 1 == before + 1 + lying.others
+    assert number == before + 1
+    lying.script = []
+    again = HeadStore(lying).update(SMOL, allocate_version)
+    assert again == before + lying.others + 2
+
+
+def test_a_change_whose_fate_is_forgotten_is_reported_as_unknown(store: LocalStore) -> None:
+    HeadStore(store).update(SMOL, allocate_version, create=True)
+    lying = LyingStore(store, ["lost-then-many-others"], Conflict)
+    with pytest.raises(DeadlineExceeded, match="could not be found out"):
+        HeadStore(lying).update(SMOL, allocate_version)
+    found = HeadStore(store).read(SMOL)
+    assert found is not None
+    assert found[0].next_version == 1 + 1 + 1 + REMEMBERED_WRITES + 1
+
+
+def test_reads_that_fail_after_a_lost_response_are_repeated(store: LocalStore) -> None:
+    HeadStore(store).update(SMOL, allocate_version, create=True)
+    lying = LyingStore(store, ["lost"], Unavailable)
+    real_put = lying.put
+
+    def put(key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
+        lying.unreadable = 4
+        return real_put(key, data, mode=mode)
+
+    lying.put = put  # type: ignore[method-assign]
+    assert HeadStore(lying).update(SMOL, allocate_version) == 2
+
+
+def test_patience_ends(store: LocalStore) -> None:
+    HeadStore(store).update(SMOL, allocate_version, create=True)
+    with pytest.raises(DeadlineExceeded):
+        HeadStore(LyingStore(store, ["refused"] * 1000, Unavailable), patience_s=0.1).update(
+            SMOL, allocate_version
+        )
+
+    class Rival(LyingStore):
+        def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
+            HeadStore(store).update(SMOL, allocate_version)
+            return self.inner.put(key, data, mode=mode)
+
+    with pytest.raises(Conflict):
+        HeadStore(Rival(store, [], Conflict), patience_s=0.1).update(SMOL, allocate_version)
+
+
+def test_threads_of_one_store_take_turns_too(store: LocalStore) -> None:
+    heads = HeadStore(store)
+    heads.update(SMOL, lambda head: (register(head, "f", {}), None), create=True)
+    numbers: list[int] = []
+
+    def work() -> None:
+        for _ in range(10):
+            number = heads.update(SMOL, allocate_version)
+            done = entry(number)
+            heads.update(SMOL, lambda head: (publish(head, done), None))  # noqa: B023 (called at once)
+            numbers.append(number)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = heads.read(SMOL)
+    assert found is not None
+    assert sorted(numbers) == list(range(1, 61)) == sorted(found[0].versions)
+    assert found[0].refs == {"latest": 60}
+
+
+def test_an_entry_holds_only_what_can_be_read_back() -> None:
+    bad: list[dict[str, Any]] = [
+        {"number": 0},
+        {"step": -1},
+        {"nbytes": 2**63},
+        {"run": "\x00"},
+        {"write_id": ""},
+    ]
+    for fields in bad:
+        with pytest.raises(InvalidArgument):
+            dataclasses.replace(entry(1), **fields)
+
+
+def test_a_large_history_stays_readable(store: LocalStore) -> None:
+    heads = HeadStore(store)
+    count = 5000
+    versions = {n: entry(n) for n in range(1, count + 1)}
+    head = Head(generation=1, next_version=count + 1, versions=versions, refs={"latest": count})
+    etag = store.put(SMOL.head_key, head.to_json(), mode="create")
+    assert heads.read(SMOL) == (head, etag)
+    assert heads.update(SMOL, allocate_version) == count + 1

@@ -1,0 +1,551 @@
+"""Does a folder keep the promises of an object store: atomic, durable, conditional, and nothing outside of it touched?"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from weighbridge.errors import (
+    Conflict,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from weighbridge_storage import local
+from weighbridge_storage.local import LocalStore
+from weighbridge_storage.objects import IfMatch
+
+HOSTILE_KEYS = [
+    "", "/", "/etc/passwd", "..", "../x", "a/../../x", "a/./b", "a//b", "a/", "a\x00b", "a\\b", "x" * 10_000, "x" * 256,
+    ".tmp/x", ".locks/00", "a/.hidden", "a\nb", "é" * 128, "\ud800",
+]  # fmt: skip
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[LocalStore]:
+    opened = LocalStore(root)
+    yield opened
+    opened.close()
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    """Another Python with the same import path, running a script."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()}
+
+
+def visible(root: Path) -> set[str]:
+    return {name for name in files_below(root) if not name.startswith(".locks/")}
+
+
+def test_an_object_is_the_plain_file_of_the_same_path(store: LocalStore, root: Path) -> None:
+    data = os.urandom(100_000)
+    etag = store.put("models/acme/smol/x.bin", data, mode="create")
+    assert (root / "models/acme/smol/x.bin").read_bytes() == data
+    assert visible(root) == {"models/acme/smol/x.bin"}
+    assert store.get("models/acme/smol/x.bin") == (data, etag)
+    assert etag == xxhash.xxh3_128_hexdigest(data)
+    assert store.size("models/acme/smol/x.bin") == len(data)
+    assert store.read_range("models/acme/smol/x.bin", 77, 1000) == data[77:1077]
+    assert store.map("models/acme/smol/x.bin").tobytes() == data
+
+
+def test_other_users_may_read_objects_and_nobody_may_write_them(store: LocalStore, root: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        store.put("a/b", b"x", mode="create")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((root / "a/b").stat().st_mode) == 0o444
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [],
+        [b"", b"ab", bytearray(b"c"), memoryview(b"defg")[1:3]],
+        [
+            np.arange(6, dtype=np.int32).reshape(2, 3),
+            np.zeros((0, 4)),
+            np.array([1.5], dtype=np.float16),
+            np.array(7),
+        ],
+    ],
+)
+def test_pieces_of_any_memory_are_written_one_after_another(store: LocalStore, pieces: list[Any]) -> None:
+    expected = b"".join(p.tobytes() if isinstance(p, np.ndarray) else bytes(p) for p in pieces)
+    etag = store.put("x", iter(pieces), mode="create")
+    assert store.get("x") == (expected, etag)
+    for i, piece in enumerate(pieces):
+        store.put(f"single/{i}", piece, mode="create")
+    assert b"".join(store.get(f"single/{i}")[0] for i in range(len(pieces))) == expected
+
+
+@pytest.mark.parametrize("piece", [np.arange(10)[::2], 7, "text", None])
+def test_what_is_no_dense_memory_is_refused_and_leaves_nothing(
+    store: LocalStore, root: Path, piece: Any
+) -> None:
+    with pytest.raises(InvalidArgument):
+        store.put("x", [b"good", piece], mode="create")
+    assert visible(root) == set()
+
+
+def test_conditions_hold(store: LocalStore) -> None:
+    with pytest.raises(Conflict):
+        store.put("k", b"0", mode=IfMatch("anything"))
+    first = store.put("k", b"1", mode="create")
+    with pytest.raises(Conflict):
+        store.put("k", b"2", mode="create")
+    with pytest.raises(Conflict):
+        store.put("k", b"2", mode=IfMatch("another"))
+    second = store.put("k", b"2", mode=IfMatch(first))
+    with pytest.raises(Conflict):
+        store.put("k", b"3", mode=IfMatch(first))
+    assert store.get("k") == (b"2", second)
+    store.put("k", b"4", mode="overwrite")
+    assert store.get("k")[0] == b"4"
+    store.delete("k")
+    store.delete("k")
+    with pytest.raises(Conflict):
+        store.put("k", b"5", mode=IfMatch(second))
+    store.put("k", b"6", mode="create")
+
+
+def test_the_etag_of_a_large_object_changes_with_it_and_is_the_same_from_put_and_get(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "ETAG_BY_CONTENT_LIMIT", 10)
+    etags = {store.put("big", [b"12345", b"678901"], mode="overwrite") for _ in range(5)}
+    assert len(etags) == 5
+    etag = store.get("big")[1]
+    assert etag in etags
+    assert store.put("big", b"x", mode=IfMatch(etag)) == xxhash.xxh3_128_hexdigest(b"x")
+    with pytest.raises(Conflict):
+        store.put("big", b"y", mode=IfMatch(etag))
+
+
+def test_what_is_missing_is_not_found_and_an_empty_object_is_there(store: LocalStore) -> None:
+    store.put("a/b", b"", mode="create")
+    assert store.get("a/b")[0] == b""
+    assert store.map("a/b").size == 0
+    assert store.read_range("a/b", 0, 0) == b""
+    for key in ("a", "a/c", "a/b/c", "x/y/z"):
+        for read in (store.get, store.size, store.map, lambda k: store.read_range(k, 0, 0)):
+            with pytest.raises(NotFound):
+                read(key)
+        with pytest.raises(NotFound):
+            store.copy(key, "copied")
+
+
+def test_ranges_outside_an_object_are_refused(store: LocalStore) -> None:
+    store.put("a", b"12345", mode="create")
+    for begin, length in ((0, 6), (5, 1), (-1, 2), (2, -1), (10**18, 1), (0, 10**18)):
+        with pytest.raises(InvalidArgument):
+            store.read_range("a", begin, length)
+
+
+def test_a_mapped_object_is_read_only_and_outlives_its_replacement(store: LocalStore) -> None:
+    store.put("a", b"old", mode="create")
+    mapped = store.map("a")
+    store.put("a", b"new", mode="overwrite")
+    store.delete("a")
+    assert mapped.tobytes() == b"old"
+    with pytest.raises(ValueError, match="read-only"):
+        mapped[0] = 1
+    with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+        mapped.flags.writeable = True
+
+
+def test_listing_finds_what_begins_with_the_prefix(store: LocalStore) -> None:
+    keys = {"a/1", "a/b/2", "a-b/3", "a", "z/z/z/z"} - {"a"}
+    for key in keys:
+        store.put(key, b"", mode="create")
+    for prefix in ("", "a", "a/", "a/b", "a/b/", "a-", "z/z/z/z", "nothing", "a/nothing/"):
+        assert set(store.list(prefix)) == {key for key in keys if key.startswith(prefix)}, prefix
+    assert set(store.folders("")) == {"a", "a-b", "z"}
+    assert set(store.folders("a/")) == {"b"}
+    assert set(store.folders("nothing/")) == set()
+    with pytest.raises(InvalidArgument):
+        store.folders("a")
+    store.delete("z/z/z/z")
+    assert set(store.folders("")) == {"a", "a-b"}
+
+
+def test_a_copy_shares_bytes_but_not_fate(store: LocalStore, root: Path) -> None:
+    store.put("a/config.json", b"one", mode="create")
+    for _ in range(2):
+        store.copy("a/config.json", "b/config.json")
+        assert visible(root) == {"a/config.json", "b/config.json"}
+    assert (root / "a/config.json").stat().st_ino == (root / "b/config.json").stat().st_ino
+    store.put("a/config.json", b"two", mode="overwrite")
+    assert store.get("b/config.json")[0] == b"one"
+    store.copy("a/config.json", "b/config.json")
+    store.delete("a/config.json")
+    assert store.get("b/config.json")[0] == b"two"
+
+
+def test_a_copy_works_where_files_cannot_be_linked(
+    store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMLINK, "Too many links")
+
+    data = os.urandom(20 << 20)
+    store.put("a", data, mode="create")
+    monkeypatch.setattr(os, "link", refuse)
+    store.copy("a", "b")
+    assert store.get("b")[0] == data
+    assert visible(root) == {"a", "b"}
+
+
+@pytest.mark.parametrize("key", HOSTILE_KEYS)
+def test_hostile_keys_are_refused_by_every_verb(store: LocalStore, root: Path, key: str) -> None:
+    store.put("good", b"x", mode="create")
+    before = files_below(root.parent)
+    for use in (
+        store.get,
+        store.size,
+        store.map,
+        store.delete,
+        lambda k: store.read_range(k, 0, 0),
+        lambda k: store.put(k, b"bad", mode="overwrite"),
+        lambda k: store.copy(k, "good2"),
+        lambda k: store.copy("good", k),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            use(key)
+        assert len(str(caught.value)) < 500
+    assert files_below(root.parent) == before
+
+
+def test_no_verb_follows_a_symbolic_link(store: LocalStore, root: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    store.put("m/real", b"x", mode="create")
+    (root / "m/folder").symlink_to(outside)
+    (root / "m/file").symlink_to(outside / "secret")
+    (root / "m/dangling").symlink_to(outside / "new")
+    for key in ("m/folder/secret", "m/file", "m/dangling"):
+        for read in (store.get, store.size, store.map, lambda k: store.copy(k, "m/copied")):
+            with pytest.raises(NotFound):
+                read(key)
+        with pytest.raises(Conflict):
+            store.put("m/file", b"bad", mode=IfMatch(xxhash.xxh3_128_hexdigest(b"secret")))
+    for key in ("m/folder/secret", "m/folder/new", "m/folder/deep/new"):
+        with pytest.raises(FailedPrecondition):
+            store.put(key, b"bad", mode="overwrite")
+        with pytest.raises(FailedPrecondition):
+            store.copy("m/real", key)
+    with pytest.raises(Conflict):
+        store.put("m/dangling", b"bad", mode="create")
+    store.put("m/file", b"mine", mode="overwrite")  # replaces the link itself
+    store.delete("m/folder/secret")
+    assert set(store.list("")) == {"m/real", "m/file"}
+    assert set(store.folders("m/")) == set()
+    assert {p.name: p.read_bytes() for p in outside.iterdir()} == {"secret": b"secret"}
+
+
+def test_a_pipe_in_the_folder_blocks_nobody(store: LocalStore, root: Path) -> None:
+    os.mkfifo(root / "pipe")
+    with pytest.raises(NotFound):
+        store.get("pipe")
+    assert list(store.list("")) == []
+
+
+def test_an_object_and_a_folder_cannot_have_one_name(store: LocalStore) -> None:
+    store.put("a/b", b"x", mode="create")
+    for key in ("a", "a/b/c"):
+        with pytest.raises((FailedPrecondition, Conflict)):
+            store.put(key, b"y", mode="create")
+        with pytest.raises(FailedPrecondition):
+            store.put(key, b"y", mode="overwrite")
+    assert store.get("a/b")[0] == b"x"
+
+
+def test_data_that_ends_in_an_exception_leaves_nothing(store: LocalStore, root: Path) -> None:
+    class Broken(Exception):
+        pass
+
+    def data() -> Iterator[bytes]:
+        yield b"x" * 1000
+        raise Broken
+
+    with pytest.raises(Broken):
+        store.put("a/b", data(), mode="create")
+    assert visible(root) == set()
+
+
+def test_everything_is_flushed_before_put_returns(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{file}"))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store.put("a/b/c", b"x", mode="create")
+    ends = [name.rpartition("/store")[2] for name in flushed]
+    assert ends[0].startswith("/.tmp/")  # the content, before it gets its name
+    assert ends[1:] == ["", "/a", "/a/b"]  # the new folders' names, then the object's
+    flushed.clear()
+    store.put("a/b/d", b"x", mode="create")
+    assert [name.rpartition("/store")[2] for name in flushed][1:] == ["/a/b"]
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, ResourceExhausted),
+        (errno.EDQUOT, ResourceExhausted),
+        (errno.EIO, DataLoss),
+        (errno.EROFS, Unavailable),
+    ],
+)
+@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+def test_a_failing_system_call_leaves_the_old_object_and_no_file(
+    store: LocalStore,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    number: int,
+    expected: type[Exception],
+) -> None:
+    store.put("a/b", b"old", mode="create")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fail)
+        with pytest.raises(expected, match="writing a/b failed"):
+            store.put("a/b", b"new", mode="overwrite")
+    assert store.get("a/b")[0] == b"old"
+    assert visible(root) == {"a/b"}
+
+
+def test_short_writes_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:7]))
+    store.put("a", bytes(range(100)), mode="create")
+    assert store.get("a")[0] == bytes(range(100))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"size=1m") != 0:
+        pytest.skip(f"cannot mount: {os.strerror(ctypes.get_errno())}")
+    yield folder
+    libc.umount2(os.fsencode(folder), 2)
+
+
+def test_a_full_disk_is_said_so_and_the_store_goes_on(small_disk: Path) -> None:
+    store = LocalStore(small_disk / "store")
+    store.put("small", b"x" * 1000, mode="create")
+    free = os.statvfs(small_disk).f_bavail
+    for _ in range(5):
+        with pytest.raises(ResourceExhausted, match="no space is left"):
+            store.put("big", (b"x" * 100_000 for _ in range(20)), mode="create")
+        assert os.statvfs(small_disk).f_bavail == free
+    assert set(store.list("")) == {"small"}
+    store.put("small", b"y" * 1000, mode="overwrite")
+    assert store.get("small")[0] == b"y" * 1000
+    store.close()
+
+
+def test_a_limit_on_file_size_is_said_so(root: Path) -> None:
+    script = """
+import resource, sys
+from weighbridge.errors import ResourceExhausted
+from weighbridge_storage.local import LocalStore
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+store = LocalStore(sys.argv[1])
+try:
+    store.put("big", b"x" * 100_001, mode="create")
+except ResourceExhausted as error:
+    print(error.message)
+"""
+    out, _ = start(script, root).communicate(timeout=30)
+    assert "the limit on a file's size is reached" in out
+    assert visible(root) == set()
+
+
+CREATE = """
+import sys, threading
+from weighbridge.errors import Conflict
+from weighbridge_storage.local import LocalStore
+root, me, threads, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+store = LocalStore(root)
+print("ready", flush=True)
+sys.stdin.readline()
+together = threading.Barrier(threads)
+def race(i):
+    for n in range(rounds):
+        together.wait()
+        try:
+            store.put(f"race/{n}/prize", f"{me}.{i}".encode(), mode="create")
+            print("won", n, f"{me}.{i}", flush=True)
+        except Conflict:
+            pass
+racers = [threading.Thread(target=race, args=(i,)) for i in range(threads)]
+for r in racers: r.start()
+for r in racers: r.join()
+"""
+
+
+def test_of_32_racing_creates_exactly_one_wins(root: Path) -> None:
+    rounds = 10
+    racers = [start(CREATE, root, me, 4, rounds) for me in range(8)]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
+    lines = []
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    for racer in racers:
+        out, _ = racer.communicate(timeout=60)
+        assert racer.returncode == 0
+        lines += [line.split()[1:] for line in out.splitlines()]
+    assert sorted(int(n) for n, _ in lines) == list(range(rounds))
+    store = LocalStore(root)
+    for n, winner in lines:
+        assert store.get(f"race/{n}/prize")[0].decode() == winner
+    store.close()
+
+
+def test_readers_see_whole_objects_while_writers_replace_and_delete_them(store: LocalStore) -> None:
+    stop = time.monotonic() + 1.0
+    failures: list[object] = []
+    seen = set()
+
+    def write(value: int) -> None:
+        while time.monotonic() < stop:
+            store.put("deep/er/object", [bytes([value]) * 50_000] * 4, mode="overwrite")
+            if random.random() < 0.3:
+                store.delete("deep/er/object")
+
+    def read() -> None:
+        while time.monotonic() < stop:
+            try:
+                data, etag = store.get("deep/er/object")
+            except NotFound:
+                continue
+            seen.add(data[:1])
+            if len(data) != 200_000 or len(set(data)) != 1 or etag != xxhash.xxh3_128_hexdigest(data):
+                failures.append(len(data))
+
+    def guarded(target: object, *arguments: int) -> None:
+        try:
+            target(*arguments)  # type: ignore[operator]
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(write, v)) for v in (1, 2)]
+    threads += [threading.Thread(target=guarded, args=(read,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert seen == {b"\x01", b"\x02"}
+
+
+WRITE_FOREVER = """
+import os, sys
+from weighbridge_storage.local import LocalStore
+store = LocalStore(sys.argv[1])
+print("ready", flush=True)
+value = 0
+while True:
+    value = (value + 1) % 256
+    store.put("models/x/object", [bytes([value]) * 300_000] * 4, mode="overwrite")
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_object(root: Path) -> None:
+    dice = random.Random(7)
+    left_over = 0
+    for _ in range(20):
+        writer = start(WRITE_FOREVER, root)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        time.sleep(dice.uniform(0.005, 0.04))
+        writer.send_signal(signal.SIGKILL)
+        writer.communicate(timeout=30)
+        left_over += any((root / ".tmp").glob("*/*"))
+        store = LocalStore(root)
+        assert not list((root / ".tmp").glob("*/*")), (
+            "what the dead left is removed when the next store opens"
+        )
+        for key in store.list(""):
+            assert key == "models/x/object"
+            data, _ = store.get(key)
+            assert len(data) == 1_200_000
+            assert len(set(data)) == 1
+        store.close()
+    assert left_over, "no writer was killed in the middle of a write, so nothing was shown"
+    assert os.listdir(root / ".tmp") == []
+
+
+def test_opening_a_store_leaves_a_living_writers_files_alone(store: LocalStore, root: Path) -> None:
+    def data() -> Iterator[bytes]:
+        yield b"first"
+        for _ in range(3):
+            LocalStore(root).close()
+        yield b"second"
+
+    store.put("a", data(), mode="create")
+    assert store.get("a")[0] == b"firstsecond"
+
+
+def test_closed_stores_hold_no_files(root: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        opened = LocalStore(root)
+        opened.put("a", b"x", mode="overwrite")
+        opened.get("a")
+        list(opened.list(""))
+        opened.copy("a", "b")
+        opened.close()
+        opened.close()
+    assert len(os.listdir("/proc/self/fd")) == before
