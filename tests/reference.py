@@ -91,7 +91,7 @@ def load_with_mbridge(
     Raises:
         AssertionError: some element of a parameter was not written.
     """
-    bridge = _make_bridge(hf_config, next(megatron_model.parameters()).dtype)
+    bridge = make_bridge(hf_config, next(megatron_model.parameters()).dtype)
     with torch.no_grad():
         for parameter in megatron_model.parameters():
             parameter.fill_(torch.nan)
@@ -129,7 +129,7 @@ def _full_mcore_tensor(bridge: Any, shard: ShardedTensor, hf_state_dict: Mapping
     return full
 
 
-def _make_bridge(hf_config: PretrainedConfig, dtype: torch.dtype) -> Any:
+def make_bridge(hf_config: PretrainedConfig, dtype: torch.dtype) -> Any:
     """A bridge that only maps names and tensors: no process groups, nothing shared with other bridges."""
     # mbridge takes seconds to import, and only ranks need it.
     from mbridge.core.parallel_states import ParallelStates

@@ -113,7 +113,16 @@ def test_weights_go_to_megatron_and_back_bit_for_bit(
     name, original, imported = models[family, tied]
     padded = PADDED_VOCABULARY if pad else None
     results = run_ranks(
-        parallel, _rank, service.address, name, imported, original.config, parallel, metadata, padded, request.node.name
+        parallel,
+        _rank,
+        service.address,
+        name,
+        imported,
+        original.config,
+        parallel,
+        metadata,
+        padded,
+        request.node.name,
     )
 
     with torch.no_grad():
@@ -130,8 +139,14 @@ def test_weights_go_to_megatron_and_back_bit_for_bit(
 
     whole = sum(t.numel() * t.element_size() for t in _weights(original).values())
     hidden, itemsize = original.config.hidden_size, 4
-    padding = (PADDED_VOCABULARY - original.config.vocab_size) * hidden * itemsize * (1 if tied else 2) if pad else 0
-    assert sum(pushed for _, _, pushed in results) == whole + padding  # each parameter once, whatever the replicas
+    padding = (
+        (PADDED_VOCABULARY - original.config.vocab_size) * hidden * itemsize * (1 if tied else 2)
+        if pad
+        else 0
+    )
+    assert (
+        sum(pushed for _, _, pushed in results) == whole + padding
+    )  # each parameter once, whatever the replicas
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -48,7 +48,9 @@ class Box:
         offset = tuple(map(max, self.offset, other.offset))
         extent = tuple(
             min(a + b, c + d) - o
-            for a, b, c, d, o in zip(self.offset, self.extent, other.offset, other.extent, offset, strict=True)
+            for a, b, c, d, o in zip(
+                self.offset, self.extent, other.offset, other.extent, offset, strict=True
+            )
         )
         return Box(offset, extent) if all(e > 0 for e in extent) else None
 

@@ -73,7 +73,9 @@ class Client:
         """
         size = sum(map(len, files.values()))
         if size > rpc.MAX_MESSAGE_BYTES - (1 << 20):
-            raise InvalidArgument(f"the files besides the weights have {size} bytes together, more than 63 MiB")
+            raise InvalidArgument(
+                f"the files besides the weights have {size} bytes together, more than 63 MiB"
+            )
         messages = [resources_pb2.ModelFile(name=name, content=content) for name, content in files.items()]
         request = model_service_pb2.RegisterModelRequest(
             model=model, files=messages, dtype=dtype, request_id=str(uuid.uuid4())
@@ -141,7 +143,9 @@ class Client:
                 model=model, version=str(version), wait_for=wire.state_to_proto(state)
             )
             try:
-                found = wire.version_from_proto(self._call(self._models.GetVersion, request, seconds=left).version)
+                found = wire.version_from_proto(
+                    self._call(self._models.GetVersion, request, seconds=left).version
+                )
             except DeadlineExceeded:
                 if on_progress is not None:
                     on_progress(self.version(model, version))
@@ -178,7 +182,8 @@ class Client:
         attempt = 0
         while True:
             call: Any = self._models.WatchRef(
-                model_service_pb2.WatchRefRequest(model=model, ref=ref, after=last), wait_for_ready=attempt > 0
+                model_service_pb2.WatchRefRequest(model=model, ref=ref, after=last),
+                wait_for_ready=attempt > 0,
             )
             try:
                 with rpc.translated_errors(self.server):

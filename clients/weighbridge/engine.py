@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weighbridge import dtypes, hf_folder, rpc, safetensors_files, wire
 from weighbridge.client import Client
+from weighbridge.errors import DataLoss
 from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.resources import Version
 from weighbridge.slices import FullTensors, LayoutRequest
@@ -30,7 +31,9 @@ class Pull:
         nbytes: bytes of all slices.
     """
 
-    def __init__(self, client: EngineClient, version: Version, layout: Layout, request: LayoutRequest) -> None:
+    def __init__(
+        self, client: EngineClient, version: Version, layout: Layout, request: LayoutRequest
+    ) -> None:
         self.version = version
         self.layout = layout
         self.nbytes = layout.nbytes
@@ -65,15 +68,19 @@ class Pull:
     def stream(self) -> Iterator[bytes]:
         """The bytes of the slices, one behind the other, checked, in pieces of about 1 MiB."""
 
-        def open_at(offset: int) -> Iterator[weight_service_pb2.PullResponse]:
+        def open_at(offset: int) -> Iterable[weight_service_pb2.PullResponse]:
             return self._client._weights.Pull(
                 weight_service_pb2.PullRequest(
-                    model=self.version.model, version=str(self.version.number), layout=self._request, offset=offset
+                    model=self.version.model,
+                    version=str(self.version.number),
+                    layout=self._request,
+                    offset=offset,
                 )
             )
 
         def on_header(header: checkpoint_service_pb2.StreamHeader) -> None:
-            assert header.stream_bytes == self.nbytes
+            if header.stream_bytes != self.nbytes:
+                raise DataLoss(f"a stream of {header.stream_bytes} bytes came, and {self.nbytes} were planned")
 
         return rpc.resumed_stream(
             open_at, self._client.server, on_header=on_header, retry_seconds=self._client.retry_seconds
@@ -125,7 +132,7 @@ class EngineClient(Client):
         *,
         dtype: str | None = None,
         max_shard_bytes: int = safetensors_files.DEFAULT_SHARD_BYTES,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> Version:
         """Write a version as a Hugging Face folder on this machine.
 

@@ -28,7 +28,8 @@ def side_files(folder: Path) -> dict[str, bytes]:
     """
     if not (folder / "config.json").is_file():
         raise NotFound(
-            f"there is no config.json in {folder}", fix="name a folder that model.save_pretrained() has written"
+            f"there is no config.json in {folder}",
+            fix="name a folder that model.save_pretrained() has written",
         )
     return {
         path.name: path.read_bytes()
@@ -45,12 +46,12 @@ def write_hf_folder(
     *,
     dtype: DType | None = None,
     max_shard_bytes: int = safetensors_files.DEFAULT_SHARD_BYTES,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[str]:
     """Write a folder of safetensors files, their index and the model's other files.
 
-    Each file is written under another name and moved to its place when it is complete, the index last. Needs memory
-    for one tensor at a time.
+    Each file is written under another name and moved to its place when it is complete, the index last; if anything
+    fails, the folder is left empty. Needs memory for one tensor at a time.
 
     Args:
         folder: is made if it does not exist; must be empty.
@@ -102,8 +103,14 @@ def write_hf_folder(
             side[safetensors_files.INDEX_FILE] = index
         for name, content in side.items():
             (folder / name).write_bytes(content)
-    except OSError as error:
-        raise ResourceExhausted(f"{folder} cannot be written: {error.strerror}", fix="make room and try again") from error
+    except BaseException as error:
+        for path in list(folder.iterdir()):  # it was empty: what lies there is ours, and in the way of another try
+            path.unlink()
+        if not isinstance(error, OSError):
+            raise
+        raise ResourceExhausted(
+            f"{folder} cannot be written: {error.strerror}", fix="make room and try again"
+        ) from error
     return [*laid_out.file_sizes, *side]
 
 
@@ -120,11 +127,13 @@ def _with_dtype(config_json: bytes, dtype: DType) -> bytes:
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _chunks(tensors: Iterable[tuple[str, torch.Tensor]], specs: Mapping[str, TensorSpec]) -> Iterator[memoryview]:
+def _chunks(
+    tensors: Iterable[tuple[str, torch.Tensor]], specs: Mapping[str, TensorSpec]
+) -> Iterator[memoryview]:
     """The bytes of each tensor, cast to its spec's dtype, as one chunk a tensor; empty tensors give none."""
     import torch
 
     for name, tensor in tensors:
         wanted = tensor.to(specs[name].dtype.torch).contiguous().reshape(-1)
         if wanted.numel():
-            yield memoryview(wanted.view(torch.uint8).numpy())
+            yield wanted.view(torch.uint8).numpy().data

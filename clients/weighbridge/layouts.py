@@ -98,7 +98,9 @@ class Layout:
         for shard in shards:
             found = tensors.get(shard.tensor)
             if found is None:
-                raise LayoutError(f"a shard belongs to {shard.tensor[:200]!r}, which the layout does not list")
+                raise LayoutError(
+                    f"a shard belongs to {shard.tensor[:200]!r}, which the layout does not list"
+                )
             if not shard.box.fits(found.shape):
                 raise LayoutError(f"box {shard.box} does not fit into {found}")
             nbytes = shard.box.volume * found.dtype.itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -52,13 +52,21 @@ class Piece(Protocol):
     """What all messages that carry weights have."""
 
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Where in the stream it stands."""
+
     @property
-    def data(self) -> bytes: ...
+    def data(self) -> bytes:
+        """Its bytes."""
+
     @property
-    def checksum(self) -> int: ...
+    def checksum(self) -> int:
+        """XXH3, 64 bits, of the data."""
+
     @property
-    def header(self) -> checkpoint_service_pb2.StreamHeader: ...
+    def header(self) -> checkpoint_service_pb2.StreamHeader:
+        """What is being sent; only in the first message."""
+
 
 
 P = TypeVar("P", bound=Piece)
@@ -147,7 +155,7 @@ def checked(piece: Piece, expected_offset: int) -> bytes:
 
 
 def resumed_stream(
-    open_at: Callable[[int], Iterator[P]],
+    open_at: Callable[[int], Iterable[P]],
     server: str,
     *,
     on_header: Callable[[checkpoint_service_pb2.StreamHeader], None],

@@ -87,7 +87,9 @@ def lay_out_files(specs: Sequence[TensorSpec], max_shard_bytes: int = DEFAULT_SH
     files = []
     placements = []
     for number, group in enumerate(groups, start=1):
-        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        name = (
+            "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        )
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         ordered = sorted(group, key=lambda spec: -spec.dtype.itemsize)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,8 +102,15 @@ class PushHandle:
         """
         if on_progress is None:
             self.report(timeout)
+            return self._client.wait_for(self.model, self.number, VersionState(until), timeout=timeout)
+
+        def watched(version: Version) -> None:
+            if self.done:
+                self.report()  # raises if this rank's push has failed
+            on_progress(version)
+
         return self._client.wait_for(
-            self.model, self.number, VersionState(until), timeout=timeout, on_progress=on_progress
+            self.model, self.number, VersionState(until), timeout=timeout, on_progress=watched
         )
 
 
@@ -116,7 +123,9 @@ class TrainerClient(Client):
         retry_seconds: how long to keep trying when the service cannot be reached.
     """
 
-    def __init__(self, server: str | None = None, *, run: str = "default", retry_seconds: float = 60.0) -> None:
+    def __init__(
+        self, server: str | None = None, *, run: str = "default", retry_seconds: float = 60.0
+    ) -> None:
         super().__init__(server, retry_seconds=retry_seconds)
         self.run = run
         self._client_id = str(uuid.uuid4())
@@ -187,7 +196,13 @@ class TrainerClient(Client):
         )  # fmt: skip
 
     def push_folder(
-        self, model: str, hf_dir: str | Path, *, step: int = 0, run: str | None = None, request_id: str | None = None
+        self,
+        model: str,
+        hf_dir: str | Path,
+        *,
+        step: int = 0,
+        run: str | None = None,
+        request_id: str | None = None,
     ) -> PushHandle:
         """Push the weights of a Hugging Face folder as a new version of a registered model.
 
@@ -204,7 +219,7 @@ class TrainerClient(Client):
             DataLoss: a file is damaged.
         """
         buffers = safetensors_files.map_folder(Path(hf_dir))
-        files = safetensors_files.layout_of_files({name: memoryview(data) for name, data in buffers.items()})
+        files = safetensors_files.layout_of_files({name: data.data for name, data in buffers.items()})
         layout = Layout.stream(files.layout.tensors.values(), [p.shard for p in files.layout.placements])
         placements = files.layout.placements
 
@@ -253,7 +268,9 @@ class TrainerClient(Client):
             costs = (now - started, now - copying)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=self._client_id)
             arguments = (handle, header, staging, costs)
-            threading.Thread(target=self._deliver, args=arguments, name=f"push-{model}@{number}", daemon=True).start()
+            threading.Thread(
+                target=self._deliver, args=arguments, name=f"push-{model}@{number}", daemon=True
+            ).start()
         except BaseException:
             self._slots.release()
             if staging is not None:
@@ -286,7 +303,9 @@ class TrainerClient(Client):
         with self._lock:
             self._free.append(buffer)
 
-    def _deliver(self, handle: PushHandle, header: pb.PushHeader, staging: Bytes, costs: tuple[float, float]) -> None:
+    def _deliver(
+        self, handle: PushHandle, header: pb.PushHeader, staging: Bytes, costs: tuple[float, float]
+    ) -> None:
         started = time.monotonic()
         try:
             self._stream(header, staging, handle.stream_bytes)
@@ -298,7 +317,7 @@ class TrainerClient(Client):
             )
             seconds = time.monotonic() - started
             handle._report.set_result(PushReport(*costs, handle.stream_bytes, seconds))
-        except BaseException as error:  # noqa: BLE001 (goes to whoever waits)
+        except BaseException as error:  # goes to whoever waits
             handle._report.set_exception(error)
         finally:
             self._give_staging(staging)
@@ -351,11 +370,10 @@ class TrainerClient(Client):
 
         shards = sharded_tensors(sharded_state_dict)
         with torch.no_grad():
-            restored = None
-            for restored, _ in self.restore_layout(model, shards.layout, shards.tensors.__getitem__, version=version):
-                pass
+            steps = self.restore_layout(model, shards.layout, shards.tensors.__getitem__, version=version)
+            # a sharded state dict holds at least one shard
+            restored = [version for version, _ in steps][-1]
             shards.finish_restore()
-        assert restored is not None  # a sharded state dict holds at least one shard
         return restored
 
     def restore_layout(
@@ -380,7 +398,7 @@ class TrainerClient(Client):
         message = wire.layout_to_proto(layout, wire.MEGATRON)
         resolved: list[Version] = []
 
-        def open_at(offset: int) -> Iterator[pb.RestoreResponse]:
+        def open_at(offset: int) -> Iterable[pb.RestoreResponse]:
             # once the ref is resolved, a stream that is opened again stays with that version
             wanted = str(resolved[0].number) if resolved else str(version)
             return self._checkpoints.Restore(
@@ -391,7 +409,9 @@ class TrainerClient(Client):
             resolved.append(wire.version_from_proto(header.version))
 
         writer = StreamWriter(layout, tensor_for)
-        stream = rpc.resumed_stream(open_at, self.server, on_header=on_header, retry_seconds=self.retry_seconds)
+        stream = rpc.resumed_stream(
+            open_at, self.server, on_header=on_header, retry_seconds=self.retry_seconds
+        )
         for data in stream:
             for index, _ in writer.feed(data):
                 yield resolved[0], index
@@ -410,7 +430,9 @@ class TrainerClient(Client):
         return wire.layout_from_proto(self._call(self._checkpoints.DescribeShards, request).layout)
 
 
-def _messages(header: pb.PushHeader, staging: Bytes, ranges: Sequence[tuple[int, int]]) -> Iterator[pb.PushRequest]:
+def _messages(
+    header: pb.PushHeader, staging: Bytes, ranges: Sequence[tuple[int, int]]
+) -> Iterator[pb.PushRequest]:
     yield pb.PushRequest(header=header)
     for start, end in ranges:
         for offset in range(start, end, rpc.MESSAGE_BYTES):
@@ -426,4 +448,3 @@ def _gaps(received: Sequence[tuple[int, int]], total: int) -> Iterator[tuple[int
         position = max(position, end)
     if position < total:
         yield position, total
-

@@ -28,7 +28,8 @@ def layout_to_proto(layout: Layout, space: resources_pb2.TensorSpace.ValueType) 
     return resources_pb2.Layout(
         space=space,
         tensors=[
-            resources_pb2.TensorSpec(name=t.name, dtype=t.dtype.name, shape=t.shape) for t in layout.tensors.values()
+            resources_pb2.TensorSpec(name=t.name, dtype=t.dtype.name, shape=t.shape)
+            for t in layout.tensors.values()
         ],
         shards=[
             resources_pb2.Shard(
@@ -66,7 +67,8 @@ def request_to_proto(request: LayoutRequest) -> weight_service_pb2.LayoutRequest
         case TensorParallel(size=size, rank=rank):
             if size < 1 or not 0 <= rank < size:
                 raise InvalidArgument(
-                    f"tensor-parallel rank {rank} of {size} does not exist", fix="ranks count from 0 to size - 1"
+                    f"tensor-parallel rank {rank} of {size} does not exist",
+                    fix="ranks count from 0 to size - 1",
                 )
             return weight_service_pb2.LayoutRequest(
                 tensor_parallel=weight_service_pb2.TensorParallel(size=size, rank=rank)

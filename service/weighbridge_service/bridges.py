@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import re
 import threading
@@ -38,6 +39,17 @@ _MLP_BIASES = {
     "mlp.linear_fc2.bias": ["model.layers.{layer_number}.mlp.down_proj.bias"],
 }
 
+_LARGEST = {
+    # far above any model there is: what is larger would only eat the service's memory
+    "num_hidden_layers": 1 << 10,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "vocab_size": 1 << 24,
+}
+
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 
@@ -53,8 +65,8 @@ class Bridge(Protocol):
     """
 
     model_type: str
-    hugging_face: Mapping[str, TensorSpec]
-    megatron: Mapping[str, tuple[str, ...]]
+    hugging_face: dict[str, TensorSpec]
+    megatron: dict[str, tuple[str, ...]]
     num_layers: int
     vocab_size: int
 
@@ -99,6 +111,20 @@ def parse_config(config_json: bytes) -> dict[str, Any]:
     return config
 
 
+def _check_sizes(config: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has, before anything is made of them.
+
+    Raises:
+        InvalidArgument: names the field.
+    """
+    for name, largest in _LARGEST.items():
+        value = config.get(name)
+        if value is not None and (type(value) is not int or not 1 <= value <= largest):
+            raise InvalidArgument(
+                f"config.json has {name} = {str(value)[:40]}, not an integer from 1 to {largest}"
+            )
+
+
 def bridge_for(config_json: bytes) -> Bridge:
     """The bridge for a Hugging Face config; made once for each config and process.
 
@@ -123,10 +149,19 @@ class MBridge:
         import transformers
 
         self.model_type: str = config["model_type"]
+        _check_sizes(config)
         try:
-            # `auto_map` would name code to run: nothing of it is ever looked at
-            self._config = transformers.CONFIG_MAPPING[self.model_type].from_dict(dict(config))
+            # only the family's own fields: others name code to run (`auto_map`, `attn_implementation`), replace
+            # methods, or make transformers fill memory (`num_labels`), and none of them has a say in the weights
+            family = transformers.CONFIG_MAPPING[self.model_type]
+            parameters = inspect.signature(family.__init__).parameters.values()
+            known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+            self._config = family(**{name: config[name] for name in known if name in config})
+            heads, kv_heads = self.head_counts()
+            if heads % kv_heads:
+                raise ValueError(f"{heads} attention heads cannot share {kv_heads} key-value heads")
             self._model = self._meta_model()
+            self._bridge = _offline_bridge(self._config)
         except Exception as error:  # transformers raises whatever a wrong value leads to
             raise InvalidArgument(
                 f"transformers cannot make a {self.model_type} model of this config.json: {error}"[:500]
@@ -134,7 +169,6 @@ class MBridge:
         self.num_layers: int = self._config.num_hidden_layers
         self.vocab_size: int = self._config.vocab_size
         self.hugging_face: dict[str, TensorSpec] = self._hugging_face_specs()
-        self._bridge = _offline_bridge(self._config)
         self._lock = threading.Lock()
         self.megatron: dict[str, tuple[str, ...]] = self._megatron_names()
         reached = {name for names in self.megatron.values() for name in names}
@@ -165,7 +199,9 @@ class MBridge:
     def _megatron_names(self) -> dict[str, tuple[str, ...]]:
         bridge = self._bridge
         suffixes = [*bridge._ATTENTION_MAPPING, *bridge._MLP_MAPPING]
-        layers = [f"decoder.layers.{layer}.{suffix}" for layer in range(self.num_layers) for suffix in suffixes]
+        layers = [
+            f"decoder.layers.{layer}.{suffix}" for layer in range(self.num_layers) for suffix in suffixes
+        ]
         found: dict[str, tuple[str, ...]] = {}
         reached: set[str] = set()
         for name in [*bridge._DIRECT_MAPPING, *layers]:
@@ -205,7 +241,9 @@ class MBridge:
     def parallel_plan(self) -> Mapping[str, str]:
         """How each Hugging Face tensor is cut for tensor parallelism, by transformers' own plan for the model."""
         # `tp_plan` of the whole model: patterns such as `model.layers.*.self_attn.q_proj` -> `colwise`
-        patterns = {re.compile(re.escape(k).replace(r"\*", r"\d+")): v for k, v in self._model.tp_plan.items()}
+        patterns = {
+            re.compile(re.escape(k).replace(r"\*", r"\d+")): v for k, v in self._model.tp_plan.items()
+        }
         patterns |= {re.compile(re.escape(k)): v for k, v in (type(self._model)._tp_plan or {}).items()}
         plan = {}
         for name in self.hugging_face:
@@ -222,10 +260,9 @@ class MBridge:
 
 def _offline_bridge(config: Any) -> Any:
     """An mbridge bridge that needs no process group and shares nothing with others of its class."""
+    import mbridge  # noqa: F401  (registers the families)
     from mbridge.core.bridge import _MODEL_REGISTRY
     from mbridge.core.parallel_states import ParallelStates
-
-    import mbridge  # noqa: F401  (registers the families)
 
     family = _MODEL_REGISTRY[config.model_type]
     config = copy.deepcopy(config)
@@ -240,7 +277,10 @@ def _offline_bridge(config: Any) -> Any:
             self._ATTENTION_MAPPING |= _ATTENTION_BIASES
             self._MLP_MAPPING |= _MLP_BIASES
             return SimpleNamespace(
-                num_layers=config.num_hidden_layers, mtp_num_layers=None, gated_linear_unit=True, num_moe_experts=None
+                num_layers=config.num_hidden_layers,
+                mtp_num_layers=None,
+                gated_linear_unit=True,
+                num_moe_experts=None,
             )
 
     return Offline(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -18,25 +19,42 @@ log = logging.getLogger(__name__)
 _DOMAIN = "weighbridge.v1"
 _MOST_DETAILS = 20
 _LONGEST_DETAIL = 300
-"""Status details travel in HTTP/2 headers, of which peers take 8 to 16 KiB."""
+_LONGEST_MESSAGE = 600
+_MOST_BYTES = 2400
+"""Bytes of all details together. Statuses travel in HTTP/2 headers, of which peers take 8 KiB for sure: the message
+once percent-encoded (three bytes for each of a letter that is not ASCII), and everything once more in base64."""
 
 
 def to_status(error: WeighbridgeError) -> Any:
     """The error as a gRPC status."""
-    details = {f"detail{i:03}": d[:_LONGEST_DETAIL] for i, d in enumerate(error.details[:_MOST_DETAILS])}
+    details: dict[str, str] = {}
+    room = _MOST_BYTES
+    for i, detail in enumerate(error.details[:_MOST_DETAILS]):
+        text = _cut(detail, _LONGEST_DETAIL)
+        room -= len(text.encode())
+        if room < 0:
+            break
+        details[f"detail{i:03}"] = text
     info = error_details_pb2.ErrorInfo(
-        reason=error.reason, domain=_DOMAIN, metadata={"fix": error.fix[:_LONGEST_DETAIL], **details}
+        reason=error.reason, domain=_DOMAIN, metadata={"fix": _cut(error.fix, _LONGEST_DETAIL), **details}
     )
     packed = any_pb2.Any()
     packed.Pack(info)
     return rpc_status.to_status(
         status_pb2.Status(
-            code=code_pb2.Code.Value(error.grpc_code), message=error.message[:2000], details=[packed]
+            code=code_pb2.Code.Value(error.grpc_code),
+            message=_cut(error.message, _LONGEST_MESSAGE),
+            details=[packed],
         )
     )
 
 
-class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
+def _cut(text: str, most: int) -> str:
+    """The text's beginning, in at most so many bytes of UTF-8."""
+    return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
+
+
+class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Turns what handlers raise into statuses, and counts calls.
 
     Args:
@@ -55,14 +73,14 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
 
         def unary(behaviour: Any) -> Any:
             def call(request: Any, context: grpc.ServicerContext) -> Any:
-                with _Watch(self._count, method, context):
+                with self._watched(method, context):
                     return behaviour(request, context)
 
             return call
 
         def streaming(behaviour: Any) -> Any:
             def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-                with _Watch(self._count, method, context):
+                with self._watched(method, context):
                     yield from behaviour(request, context)
 
             return call
@@ -79,26 +97,26 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
             return grpc.unary_stream_rpc_method_handler(streaming(handler.unary_stream), **coders)
         return handler  # reflection is the one that streams both ways
 
-
-class _Watch:
-    def __init__(self, count: Callable[[str, str], None], method: str, context: grpc.ServicerContext) -> None:
-        self._count, self._method, self._context = count, method, context
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, GeneratorExit):
-            self._count(self._method, "OK" if error is None else "CANCELLED")
-            return
-        if not self._context.is_active():
-            self._count(self._method, "CANCELLED")
-            return
-        if isinstance(error, grpc.RpcError):  # the stream that was being read from broke
-            self._count(self._method, "CANCELLED")
-            return
-        if not isinstance(error, WeighbridgeError):
-            log.exception("%s failed", self._method, exc_info=error)
-            error = WeighbridgeError(f"the service failed: {type(error).__name__}", fix="its log says more")
-        self._count(self._method, error.grpc_code)
-        self._context.abort_with_status(to_status(error))
+    @contextmanager
+    def _watched(self, method: str, context: grpc.ServicerContext) -> Iterator[None]:
+        try:
+            yield
+        except GeneratorExit:
+            self._count(method, "CANCELLED")
+            raise
+        except Exception as error:
+            # a caller that has gone is told nothing; neither is one whose own stream broke while it was being read
+            if not context.is_active() or isinstance(error, grpc.RpcError):
+                self._count(method, "CANCELLED")
+                raise
+            if isinstance(error, WeighbridgeError):
+                known = error
+            else:
+                log.exception("%s failed", method)
+                known = WeighbridgeError(
+                    f"the service failed: {type(error).__name__}", fix="its log says more"
+                )
+            self._count(method, known.grpc_code)
+            context.abort_with_status(to_status(known))
+        else:
+            self._count(method, "OK")

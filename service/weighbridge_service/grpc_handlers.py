@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TypeVar
 
 import grpc
@@ -34,7 +35,7 @@ R = TypeVar("R", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.Pull
 
 
 def _page(size: int) -> int:
-    return min(size or _PAGE, _LARGEST_PAGE)
+    return min(size, _LARGEST_PAGE) if size > 0 else _PAGE
 
 
 def _patience(context: grpc.ServicerContext, without: float) -> float:
@@ -59,7 +60,9 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
     def GetModel(
         self, request: model_service_pb2.GetModelRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.GetModelResponse:
-        return model_service_pb2.GetModelResponse(model=wire.model_to_proto(self._service.get_model(request.model)))
+        return model_service_pb2.GetModelResponse(
+            model=wire.model_to_proto(self._service.get_model(request.model))
+        )
 
     def ListModels(
         self, request: model_service_pb2.ListModelsRequest, context: grpc.ServicerContext
@@ -67,7 +70,8 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
         size = _page(request.page_size)
         models = self._service.list_models(request.page_token, size)
         return model_service_pb2.ListModelsResponse(
-            models=map(wire.model_to_proto, models), next_page_token=models[-1].name if len(models) == size else ""
+            models=map(wire.model_to_proto, models),
+            next_page_token=models[-1].name if len(models) == size else "",
         )
 
     def GetModelFiles(
@@ -174,7 +178,9 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
             _patience(context, float("inf")),
         )
         return checkpoint_service_pb2.DeclareLayoutResponse(
-            layout_needed=declared.layout_needed, assigned=declared.assigned, stream_bytes=declared.stream_bytes
+            layout_needed=declared.layout_needed,
+            assigned=declared.assigned,
+            stream_bytes=declared.stream_bytes,
         )
 
     def Push(
@@ -193,7 +199,9 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
     ) -> checkpoint_service_pb2.GetPushStateResponse:
         ranges, total, sealed = self._service.push_state(request.model, request.number, request.rank)
         received = [checkpoint_service_pb2.ByteRange(start=start, end=end) for start, end in ranges]
-        return checkpoint_service_pb2.GetPushStateResponse(received=received, stream_bytes=total, sealed=sealed)
+        return checkpoint_service_pb2.GetPushStateResponse(
+            received=received, stream_bytes=total, sealed=sealed
+        )
 
     def SealRank(
         self, request: checkpoint_service_pb2.SealRankRequest, context: grpc.ServicerContext
@@ -226,7 +234,9 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
             request.pipeline_parallel_size,
             request.pipeline_parallel_rank,
         )
-        return checkpoint_service_pb2.DescribeShardsResponse(layout=wire.layout_to_proto(layout, wire.MEGATRON))
+        return checkpoint_service_pb2.DescribeShardsResponse(
+            layout=wire.layout_to_proto(layout, wire.MEGATRON)
+        )
 
 
 class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):
@@ -267,7 +277,8 @@ def _stream(reading: Reading, response: type[R], service: Weighbridge) -> Iterat
     header = checkpoint_service_pb2.StreamHeader(
         version=wire.version_to_proto(reading.version), stream_bytes=reading.layout.nbytes
     )
-    yield response(header=header, offset=reading.offset, checksum=_NOTHING)
-    for piece in reading.pieces():
-        service.bytes_out += len(piece.data)
-        yield response(offset=piece.offset, data=piece.data, checksum=piece.checksum)
+    with closing(reading):
+        yield response(header=header, offset=reading.offset, checksum=_NOTHING)
+        for piece in reading.pieces():
+            service.bytes_out += len(piece.data)
+            yield response(offset=piece.offset, data=piece.data, checksum=piece.checksum)

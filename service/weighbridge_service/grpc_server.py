@@ -49,7 +49,9 @@ class GrpcServer:
             self._pool, interceptors=[ErrorInterceptor(metrics.count_call)], options=_OPTIONS
         )
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelHandlers(service), self._server)
-        checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(CheckpointHandlers(service), self._server)
+        checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(
+            CheckpointHandlers(service), self._server
+        )
         weight_service_pb2_grpc.add_WeightServiceServicer_to_server(WeightHandlers(service), self._server)
         names = [
             module.DESCRIPTOR.services_by_name[name].full_name
@@ -63,12 +65,15 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         for name in ("", *names):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        reflection.enable_server_reflection(
+            [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        )
         try:
             self.port: int = self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise Unavailable(
-                f"the gRPC address {address} cannot be bound", fix="is another service running? name another --grpc"
+                f"the gRPC address {address} cannot be bound",
+                fix="is another service running? name another --grpc",
             ) from error
 
     def start(self) -> None:

@@ -23,7 +23,10 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._calls = Counter(
-            "weighbridge_grpc_calls", "gRPC calls that have ended.", ["method", "code"], registry=self.registry
+            "weighbridge_grpc_calls",
+            "gRPC calls that have ended.",
+            ["method", "code"],
+            registry=self.registry,
         )
 
     def count_call(self, method: str, code: str) -> None:
@@ -33,24 +36,36 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The figures as they stand."""
         service = self._service
-        yield CounterMetricFamily("weighbridge_received_bytes", "Bytes pushed by trainers.", value=service.bytes_in)
-        yield CounterMetricFamily("weighbridge_sent_bytes", "Bytes sent to engines and trainers.", value=service.bytes_out)
-        versions = GaugeMetricFamily("weighbridge_versions", "Versions this process knows of.", labels=["state"])
+        yield CounterMetricFamily(
+            "weighbridge_received_bytes", "Bytes pushed by trainers.", value=service.bytes_in
+        )
+        yield CounterMetricFamily(
+            "weighbridge_sent_bytes", "Bytes sent to engines and trainers.", value=service.bytes_out
+        )
+        versions = GaugeMetricFamily(
+            "weighbridge_versions", "Versions this process knows of.", labels=["state"]
+        )
         for state, count in service.counts().items():
             versions.add_metric([state.value], count)
         yield versions
         yield GaugeMetricFamily(
-            "weighbridge_publications_running", "Versions being made durable.", value=service.publisher.running
+            "weighbridge_publications_running",
+            "Versions being made durable.",
+            value=service.publisher.running,
         )
         usage = service.images.usage()
-        images = GaugeMetricFamily("weighbridge_image_bytes", "Bytes of image regions.", labels=["place", "use"])
+        images = GaugeMetricFamily(
+            "weighbridge_image_bytes", "Bytes of image regions.", labels=["place", "use"]
+        )
         images.add_metric(["memory", "held"], usage.memory_in_use)
         images.add_metric(["memory", "free"], usage.memory_free)
         images.add_metric(["disk", "held"], usage.disk_in_use)
         images.add_metric(["disk", "free"], usage.disk_free)
         yield images
         yield CounterMetricFamily("weighbridge_image_regions_made", "Image regions made.", value=usage.made)
-        yield CounterMetricFamily("weighbridge_image_regions_reused", "Images in a region used before.", value=usage.reused)
+        yield CounterMetricFamily(
+            "weighbridge_image_regions_reused", "Images in a region used before.", value=usage.reused
+        )
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""

@@ -138,7 +138,8 @@ class RegisteredModel:
             weight_map = derive_weight_map(self.bridge, self.dtype, tensors)
             return weight_map.links, weight_map.padding
         problems = [
-            f"{spec}: " + (f"the model has {self.tensors[name]}" if name in self.tensors else "no tensor of the model")
+            f"{spec}: "
+            + (f"the model has {self.tensors[name]}" if name in self.tensors else "no tensor of the model")
             for name, spec in tensors.items()
             if self.tensors.get(name) != spec
         ]
@@ -170,7 +171,9 @@ class RegisteredModel:
         Raises:
             InvalidArgument: they do not fit the model.
         """
-        return self._requests.get_or_make(repr(request), lambda: engine_layout(self.bridge, self.tensors, request))
+        return self._requests.get_or_make(
+            repr(request), lambda: engine_layout(self.bridge, self.tensors, request)
+        )
 
     def pull_transfer(self, source: Layout, target: Layout) -> Transfer:
         """From a version's files to an engine's slices."""
@@ -207,7 +210,8 @@ def model_for_registration(name: ModelName, files: Mapping[str, bytes], dtype: s
         check_file_name(file)
     if "config.json" not in files:
         raise InvalidArgument(
-            "config.json is not among the model's files", fix="name a folder that model.save_pretrained() has written"
+            "config.json is not among the model's files",
+            fix="name a folder that model.save_pretrained() has written",
         )
     config = parse_config(files["config.json"])
     # transformers has written either name, and reads a missing one as float32

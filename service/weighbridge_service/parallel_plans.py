@@ -48,14 +48,20 @@ def engine_layout(bridge: Bridge, tensors: Mapping[str, TensorSpec], request: La
         case TensorParallel(size=size, rank=rank):
             _check_rank("tensor-parallel", size, rank)
             plan = bridge.parallel_plan()
-            return _stream([(spec, _slice(bridge, spec, plan.get(spec.name), size, rank)) for spec in tensors.values()])
+            return _stream(
+                [(spec, _slice(bridge, spec, plan.get(spec.name), size, rank)) for spec in tensors.values()]
+            )
         case Boxes(boxes=boxes):
             if len(boxes) > MAX_BOXES:
                 raise InvalidArgument(f"{len(boxes)} boxes in one request are more than {MAX_BOXES}")
-            found = [(_known(tensors, name), Box(tuple(offset), tuple(extent))) for name, offset, extent in boxes]
+            found = [
+                (_known(tensors, name), Box(tuple(offset), tuple(extent))) for name, offset, extent in boxes
+            ]
             for spec, box in found:
                 if not box.fits(spec.shape) or box.volume == 0:
-                    raise InvalidArgument(f"box {list(box.offset)} + {list(box.extent)} does not fit into {spec}")
+                    raise InvalidArgument(
+                        f"box {list(box.offset)} + {list(box.extent)} does not fit into {spec}"
+                    )
             return _stream(found)
 
 
@@ -78,7 +84,9 @@ def _stream(slices: Sequence[tuple[TensorSpec, Box]]) -> Layout:
 
 def _check_rank(what: str, size: int, rank: int) -> None:
     if size < 1 or not 0 <= rank < size:
-        raise InvalidArgument(f"{what} rank {rank} of {size} does not exist", fix="ranks count from 0 to size - 1")
+        raise InvalidArgument(
+            f"{what} rank {rank} of {size} does not exist", fix="ranks count from 0 to size - 1"
+        )
 
 
 def _slice(bridge: Bridge, spec: TensorSpec, style: str | None, size: int, rank: int) -> Box:
@@ -94,7 +102,9 @@ def _slice(bridge: Bridge, spec: TensorSpec, style: str | None, size: int, rank:
         raise InvalidArgument(f"{spec}: {heads} attention heads cannot be shared by {size} ranks")
     if spec.name.rpartition(".")[0].endswith(("k_proj", "v_proj")) and kv_heads < size:
         if size % kv_heads:
-            raise InvalidArgument(f"{spec}: {kv_heads} key-value heads cannot be replicated over {size} ranks")
+            raise InvalidArgument(
+                f"{spec}: {kv_heads} key-value heads cannot be replicated over {size} ranks"
+            )
         return _cut(spec, axis, kv_heads, rank * kv_heads // size)
     if kv_heads > size and kv_heads % size:
         raise InvalidArgument(f"{spec}: {kv_heads} key-value heads cannot be shared by {size} ranks")
@@ -103,7 +113,9 @@ def _slice(bridge: Bridge, spec: TensorSpec, style: str | None, size: int, rank:
 
 def _cut(spec: TensorSpec, axis: int, size: int, rank: int) -> Box:
     if spec.shape[axis] % size:
-        raise InvalidArgument(f"{spec}: axis {axis} with {spec.shape[axis]} elements cannot be cut into {size}")
+        raise InvalidArgument(
+            f"{spec}: axis {axis} with {spec.shape[axis]} elements cannot be cut into {size}"
+        )
     length = spec.shape[axis] // size
     offset, extent = [0] * len(spec.shape), list(spec.shape)
     offset[axis], extent[axis] = rank * length, length
@@ -123,14 +135,18 @@ def megatron_layout(
     _check_rank("tensor-parallel", tp_size, tp_rank)
     _check_rank("pipeline-parallel", pp_size, pp_rank)
     if bridge.num_layers % pp_size:
-        raise InvalidArgument(f"{bridge.num_layers} layers cannot be spread evenly over {pp_size} pipeline stages")
+        raise InvalidArgument(
+            f"{bridge.num_layers} layers cannot be spread evenly over {pp_size} pipeline stages"
+        )
     padded = math.ceil(bridge.vocab_size / tp_size) * tp_size
     per_stage = bridge.num_layers // pp_size
     stage = range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
     tied = "output_layer.weight" not in bridge.megatron
     heads, kv_heads = bridge.head_counts()
     if heads % tp_size or kv_heads % tp_size:
-        raise InvalidArgument(f"{heads} heads with {kv_heads} key-value heads cannot be shared by {tp_size} ranks")
+        raise InvalidArgument(
+            f"{heads} heads with {kv_heads} key-value heads cannot be shared by {tp_size} ranks"
+        )
     slices: list[tuple[TensorSpec, Box]] = []
     for name, spec in megatron_specs(bridge, dtype).items():
         kind = kind_of(name)

@@ -154,7 +154,9 @@ def _prove(layout: Layout, parts: Iterable[tuple[int, Box]], gap: str, overlap: 
             left = subtract(Box.whole(shard.box.extent), boxes)
             problems += [f"{spec}: box {_moved(box, shard.box)} {gap}" for box in left]
     if problems:
-        raise LayoutError(f"{len(problems)} parts of tensors are not covered exactly once", details=problems[:_NAMED])
+        raise LayoutError(
+            f"{len(problems)} parts of tensors are not covered exactly once", details=problems[:_NAMED]
+        )
 
 
 def _moved(box: Box, origin: Box) -> Box:
@@ -219,7 +221,8 @@ def share_out(layouts: Mapping[int, Layout]) -> dict[int, tuple[int, ...]]:
             )
     if problems:
         raise LayoutError(
-            f"{len(problems)} shards overlap without being replicas of one main shard", details=problems[:_NAMED]
+            f"{len(problems)} shards overlap without being replicas of one main shard",
+            details=problems[:_NAMED],
         )
     load = dict.fromkeys(layouts, 0)
     chosen: dict[int, list[int]] = {rank: [] for rank in layouts}
@@ -239,6 +242,8 @@ def share_out(layouts: Mapping[int, Layout]) -> dict[int, tuple[int, ...]]:
 def join_streams(streams: Mapping[int, Layout]) -> Layout:
     """The streams of several ranks as one layout, each in a buffer named like its rank."""
     placements = [
-        replace(placement, buffer=str(rank)) for rank, stream in streams.items() for placement in stream.placements
+        replace(placement, buffer=str(rank))
+        for rank, stream in streams.items()
+        for placement in stream.placements
     ]
     return Layout(merge_specs(streams.values()), tuple(placements))

@@ -76,10 +76,20 @@ class Publisher:
             try:
                 with self._turn:
                     publish(write_id)
-            except Exception as error:  # noqa: BLE001 (a thread's last chance to say what happened)
-                known = error if isinstance(error, WeighbridgeError) else Unavailable(f"publishing failed: {error!r}")
+            except Exception as error:  # a thread's last chance to say what happened
+                known = (
+                    error
+                    if isinstance(error, WeighbridgeError)
+                    else Unavailable(f"publishing failed: {error!r}")
+                )
                 last = attempt == self._attempts or self._closing.is_set()
-                log.warning("publishing %s failed (attempt %d of %d): %s", what, attempt, self._attempts, known.message)
+                log.warning(
+                    "publishing %s failed (attempt %d of %d): %s",
+                    what,
+                    attempt,
+                    self._attempts,
+                    known.message,
+                )
                 on_failure(known, last)
                 if last:
                     return

@@ -78,7 +78,13 @@ class Reading:
     def __post_init__(self) -> None:
         if self.offset > self.layout.nbytes:
             self._opened.close()
-            raise InvalidArgument(f"the stream has {self.layout.nbytes} bytes; it cannot begin at {self.offset}")
+            raise InvalidArgument(
+                f"the stream has {self.layout.nbytes} bytes; it cannot begin at {self.offset}"
+            )
+
+    def close(self) -> None:
+        """Let go of the version, if not all pieces are taken."""
+        self._opened.close()
 
     def pieces(self) -> Iterator[Piece]:
         """The rest of the stream from its offset on; the version stays open until the last piece is taken."""

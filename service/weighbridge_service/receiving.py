@@ -217,8 +217,15 @@ class Receiving:
                     f"rank {rank} of {self._opened} holds other shards than in the push before",
                     fix="push again: the shards will be shared out anew",
                 )
-        elif expected == declaration and not self._preparing:
+        elif (
+            expected == declaration
+            and not self._preparing
+            and all(known.declarations[r].digest == there.digest for r, there in self._declared.items())
+        ):
             self._preparing = True
+            self._prepared = (
+                known.prepared
+            )  # from here on, whoever declares something else makes the version fail
             threading.Thread(target=self._begin, args=(known.prepared,), daemon=True).start()
         return None
 
@@ -229,6 +236,10 @@ class Receiving:
             self._begin(self._prepare(digests))
         except WeighbridgeError as error:
             self.fail(error)
+            raise
+        except Exception as error:
+            # nobody would make the plan any more, and the other ranks would wait for it
+            self.fail(WeighbridgeError(f"the push could not be planned: {type(error).__name__}"))
             raise
 
     def _begin(self, prepared: PreparedPush) -> None:
@@ -256,7 +267,9 @@ class Receiving:
         """
         with self._writing(rank, client_id) as (prepared, buffers):
             if rpc.checksum(data) != checksum:
-                raise DataLoss(f"{self._opened}, rank {rank}: the piece at byte {offset} does not agree with its checksum")
+                raise DataLoss(
+                    f"{self._opened}, rank {rank}: the piece at byte {offset} does not agree with its checksum"
+                )
             end = offset + len(data)
             if end > prepared.streams[rank].nbytes:
                 raise InvalidArgument(
@@ -329,6 +342,9 @@ class Receiving:
                 return
             while self._writers:
                 self._changed.wait()
+            if self._state is VersionState.READY:
+                return  # the same call, repeated, was here first
+            self._check_receiving()  # it may have been aborted meanwhile
             self._state = VersionState.READY
             self._ready_time_ms = time.time_ns() // 1_000_000
             self._changed.notify_all()
@@ -354,12 +370,16 @@ class Receiving:
         with self._changed:
             if self._state is not VersionState.RECEIVING or time.monotonic() - self._last_activity < seconds:
                 return
-            missing = [f"rank {r} has not declared" for r in range(len(self._ranks)) if r not in self._declared]
+            missing = [
+                f"rank {r} has not declared" for r in range(len(self._ranks)) if r not in self._declared
+            ]
             if self._prepared is not None:
                 for rank in sorted(self._declared):
                     missing += self._missing(rank)
                 missing += [
-                    f"rank {rank} has not sealed" for rank, state in enumerate(self._ranks) if not state.sealed
+                    f"rank {rank} has not sealed"
+                    for rank, state in enumerate(self._ranks)
+                    if not state.sealed
                 ]
         self.fail(
             VersionFailed(
@@ -385,7 +405,8 @@ class Receiving:
             raise type(error)(error.message, fix=error.fix, details=error.details)
         if self._state is not VersionState.RECEIVING:
             raise FailedPrecondition(
-                f"{self._opened.model}@{self._opened.number} is sealed", fix="push a new version: another step or run"
+                f"{self._opened.model}@{self._opened.number} is sealed",
+                fix="push a new version: another step or run",
             )
 
     def _check_rank(self, rank: int) -> None:

@@ -92,7 +92,8 @@ class WeightMap:
 def identity_links(tensors: Iterable[TensorSpec]) -> tuple[Link, ...]:
     """The links of a tensor space with itself."""
     return tuple(
-        Link(t.name, Box.whole(t.shape), t.name, Box.whole(t.shape), tuple(range(len(t.shape)))) for t in tensors
+        Link(t.name, Box.whole(t.shape), t.name, Box.whole(t.shape), tuple(range(len(t.shape))))
+        for t in tensors
     )
 
 

@@ -558,7 +558,9 @@ class Weighbridge:
 
         def on_failure(error: WeighbridgeError, last: bool) -> None:
             with contextlib.suppress(WeighbridgeError):
-                discard_unpublished(self.store, model.name, version.number)
+                # an attempt may fail after its head was written: what is in the head is never discarded
+                if version.number not in self._head(model.name).versions:
+                    discard_unpublished(self.store, model.name, version.number)
             with self._changed:
                 live.publish_error = error
                 live.gave_up = last
@@ -627,6 +629,8 @@ class Weighbridge:
             if image is not None:
                 lease = image.lease()
                 return OpenVersion(found, state.model.files, image.read_only_buffers, lease)
+        if found.state is not VersionState.DURABLE:
+            found = self._resolve(name, str(found.number))  # it may have become durable since
         if found.state is not VersionState.DURABLE:
             raise FailedPrecondition(f"{found} is no longer held: it could not be made durable and a newer one is live")
         files, buffers = self._opened.get_or_make(

@@ -76,7 +76,8 @@ class Transfer:
             if placement.nbytes:
                 self._order.setdefault(placement.buffer, []).append(index)
         self._starts = {
-            buffer: [self._stream.placements[i].offset for i in order] for buffer, order in self._order.items()
+            buffer: [self._stream.placements[i].offset for i in order]
+            for buffer, order in self._order.items()
         }
         self._ranges: dict[tuple[str, int, int], tuple[_Piece, ...]] = {}
 

@@ -21,6 +21,8 @@ from weighbridge_service.relations import Link, WeightMap
 from weighbridge_service.tracing import trace
 
 _STACKED = re.compile(r"^(decoder\.layers\.)(?!\d)(.+)$")
+_MOST_PADDING, _PADDING = 2, 1 << 20
+"""Padding that is believed: the vocabulary may double, and a small one grow to a million rows; tracing needs memory for each."""
 _HALVES = {"_w": 0, "_v": 1}
 
 
@@ -47,7 +49,8 @@ def hugging_face_specs(bridge: Bridge, dtype: DType) -> dict[str, TensorSpec]:
 def megatron_specs(bridge: Bridge, dtype: DType) -> dict[str, TensorSpec]:
     """The model's tensors in megatron-core's space, one for each layer, without padding."""
     return {
-        name: TensorSpec(name, dtype, bridge.megatron_shape(name, bridge.vocab_size)) for name in bridge.megatron
+        name: TensorSpec(name, dtype, bridge.megatron_shape(name, bridge.vocab_size))
+        for name in bridge.megatron
     }
 
 
@@ -75,6 +78,12 @@ def derive_weight_map(bridge: Bridge, dtype: DType, declared: Mapping[str, Tenso
             continue
         if spec.dtype != dtype:
             problems.append(f"{spec} has the wrong dtype: the model is registered as {dtype}")
+            continue
+        if (
+            parts[0].name in VOCABULARY_TENSORS
+            and sum(spec.shape[:1]) > _MOST_PADDING * bridge.vocab_size + _PADDING
+        ):
+            problems.append(f"{spec} pads the vocabulary of {bridge.vocab_size} to too many rows")
             continue
         for part in parts:
             rows = spec.shape[0] if part.name in VOCABULARY_TENSORS and spec.shape else bridge.vocab_size

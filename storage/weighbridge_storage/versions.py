@@ -6,7 +6,7 @@ part of history. What a crash leaves behind is in no head, so nobody sees it, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
@@ -58,7 +58,7 @@ def write_version(
         tensors = beside.submit(_tensor_entries, files, buffers)
         weights = beside.submit(lambda: {file.name: _entry(buffers[file.name]) for file in files.files})
         for file in files.files:
-            data = memoryview(buffers[file.name])
+            data = buffers[file.name].data
             pieces = (data[i : i + _PIECE] for i in range(0, len(data), _PIECE))
             # overwrite: an attempt before this one may have got as far as here
             store.put(version_key(model, version.number, file.name), pieces, mode="overwrite")
@@ -96,13 +96,13 @@ def _tensor_entries(files: FilesLayout, buffers: Mapping[str, ByteArray]) -> dic
     entries = {}
     for p in files.layout.placements:
         spec = files.layout.tensors[p.shard.tensor]
-        digest = xxhash.xxh3_128_hexdigest(buffers[p.buffer][p.offset : p.offset + p.nbytes])
+        digest = xxhash.xxh3_128_hexdigest(buffers[p.buffer][p.offset : p.offset + p.nbytes].data)
         entries[spec.name] = TensorEntry(spec.dtype, spec.shape, p.buffer, p.offset, p.nbytes, digest)
     return entries
 
 
 def _entry(data: ByteArray) -> FileEntry:
-    return FileEntry(len(data), xxhash.xxh3_128_hexdigest(data))
+    return FileEntry(len(data), xxhash.xxh3_128_hexdigest(data.data))
 
 
 def read_manifest(store: ObjectStore, model: ModelName, number: int) -> Manifest:
@@ -140,7 +140,7 @@ def open_version(
                 f"{name} of {model}@{number} has {len(buffers[name])} bytes, and the manifest says "
                 f"{manifest.files[name].size}"
             )
-    files = layout_of_files({name: memoryview(data) for name, data in buffers.items()})
+    files = layout_of_files({name: data.data for name, data in buffers.items()})
     for placement in files.layout.placements:
         entry = manifest.tensors.get(placement.shard.tensor)
         if entry is None or (entry.file, entry.offset, entry.nbytes) != (
@@ -156,26 +156,19 @@ def open_version(
     return files, buffers
 
 
-def verify_version(
-    store: ObjectStore,
-    model: ModelName,
-    number: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Verification:
+def verify_version(store: ObjectStore, model: ModelName, number: int) -> Verification:
     """Read all files of a durable version and compare them with its manifest.
 
     Args:
         store: where the version lies.
         model: whose version.
         number: which version.
-        on_progress: is called with bytes read so far and in all.
 
     Raises:
         DataLoss: the manifest itself is missing or malformed.
     """
     manifest = read_manifest(store, model, number)
     problems: list[str] = []
-    total = sum(file.size for file in manifest.files.values())
     done = checked = 0
     for name, file in manifest.files.items():
         tensors = {t: entry for t, entry in manifest.tensors.items() if entry.file == name}
@@ -188,13 +181,12 @@ def verify_version(
             problems.append(f"{name} has {len(data)} bytes instead of {file.size}")
             continue
         for tensor, entry in tensors.items():
-            if xxhash.xxh3_128_hexdigest(data[entry.offset : entry.offset + entry.nbytes]) != entry.xxh3_128:
+            if xxhash.xxh3_128_hexdigest(data[entry.offset : entry.offset + entry.nbytes].data) != entry.xxh3_128:
                 problems.append(f"tensor {tensor} in {name} does not agree with its digest")
             checked += 1
-        if xxhash.xxh3_128_hexdigest(data) != file.xxh3_128:
+        if xxhash.xxh3_128_hexdigest(data.data) != file.xxh3_128:
             problems.append(f"{name} does not agree with its digest")
         done += file.size
-        on_progress(done, total)
     return Verification(number, checked, done, tuple(problems))
 
 

@@ -65,7 +65,9 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
         shards.append(Shard(item.key, Box(tuple(map(int, item.global_offset)), extent), main=main))
         tensors.append(item.data.detach())
     if not shards:
-        raise InvalidArgument("the sharded state dict holds no weights", fix="pass model.sharded_state_dict()")
+        raise InvalidArgument(
+            "the sharded state dict holds no weights", fix="pass model.sharded_state_dict()"
+        )
     return ShardedTensors(Layout.stream(specs.values(), shards), tuple(tensors), tuple(merges))
 
 

@@ -1,0 +1,88 @@
+"""The command line, ``weighbridge``: which commands there are, and what becomes of the process when one ends.
+
+A command's module is imported when the command is named, and what does the work (grpc, torch, rich) when it runs, so
+that help comes at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from weighbridge import __version__
+
+_MODULE_OF = {
+    "serve": "serving",
+    "import": "moving",
+    "push": "moving",
+    "pull": "moving",
+    "restore": "moving",
+    "export": "moving",
+    "models": "looking",
+    "versions": "looking",
+    "show": "looking",
+    "tag": "looking",
+    "watch": "looking",
+    "verify": "looking",
+    "demo": "serving",
+}
+_INTERRUPTED = 130
+"""What shells report of a process that was interrupted: 128 and SIGINT."""
+
+
+class _LazyGroup(click.Group):
+    """Commands that are imported when they are named; listed in the order of the table."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_MODULE_OF)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        module = _MODULE_OF.get(cmd_name)
+        if module is None:
+            return None
+        found: click.Command = getattr(
+            importlib.import_module(f"weighbridge.cli.{module}"), f"{cmd_name}_command"
+        )
+        return found
+
+
+@click.group(
+    cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(__version__, prog_name="weighbridge")
+def commands() -> None:
+    """Move model weights from the machines that train to the machines that serve.
+
+    MODEL is namespace/name. A version is a number or a ref: acme/smol@17, acme/smol@latest (the newest in the object
+    store), acme/smol@live (the newest that can be pulled), or a tag such as acme/smol@prod.
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit code: 0; 1 if the command failed; 2 if it was misspelt; 130 if it was interrupted.
+    """
+    try:
+        code = commands.main(
+            args=None if argv is None else list(argv), prog_name="weighbridge", standalone_mode=False
+        )
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # whoever read our output has seen enough; the interpreter must not try to flush the rest when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code if isinstance(code, int) else 0

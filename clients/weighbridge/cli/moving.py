@@ -1,0 +1,302 @@
+"""Commands that move weights: import, push, pull, restore, export."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weighbridge.cli.output import print_json, progress_bar, readable_size
+from weighbridge.cli.parsing import Reference, model_at_version, size
+from weighbridge.cli.running import RETRY_SECONDS, Command, client_options, needs_extra
+from weighbridge.errors import InvalidArgument, WeighbridgeError
+
+if TYPE_CHECKING:
+    from weighbridge.engine import EngineClient
+    from weighbridge.layouts import Layout
+    from weighbridge.resources import Version
+    from weighbridge.trainer import TrainerClient
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+_SIZE = click.IntRange(min=1)
+_RANK = click.IntRange(min=0)
+
+
+# -- into the service ----------------------------------------------------------------------------------------------------
+
+
+@click.command("import", cls=Command)
+@click.argument("hf_dir", type=_FOLDER)
+@click.argument("model")
+@click.option(
+    "--dtype", help="The dtype that the weights must have, such as bf16.  [default: the one they have]"
+)
+@click.option(
+    "--step", type=click.IntRange(min=0), default=0, show_default=True, help="Recorded with the version."
+)
+@client_options
+def import_command(
+    hf_dir: Path, model: str, dtype: str | None, step: int, server: str, as_json: bool
+) -> None:
+    """Register a model and push its first weights.
+
+    HF_DIR is a folder that save_pretrained() has written; its config.json, tokenizer and so on become MODEL's. If
+    MODEL is registered already, its files are replaced and the weights become a further version.
+    """
+    # before anything is registered: a model keeps the dtype that it was registered with
+    found = _dtype_of(hf_dir, dtype)
+    with _trainer(server) as client:
+        client.register_model(model, hf_dir, dtype=found)
+        version = _push(client, hf_dir, model, step, "import")
+    _report_pushed(version, as_json)
+
+
+@click.command("push", cls=Command)
+@click.argument("hf_dir", type=_FOLDER)
+@click.argument("model")
+@click.option("--step", type=click.IntRange(min=0), required=True, help="Recorded with the version.")
+@click.option(
+    "--run", default="default", show_default=True, help="Name of the training run, recorded as well."
+)
+@client_options
+def push_command(hf_dir: Path, model: str, step: int, run: str, server: str, as_json: bool) -> None:
+    """Push a Hugging Face folder as a new version.
+
+    Waits until the version is in the object store.
+    """
+    with _trainer(server) as client:
+        version = _push(client, hf_dir, model, step, run)
+    _report_pushed(version, as_json)
+
+
+def _trainer(server: str) -> TrainerClient:
+    from weighbridge.trainer import TrainerClient
+
+    return TrainerClient(server, retry_seconds=RETRY_SECONDS)
+
+
+def _dtype_of(hf_dir: Path, wanted: str | None) -> str:
+    """The dtype that all weights of a folder have."""
+    from weighbridge import dtypes
+    from weighbridge.safetensors_files import layout_of_files, map_folder
+
+    files = layout_of_files({name: data.data for name, data in map_folder(hf_dir).items()})
+    found = sorted({spec.dtype.short for spec in files.layout.tensors.values()})
+    if found != [dtypes.parse(wanted or found[0]).short]:
+        raise InvalidArgument(
+            f"the weights in {hf_dir} are in {' and '.join(found)}, not all in {wanted or 'one dtype'}",
+            fix="weights are kept as they are: cast them before, and save the folder again",
+        )
+    return found[0]
+
+
+def _push(client: TrainerClient, hf_dir: Path, model: str, step: int, run: str) -> Version:
+    """Push a folder and wait until it is durable; an interrupted push is given up at once."""
+    handle = client.push_folder(model, hf_dir, step=step, run=run)
+    try:
+        with progress_bar(f"pushing {model}@{handle.number}") as update:
+            return handle.wait(
+                on_progress=lambda version: update(version.received_bytes, version.tensor_bytes)
+            )
+    except KeyboardInterrupt:
+        with contextlib.suppress(WeighbridgeError):
+            client.abort(model, handle.number, "interrupted")
+        raise
+
+
+def _report_pushed(version: Version, as_json: bool) -> None:
+    if as_json:
+        print_json(version.to_json())
+    else:
+        click.echo(f"{version}: {readable_size(version.tensor_bytes)}")
+
+
+# -- out of the service --------------------------------------------------------------------------------------------------
+
+
+@click.command("pull", cls=Command)
+@click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
+@click.option(
+    "--out",
+    type=_FOLDER,
+    required=True,
+    help="A new folder; with --tp-size one that other ranks write to as well.",
+)
+@click.option("--tp-size", type=_SIZE, help="Only the slices of one rank of so many tensor-parallel ranks.")
+@click.option("--tp-rank", type=_RANK, help="Which rank, from 0.")
+@client_options
+def pull_command(
+    reference: Reference, out: Path, tp_size: int | None, tp_rank: int | None, server: str, as_json: bool
+) -> None:
+    """Pull a version, or one rank's slices of it.
+
+    The whole version becomes a Hugging Face folder that transformers loads. One rank's slices go to the file model-tp{RANK}-of-{SIZE}.safetensors, with Hugging Face's names, and config.json
+    beside it. Its __metadata__ says which part of each tensor they are.
+    """
+    _check_together(tp_size=tp_size, tp_rank=tp_rank)
+    with _engine(server) as client:
+        if tp_size is None or tp_rank is None:
+            _write_folder(client, reference, out, as_json, "pulling", {})
+        else:
+            _pull_rank(client, reference, out, tp_size, tp_rank, as_json)
+
+
+@click.command("export", cls=Command)
+@click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
+@click.argument("folder", type=_FOLDER)
+@click.option("--dtype", help="Cast floating-point tensors, e.g. to bf16.  [default: keep them as they are]")
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    callback=size,
+    default="5GB",
+    show_default=True,
+    help="Largest safetensors file.",
+)
+@client_options
+def export_command(
+    reference: Reference, folder: Path, dtype: str | None, max_shard_size: int, server: str, as_json: bool
+) -> None:
+    """Write a version in another dtype or size of files.
+
+    FOLDER is new or empty, and becomes a Hugging Face folder that transformers loads.
+    """
+    with _engine(server) as client:
+        settings = {"dtype": dtype, "max_shard_bytes": max_shard_size}
+        _write_folder(client, reference, folder, as_json, "exporting", settings)
+
+
+@click.command("restore", cls=Command)
+@click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
+@click.option("--out", type=_FOLDER, required=True, help="Folder; other ranks may write to it as well.")
+@click.option("--tp-size", type=_SIZE, help="Tensor-parallel ranks.  [default: 1]")
+@click.option("--tp-rank", type=_RANK, help="Which of them, from 0.")
+@click.option("--pp-size", type=_SIZE, help="Pipeline stages.  [default: 1]")
+@click.option("--pp-rank", type=_RANK, help="Which of them, from 0.")
+@client_options
+def restore_command(
+    reference: Reference,
+    out: Path,
+    tp_size: int | None,
+    tp_rank: int | None,
+    pp_size: int | None,
+    pp_rank: int | None,
+    server: str,
+    as_json: bool,
+) -> None:
+    """Restore what one Megatron-core rank holds.
+
+    They go to the file megatron-tp{R}-of-{T}-pp{Q}-of-{P}.safetensors, with Megatron-core's keys, one a layer, each as
+    the rank's own parameter is: gate and up of SwiGLU together. Its __metadata__ says which part of the global tensor
+    they are.
+    """
+    _check_together(tp_size=tp_size, tp_rank=tp_rank)
+    _check_together(pp_size=pp_size, pp_rank=pp_rank)
+    parallel = {
+        "tensor_parallel_size": tp_size or 1,
+        "tensor_parallel_rank": tp_rank or 0,
+        "pipeline_parallel_size": pp_size or 1,
+        "pipeline_parallel_rank": pp_rank or 0,
+    }
+    name = "megatron-tp{1}-of-{0}-pp{3}-of-{2}.safetensors".format(*parallel.values())
+    with needs_extra("torch"):
+        import torch  # noqa: F401 (before anything is written)
+    with _trainer(server) as client:
+        version = client.version(reference.model, reference.version)
+        layout = client.describe_shards(reference.model, parallel)
+        stream = _shards_of(client, version, layout)
+        about = {key: str(value) for key, value in parallel.items()}
+        _write_rank(out / name, version, layout, stream, about, {}, as_json, "restoring")
+
+
+def _shards_of(client: TrainerClient, version: Version, layout: Layout) -> Iterator[memoryview]:
+    """The bytes of each shard that a rank restores."""
+    import torch
+
+    arriving: dict[int, torch.Tensor] = {}
+
+    def allocate(index: int) -> torch.Tensor:
+        shard = layout.placements[index].shard
+        arriving[index] = torch.empty(shard.box.extent, dtype=layout.tensors[shard.tensor].dtype.torch)
+        return arriving[index]
+
+    for _, index in client.restore_layout(version.model, layout, allocate, version=version.number):
+        yield arriving.pop(index).reshape(-1).view(torch.uint8).numpy().data
+
+
+def _check_together(**options: int | None) -> None:
+    """Refuse a size without a rank, or a rank without a size: the ranks of a job must not all take rank 0."""
+    missing = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is None]
+    if len(missing) == 1:
+        raise click.UsageError(f"{missing[0]} is missing: a size and a rank go together")
+
+
+def _engine(server: str) -> EngineClient:
+    from weighbridge.engine import EngineClient
+
+    return EngineClient(server, retry_seconds=RETRY_SECONDS)
+
+
+def _write_folder(
+    client: EngineClient,
+    reference: Reference,
+    folder: Path,
+    as_json: bool,
+    verb: str,
+    settings: dict[str, Any],
+) -> None:
+    with needs_extra("torch"):
+        import torch  # noqa: F401 (before anything is written)
+    with progress_bar(f"{verb} {reference.model}@{reference.version}") as update:
+        version = client.export(reference.model, reference.version, folder, on_progress=update, **settings)
+    _report_written(version, sorted(folder.iterdir()), as_json)
+
+
+def _pull_rank(
+    client: EngineClient, reference: Reference, out: Path, tp_size: int, tp_rank: int, as_json: bool
+) -> None:
+    from weighbridge.slices import TensorParallel
+
+    pull = client.pull(reference.model, reference.version, TensorParallel(tp_size, tp_rank))
+    files = client.model_files(reference.model, pull.version.number)
+    about = {"tensor_parallel_size": str(tp_size), "tensor_parallel_rank": str(tp_rank)}
+    name = f"model-tp{tp_rank}-of-{tp_size}.safetensors"
+    beside = {"config.json": files["config.json"]}
+    _write_rank(out / name, pull.version, pull.layout, pull.stream(), about, beside, as_json, "pulling")
+
+
+def _write_rank(
+    path: Path,
+    version: Version,
+    layout: Layout,
+    stream: Iterator[bytes] | Iterator[memoryview],
+    about: dict[str, str],
+    beside: dict[str, bytes],
+    as_json: bool,
+    verb: str,
+) -> None:
+    """Write the file of one rank, and the files beside it."""
+    from weighbridge.cli.rank_files import check_absent, lay_out_rank_file, write_beside, write_rank_file
+
+    check_absent(path)
+    file = lay_out_rank_file(layout, {"model": version.model, "version": str(version.number), **about})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name, content in beside.items():
+        write_beside(path.with_name(name), content)
+    with progress_bar(f"{verb} {version.model}@{version.number}") as update:
+        write_rank_file(path, file, layout, stream, update)
+    _report_written(version, [path, *map(path.with_name, beside)], as_json)
+
+
+def _report_written(version: Version, paths: list[Path], as_json: bool) -> None:
+    nbytes = sum(path.stat().st_size for path in paths)
+    if as_json:
+        folder = paths[0].parent
+        names = [path.name for path in paths]
+        print_json({"version": version.to_json(), "folder": str(folder), "files": names, "bytes": nbytes})
+    else:
+        where = paths[0] if len(paths) == 1 else paths[0].parent
+        click.echo(f"{version}: {readable_size(nbytes)} in {where}")

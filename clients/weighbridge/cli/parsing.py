@@ -1,0 +1,93 @@
+"""What people type, as values: a model with or without a version, and sizes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import click
+
+from weighbridge.errors import InvalidArgument
+
+_UNITS = {
+    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
+    **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)},
+}
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model, and which version of it.
+
+    Attributes:
+        model: ``namespace/name``.
+        version: a number or a ref; empty if none was named.
+    """
+
+    model: str
+    version: str
+
+
+def parse_reference(text: str, *, need_version: bool = True) -> Reference:
+    """The model and version of ``namespace/name@version``.
+
+    Whether there are such a model and version, and whether the name is allowed, is for the service to say.
+
+    Raises:
+        InvalidArgument: there is no ``@`` although a version is needed, more than one, or nothing on one side of it.
+    """
+    model, at, version = text.partition("@")
+    if not at and need_version:
+        raise InvalidArgument(
+            f"{text!r} names no version", fix=f"write {text}@latest, or a number or another ref"
+        )
+    if not model or "@" in version or (at and not version):
+        raise InvalidArgument(
+            f"{text!r} is not MODEL@VERSION", fix="write it like acme/smol@latest or acme/smol@17"
+        )
+    return Reference(model, version)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size: ``5GB`` and ``500MB`` count in thousands, ``2GiB`` in 1024s; a bare number is bytes.
+
+    Raises:
+        InvalidArgument: it is not a number with such a unit, or less than one byte.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    scale = _UNITS.get(match[2].lower() or "b") if match else None
+    size = int(float(match[1]) * scale) if match and scale else 0
+    if size < 1:
+        raise InvalidArgument(
+            f"{text!r} is not a size", fix="write it like 5GB, 500MB or 2GiB, or as a number of bytes"
+        )
+    return size
+
+
+def model_at_version(ctx: click.Context, param: click.Parameter, text: str) -> Reference:
+    """Callback of an argument ``MODEL@VERSION``."""
+    with _misspelt(ctx, param):
+        return parse_reference(text)
+
+
+def model_perhaps_at_version(ctx: click.Context, param: click.Parameter, text: str) -> Reference:
+    """Callback of an argument ``MODEL[@VERSION]``."""
+    with _misspelt(ctx, param):
+        return parse_reference(text, need_version=False)
+
+
+def size(ctx: click.Context, param: click.Parameter, text: str) -> int:
+    """Callback of an option that is a size in bytes."""
+    with _misspelt(ctx, param):
+        return parse_size(text)
+
+
+@contextmanager
+def _misspelt(ctx: click.Context, param: click.Parameter) -> Iterator[None]:
+    try:
+        yield
+    except InvalidArgument as error:
+        raise click.BadParameter(f"{error.message}: {error.fix}", ctx, param) from error

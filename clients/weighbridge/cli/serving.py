@@ -1,0 +1,112 @@
+"""Commands that run the service: serve, demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from weighbridge.cli.parsing import size
+from weighbridge.cli.running import Command, needs_extra
+
+
+@click.command("serve", cls=Command)
+@click.option(
+    "--store",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="./weighbridge-data",
+    show_default=True,
+    help="Folder that keeps everything.",
+)
+@click.option(
+    "--grpc",
+    default="127.0.0.1:50051",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="For trainers and engines.",
+)
+@click.option(
+    "--http",
+    default="127.0.0.1:8080",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="For people and programs.",
+)
+@click.option(
+    "--memory-budget",
+    metavar="SIZE",
+    callback=size,
+    default="8GiB",
+    show_default=True,
+    help="Most shared memory for weights in transit; what does not fit goes to files in the store.",
+)
+@click.option(
+    "--receive-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give a version up when no rank has been heard of for so long.",
+)
+@click.option(
+    "--drain-seconds",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long shutting down waits for what is under way.",
+)
+@click.option(
+    "--exports",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for exports that are asked for over HTTP.  [default: exports in the store]",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+)
+@click.pass_context
+def serve_command(
+    ctx: click.Context,
+    store: Path,
+    grpc: str,
+    http: str,
+    memory_budget: int,
+    receive_timeout: float,
+    drain_seconds: float,
+    exports: Path | None,
+    log_level: str,
+) -> None:
+    """Run the service."""
+    with needs_extra("service"):
+        from weighbridge_service.config import ServiceConfig
+        from weighbridge_service.server import run
+
+    config = ServiceConfig(
+        store=store,
+        exports=exports,
+        memory_budget=memory_budget,
+        receive_timeout=receive_timeout,
+        drain_seconds=drain_seconds,
+    )
+    ctx.exit(run(config, grpc, http, log_level))
+
+
+@click.command("demo", cls=Command)
+@click.option(
+    "--dir",
+    "work_dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where to keep everything.  [default: a temporary folder]",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def demo_command(ctx: click.Context, work_dir: Path | None, steps: int, as_json: bool) -> None:
+    """Train, push, pull and generate, on this machine."""
+    with needs_extra("demo"):
+        from weighbridge.demo.run import run_demo
+
+    ctx.exit(run_demo(work_dir, steps, as_json))

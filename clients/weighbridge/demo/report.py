@@ -1,0 +1,215 @@
+"""What does the demo say in the end: for people, and for programs?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from weighbridge.demo.megatron_cpu import Parallel
+    from weighbridge.demo.tp_engine import Served
+    from weighbridge.demo.trainer_ranks import Restored, Trained
+    from weighbridge.resources import Version
+    from weighbridge.trainer import PushReport
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that had to be true.
+
+    Attributes:
+        claim: what, as a sentence.
+        passed: whether it was.
+        detail: the figures behind it, or what was found instead.
+    """
+
+    claim: str
+    passed: bool
+    detail: str = ""
+
+
+@dataclass
+class Report:
+    """What happened; filled in as it happens.
+
+    Attributes:
+        model: its name.
+        model_bytes: bytes of all its tensors.
+        imported: what pushing the Hugging Face folder cost, and the version that it became.
+        restored: for each parallelism, what each rank got.
+        trained: what each rank of the trainer saw.
+        engines: the ranks of each engine, by its name.
+        full_pull: bytes and seconds of pulling the whole trained model.
+        texts: how the prompt was continued, by whom.
+        checks: what had to be true.
+        stages: seconds that each part of the demo took, processes and all.
+        error: why the demo could not go on; empty if it reached its end.
+    """
+
+    model: str = ""
+    model_bytes: int = 0
+    imported: tuple[PushReport, Version] | None = None
+    restored: list[tuple[Parallel, list[Restored]]] = field(default_factory=list)
+    trained: list[Trained] = field(default_factory=list)
+    engines: dict[str, list[Served]] = field(default_factory=dict)
+    full_pull: tuple[int, float] | None = None
+    texts: dict[str, str] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    stages: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def failures(self) -> list[str]:
+        """What was not as it had to be; empty if the demo passed."""
+        failed = [f"{check.claim}: {check.detail}" for check in self.checks if not check.passed]
+        return failed + ([self.error] if self.error else [])
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss before each step of the trainer."""
+        for rank in self.trained:
+            if rank.losses and rank.losses[0] is not None:
+                return [loss for loss in rank.losses if loss is not None]
+        return []
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values; sizes in bytes, times in seconds."""
+        return {
+            "passed": not self.failures,
+            "failures": self.failures,
+            "model": self.model,
+            "model_bytes": self.model_bytes,
+            "import": _push_json(*self.imported) if self.imported else None,
+            "restored": [
+                {"parallel": asdict(parallel), "ranks": [asdict(rank) for rank in ranks]}
+                for parallel, ranks in self.restored
+            ],
+            "losses": self.losses,
+            "step_seconds": self.trained[0].step_seconds if self.trained else [],
+            "pushed": [_push_json(rank.pushed, rank.version) for rank in self.trained],
+            "engines": {name: [asdict(rank) for rank in ranks] for name, ranks in self.engines.items()},
+            "full_pull": dict(zip(("nbytes", "seconds"), self.full_pull, strict=True))
+            if self.full_pull
+            else None,
+            "texts": self.texts,
+            "checks": [asdict(check) for check in self.checks],
+            "stages": self.stages,
+            "seconds": sum(self.stages.values()),
+        }
+
+
+def ready_seconds(version: Version) -> float:
+    """Seconds from the opening of a version until engines could pull it."""
+    return (version.ready_time_ms - version.create_time_ms) / 1000
+
+
+def durable_seconds(version: Version) -> float:
+    """Seconds from the opening of a version until it lay in the object store."""
+    return (version.durable_time_ms - version.create_time_ms) / 1000
+
+
+def _push_json(push: PushReport, version: Version) -> dict[str, Any]:
+    times = {"ready_seconds": ready_seconds(version), "durable_seconds": durable_seconds(version)}
+    return {**asdict(push), "version": version.number, **times}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Write what moved, how fast, what was said and what was checked; the last line is the verdict."""
+    if report.imported:
+        console.print(_moved(report))
+    if report.trained:
+        console.print(_held_up(report))
+    if report.texts:
+        console.print(_texts(report.texts))
+    console.print(_checks(report.checks))
+    if report.failures:
+        for failure in report.failures:
+            console.print(f"failed: {failure}", style="red", highlight=False, markup=False)
+        console.print("demo failed", style="bold red")
+    else:
+        console.print("demo passed", style="bold green")
+
+
+def _moved(report: Report) -> Table:
+    """One line for each transfer."""
+    table = _table(
+        "What moved, and how fast", ("transfer", "bytes per rank", "of the model", "seconds", "MB/s in all")
+    )
+
+    def line(what: str, sizes: Sequence[int], seconds: float) -> None:
+        share = " to ".join(
+            dict.fromkeys(f"{size / report.model_bytes:.0%}" for size in (min(sizes), max(sizes)))
+        )
+        megabytes = " to ".join(dict.fromkeys(f"{size / 1e6:.1f} MB" for size in (min(sizes), max(sizes))))
+        table.add_row(what, megabytes, share, f"{seconds:.2f}", f"{sum(sizes) / 1e6 / seconds:.0f}")
+
+    if report.imported:
+        push, _ = report.imported
+        line("import: the folder", [push.stream_bytes], push.held_seconds + push.stream_seconds)
+    for parallel, ranks in report.restored:
+        what = f"restore: Megatron TP {parallel.tp} x PP {parallel.pp}"
+        line(what, [rank.nbytes for rank in ranks], max(rank.seconds for rank in ranks))
+    if report.trained:
+        pushes = [rank.pushed for rank in report.trained]
+        line(
+            f"push: {len(pushes)} trainer ranks",
+            [push.stream_bytes for push in pushes],
+            max(push.stream_seconds for push in pushes),
+        )
+    for name, engine in report.engines.items():
+        line(f"pull: {name}, TP {len(engine)}", [r.nbytes for r in engine], max(r.seconds for r in engine))
+    if report.full_pull:
+        line("pull: whole tensors", [report.full_pull[0]], report.full_pull[1])
+    return table
+
+
+def _held_up(report: Report) -> Table:
+    """What pushing cost those who pushed."""
+    table = _table("The trainer", ("", ""))
+    table.show_header = False
+    pushes = [rank.pushed for rank in report.trained]
+    version = report.trained[0].version
+    table.add_row("loss, step by step", "  ".join(f"{loss:.4f}" for loss in report.losses))
+    table.add_row("one training step", f"{max(report.trained[0].step_seconds):.2f} s at most")
+    held = max(push.held_seconds for push in pushes)
+    copied = max(push.copy_seconds for push in pushes)
+    table.add_row(
+        "a rank was held up by its first push", f"{held:.2f} s at most, {copied:.2f} s of it for the copy"
+    )
+    table.add_row(
+        f"version {version.number}: engines could pull it",
+        f"{ready_seconds(version):.2f} s after its opening",
+    )
+    table.add_row(
+        f"version {version.number}: in the object store",
+        f"{durable_seconds(version):.2f} s after its opening",
+    )
+    return table
+
+
+def _texts(texts: Mapping[str, str]) -> Table:
+    table = _table("The capital of France is ...", ("who", "says"))
+    for who, text in texts.items():
+        table.add_row(who, repr(text))
+    return table
+
+
+def _checks(checks: Iterable[Check]) -> Table:
+    table = _table("Checked", ("", "claim", "figures"))
+    for check in checks:
+        table.add_row("yes" if check.passed else "NO", check.claim, check.detail)
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column)
+    return table

@@ -1,0 +1,416 @@
+"""Exports: versions written as Hugging Face folders beside the store, in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import enum
+import fcntl
+import itertools
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weighbridge import dtypes
+from weighbridge.dtypes import DType
+from weighbridge.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    WeighbridgeError,
+)
+from weighbridge.hf_folder import is_float, write_hf_folder
+from weighbridge.layouts import Placement, TensorSpec
+from weighbridge.safetensors_files import DEFAULT_SHARD_BYTES
+from weighbridge_service.reading import OpenVersion
+from weighbridge_service.service import Weighbridge
+from weighbridge_service.transfers import Bytes
+from weighbridge_storage.names import check_version_file_name, shown
+from weighbridge_storage.objects import error_for
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 2
+_MOST_WAITING = 100
+_KEPT_ENDED = 100
+_MOST_COMPONENTS = 8
+_PACE = 0.2
+"""Seconds between two looks at a job that is being followed."""
+_PARTIAL = ".export-"
+"""How the names of folders begin that are being written."""
+
+
+class ExportState(enum.Enum):
+    """Where an export is in its life."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self not in (ExportState.QUEUED, ExportState.RUNNING)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportJob:
+    """An export as it stood when it was asked for.
+
+    Attributes:
+        id: names the job.
+        model: ``namespace/name``.
+        number: the version that is written.
+        folder: absolute path of the folder; it is there once the job is done, and not before.
+        state: where it is in its life.
+        bytes_done: bytes of weights written so far.
+        bytes_total: bytes to write; 0 until it runs.
+        error: why it failed; empty otherwise.
+        create_time_ms, end_time_ms: Unix time in milliseconds; 0 if not yet.
+    """
+
+    id: str
+    model: str
+    number: int
+    folder: str
+    state: ExportState
+    bytes_done: int = 0
+    bytes_total: int = 0
+    error: str = ""
+    create_time_ms: int = 0
+    end_time_ms: int = 0
+
+
+class _Cancelled(Exception):
+    """Leaves a write that is no longer wanted."""
+
+
+@dataclass
+class _Entry:
+    job: ExportJob
+    dtype: DType | None
+    max_shard_bytes: int
+    unwanted: bool = False
+
+
+class Exports:
+    """The export jobs of one service. All methods are safe to call from many threads.
+
+    Args:
+        service: whose versions.
+    """
+
+    def __init__(self, service: Weighbridge) -> None:
+        self._service = service
+        self._root = service.config.exports_folder.absolute()
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._closed = False
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="export")
+        _sweep(self._root)
+
+    def start(
+        self,
+        model: str,
+        version: str,
+        *,
+        folder: str | None = None,
+        dtype: str | None = None,
+        max_shard_bytes: int | None = None,
+    ) -> ExportJob:
+        """Begin to write a version as a folder.
+
+        Args:
+            model: ``namespace/name``.
+            version: a number or a ref; a ref is resolved now.
+            folder: where, relative to the folder for exports; by default a new name made of the model's and the
+                version's.
+            dtype: cast floating-point tensors, such as ``bf16``; None keeps them as they are.
+            max_shard_bytes: largest safetensors file; None for the default.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: the version is not complete yet, or has failed.
+            InvalidArgument: the folder would not lie within the folder for exports, or a value is out of bounds.
+            AlreadyExists: something is there already, or another export writes it.
+            ResourceExhausted: too many exports are waiting.
+            Unavailable: the service is shutting down.
+        """
+        if self._service.draining:
+            raise Unavailable("the service is shutting down", fix="try again when it is back")
+        cast = dtypes.parse(dtype) if dtype is not None else None
+        if cast is not None and not is_float(cast):
+            raise InvalidArgument(
+                f"weights cannot be cast to {cast}", fix="use one of bf16, fp16, fp32, fp64"
+            )
+        if max_shard_bytes is not None and max_shard_bytes <= 0:
+            raise InvalidArgument(f"the maximum shard size must be positive, not {max_shard_bytes}")
+        with self._service.open(model, version).closing() as opened:
+            found = opened.version
+        asked = None if folder is None else _inside(self._root, folder)
+        with self._lock:
+            unfinished = [entry for entry in self._entries.values() if not entry.job.state.ended]
+            if self._closed:
+                raise Unavailable("the service is shutting down", fix="try again when it is back")
+            if len(unfinished) >= _MOST_WAITING:
+                raise ResourceExhausted(
+                    f"{len(unfinished)} exports are waiting", fix="wait until one is done, or cancel one"
+                )
+            taken = {entry.job.folder for entry in unfinished}
+            target = asked or _free_name(
+                self._root, f"{found.model.replace('/', '--')}--{found.number}", taken
+            )
+            if str(target) in taken or os.path.lexists(target):
+                raise AlreadyExists(f"{target} exists, or is being written", fix="name another folder")
+            job = ExportJob(
+                id=uuid.uuid4().hex,
+                model=found.model,
+                number=found.number,
+                folder=str(target),
+                state=ExportState.QUEUED,
+                create_time_ms=_now_ms(),
+            )
+            self._entries[job.id] = _Entry(job, cast, max_shard_bytes or DEFAULT_SHARD_BYTES)
+            self._forget_old()
+            self._pool.submit(self._run, job.id)
+        return job
+
+    def get(self, job_id: str) -> ExportJob:
+        """One job. Raises NotFound."""
+        with self._lock:
+            return self._entry(job_id).job
+
+    def list(self) -> list[ExportJob]:
+        """All jobs that are remembered, newest first."""
+        with self._lock:
+            return [entry.job for entry in reversed(self._entries.values())]
+
+    def cancel(self, job_id: str) -> ExportJob:
+        """Stop a job, and remove what it has written; nothing happens if it has ended.
+
+        A job that is writing ends a moment later, at the next tensor.
+
+        Raises:
+            NotFound: no such job.
+        """
+        with self._lock:
+            entry = self._entry(job_id)
+            entry.unwanted = True
+            if entry.job.state is ExportState.QUEUED:
+                self._end(entry, ExportState.CANCELLED)
+            return entry.job
+
+    async def changes(self, job_id: str) -> AsyncIterator[ExportJob]:
+        """The job as it stands now, and again whenever it has changed, a few times a second; ends with the job.
+
+        Raises:
+            NotFound: no such job, or no longer.
+        """
+        last = self.get(job_id)
+        yield last
+        while not last.state.ended:
+            await asyncio.sleep(_PACE)
+            job = self.get(job_id)
+            if job != last:
+                last = job
+                yield job
+
+    def close(self) -> None:
+        """Cancel all jobs and wait until they have stopped."""
+        with self._lock:
+            self._closed = True
+            unfinished = [job_id for job_id, entry in self._entries.items() if not entry.job.state.ended]
+        for job_id in unfinished:
+            self.cancel(job_id)
+        self._pool.shutdown(cancel_futures=True)
+
+    def _entry(self, job_id: str) -> _Entry:
+        entry = self._entries.get(job_id)
+        if entry is None:
+            raise NotFound(
+                f"there is no export {shown(job_id)}",
+                fix=f"the last {_KEPT_ENDED} that have ended are remembered",
+            )
+        return entry
+
+    def _end(self, entry: _Entry, state: ExportState, error: str = "") -> None:
+        entry.job = replace(entry.job, state=state, error=error, end_time_ms=_now_ms())
+
+    def _forget_old(self) -> None:
+        ended = [job_id for job_id, entry in self._entries.items() if entry.job.state.ended]
+        for job_id in ended[:-_KEPT_ENDED]:
+            del self._entries[job_id]
+
+    def _run(self, job_id: str) -> None:
+        with self._lock:
+            entry = self._entries.get(job_id)
+            if entry is None or entry.job.state.ended:  # cancelled while it waited
+                return
+            entry.job = replace(entry.job, state=ExportState.RUNNING)
+            job = entry.job
+        state, reason = ExportState.DONE, ""
+        try:
+            self._write(entry, job)
+        except _Cancelled:
+            state = ExportState.CANCELLED
+        except WeighbridgeError as error:
+            state, reason = ExportState.FAILED, error.message
+        except OSError as error:
+            state, reason = ExportState.FAILED, error_for(error, f"writing {job.folder}").message
+        except Exception as error:
+            log.exception("the export of %s@%d failed", job.model, job.number)
+            state, reason = (
+                ExportState.FAILED,
+                f"the service failed: {type(error).__name__}; its log says more",
+            )
+        with self._lock:
+            self._end(entry, state, reason)
+        log.info("export of %s@%d to %s: %s %s", job.model, job.number, job.folder, state.value, reason)
+
+    def _write(self, entry: _Entry, job: ExportJob) -> None:
+        def on_progress(done: int, total: int) -> None:
+            with self._lock:
+                entry.job = replace(entry.job, bytes_done=done, bytes_total=total)
+            if entry.unwanted:
+                raise _Cancelled
+
+        target = Path(job.folder)
+        self._root.mkdir(parents=True, exist_ok=True)
+        with (
+            self._service.open(job.model, str(job.number)).closing() as opened,
+            _partial_folder(self._root / f"{_PARTIAL}{job.id}") as partial,
+        ):
+            write_hf_folder(
+                partial,
+                list(opened.files.layout.tensors.values()),
+                _tensors_of(opened),
+                self._service.model_files(job.model, str(job.number)),
+                dtype=entry.dtype,
+                max_shard_bytes=entry.max_shard_bytes,
+                on_progress=on_progress,
+            )
+            if entry.unwanted:
+                raise _Cancelled
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _inside(self._root, str(target.relative_to(self._root)))  # nobody has put a link in the way since
+            partial.rename(target)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _inside(root: Path, folder: str) -> Path:
+    """The path of a folder within ``root``.
+
+    Raises:
+        InvalidArgument: a component cannot be the name of a file in the store, or the folder, links followed, would
+            lie somewhere else.
+    """
+    components = folder.split("/")
+    if len(components) > _MOST_COMPONENTS:
+        raise InvalidArgument(
+            f"{shown(folder)} has {len(components)} components", fix=f"use at most {_MOST_COMPONENTS}"
+        )
+    for component in components:
+        try:
+            check_version_file_name(component)
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"{shown(component)} cannot be part of an export's folder",
+                fix="name a folder within the folder for exports, e.g. smol-bf16 or smol/17: 1 to 128 letters, digits, "
+                "'-', '_' or '.', not starting with '-' or '.', between slashes",
+            ) from error
+    target = root.joinpath(*components)
+    try:
+        # no link may stand on the way: where one points can change
+        inside = target.resolve() == root.resolve().joinpath(*components)
+    except (OSError, RuntimeError):  # a loop of links
+        inside = False
+    if not inside:
+        raise InvalidArgument(f"{shown(folder)} leads through a symbolic link", fix="name another folder")
+    for parent in itertools.takewhile(lambda path: path != root, target.parents):
+        if parent.exists() and not parent.is_dir():
+            raise InvalidArgument(f"{parent} is not a folder", fix="name another folder")
+    return target
+
+
+def _free_name(root: Path, name: str, taken: set[str]) -> Path:
+    suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    candidates = (root / f"{name}{suffix}" for suffix in suffixes)
+    return next(path for path in candidates if str(path) not in taken and not os.path.lexists(path))
+
+
+def _tensors_of(opened: OpenVersion) -> Callable[[Sequence[TensorSpec]], Iterable[tuple[str, torch.Tensor]]]:
+    placements = {placement.shard.tensor: placement for placement in opened.files.layout.placements}
+
+    def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in specs:
+            placement = placements[spec.name]
+            yield spec.name, _tensor(spec, placement, opened.buffers[placement.buffer])
+
+    return tensors
+
+
+def _tensor(spec: TensorSpec, placement: Placement, data: Bytes) -> torch.Tensor:
+    """A tensor over the bytes where they lie, as long as ``data`` is kept; it must not be written to."""
+    import torch
+
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=spec.dtype.torch)
+    # by address: of read-only memory, which torch does not know, it would warn
+    there = (ctypes.c_ubyte * spec.nbytes).from_address(data.ctypes.data + placement.offset)
+    return torch.frombuffer(there, dtype=spec.dtype.torch).reshape(spec.shape)
+
+
+@contextlib.contextmanager
+def _partial_folder(path: Path) -> Iterator[Path]:
+    """A new folder, locked while it is being written; removed if it has not been renamed in the end."""
+    path.mkdir()
+    try:
+        with _locked(path) as mine:
+            if not mine:  # another service has just started, and taken it for abandoned
+                raise Unavailable(f"{path} is being removed", fix="export again")
+            yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Lock a folder against other processes; whether that succeeded. A process that dies loses its locks."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
+def _sweep(root: Path) -> None:
+    """Remove what services that died have left half written."""
+    for path in root.glob(f"{_PARTIAL}*"):
+        with contextlib.suppress(OSError), _locked(path) as abandoned:
+            if abandoned:
+                log.info("removing %s, which was never finished", path)
+                shutil.rmtree(path)

@@ -1,0 +1,207 @@
+"""The service as a process: both faces over one store, from the ready line to the last drained push."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge_service.bridges import bridge_for
+from weighbridge_service.config import ServiceConfig
+from weighbridge_service.exports import Exports
+from weighbridge_service.grpc_server import GrpcServer
+from weighbridge_service.http_app import create_app
+from weighbridge_service.metrics import Metrics
+from weighbridge_service.service import Weighbridge
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_LINGER_SECONDS = 1.0
+"""How long a drained service still answers: whoever pushed last asks how it ended."""
+_GRPC_GRACE_SECONDS = 10.0
+_HTTP_GRACE_SECONDS = 5
+_BACKLOG = 1024
+_WARM_UP_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 8,
+}
+
+
+class HttpServer:
+    """The HTTP face's socket, and its server in a thread of its own.
+
+    Args:
+        address: ``host:port``; port 0 takes a free one.
+
+    Raises:
+        InvalidArgument: that is no address.
+        Unavailable: the address cannot be bound.
+    """
+
+    def __init__(self, address: str) -> None:
+        host, port = _host_and_port(address)
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self._socket = socket.socket(family, kind, protocol)
+            try:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._socket.bind(where)
+                self._socket.listen(_BACKLOG)
+            except OSError:
+                self._socket.close()
+                raise
+        except OSError as error:
+            raise Unavailable(
+                f"the HTTP address {address} cannot be bound: {error.strerror}",
+                fix="is another service running? name another --http",
+            ) from error
+        self.address = _with_port(address, self._socket.getsockname()[1])
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, app: ASGIApp) -> None:
+        """Begin to answer; returns once it does."""
+        config = uvicorn.Config(
+            app,
+            backlog=_BACKLOG,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_HTTP_GRACE_SECONDS,
+        )
+        server = uvicorn.Server(config)
+        # not in the main thread: there uvicorn would put its own signal handlers in place of ours
+        thread = threading.Thread(target=server.run, args=([self._socket],), name="http", daemon=True)
+        thread.start()
+        while thread.is_alive() and not server.started:
+            time.sleep(0.01)
+        self._server, self._thread = server, thread
+
+    def stop(self) -> None:
+        """Let running requests end, for a few seconds, then stop."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join()
+        self._socket.close()
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port[:6]) > 65535:
+        raise InvalidArgument(
+            f"{address[:80]!r} is no address", fix="write it as host:port, e.g. 127.0.0.1:8080"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _with_port(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") -> int:
+    """Serve until SIGTERM or SIGINT, then drain.
+
+    Prints one line on stdout once both faces answer, and logs to stderr. The first signal lets pushes and publications
+    that are under way end, and refuses new ones; exports are cancelled. The second ends the process at once.
+
+    Args:
+        config: settings of the service.
+        grpc: ``host:port`` for gRPC; port 0 takes a free one.
+        http: likewise for HTTP.
+        log_level: ``debug``, ``info``, ``warning`` or ``error``.
+
+    Returns:
+        The exit code: 0 if all that was under way has ended well, 1 if not or if the service could not start.
+    """
+    logging.basicConfig(
+        stream=sys.stderr, level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    with _first_signal() as wait_for_signal, contextlib.ExitStack() as stack:
+        try:
+            _host_and_port(grpc)
+            http_server = HttpServer(http)
+            stack.callback(http_server.stop)
+            service = Weighbridge(config)
+            stack.callback(service.close)
+            metrics = Metrics(service)
+            grpc_server = GrpcServer(service, metrics, grpc)
+            exports = Exports(service)
+            stack.callback(exports.close)
+        except (WeighbridgeError, OSError) as error:
+            sys.stderr.write(f"weighbridge cannot start: {error}\n")
+            return 1
+        grpc_server.start()
+        http_server.start(create_app(service, exports, metrics))
+        sys.stdout.write(
+            f"weighbridge serving gRPC on {_with_port(grpc, grpc_server.port)}, HTTP on http://{http_server.address}, "
+            f"store {config.store.absolute()}\n"
+        )
+        sys.stdout.flush()
+        warming = threading.Thread(target=_warm_up, name="warm-up", daemon=True)
+        warming.start()
+
+        name = signal.Signals(wait_for_signal()).name
+        log.info("%s: draining for at most %g s; once more ends at once", name, config.drain_seconds)
+        grpc_server.refuse()
+        clean = service.drain()
+        exports.close()
+        time.sleep(_LINGER_SECONDS)
+        grpc_server.stop(_GRPC_GRACE_SECONDS)
+        http_server.stop()
+        # the interpreter cannot be taken down in the middle of an import
+        warming.join()
+        log.log(
+            logging.INFO if clean else logging.WARNING,
+            "drained%s",
+            "" if clean else ", but not all was finished",
+        )
+        return 0 if clean else 1
+
+
+@contextlib.contextmanager
+def _first_signal() -> Iterator[Callable[[], int]]:
+    """Gives a function that waits for the first SIGTERM or SIGINT; the second ends the process."""
+    seen: list[int] = []
+    first: SimpleQueue[int] = SimpleQueue()  # its put may interrupt its get, unlike an event's set its wait
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if seen:
+            os._exit(128 + number)
+        seen.append(number)
+        first.put(number)
+
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield first.get
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _warm_up() -> None:
+    """Import what the first registration needs, which takes seconds."""
+    try:
+        bridge_for(json.dumps(_WARM_UP_CONFIG).encode())
+    except Exception:
+        log.exception("warming up failed; the first registration will try again")

@@ -1,0 +1,148 @@
+"""Do the maps say what mbridge does, in both directions, and refuse what they do not know?"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.reference import TINY_FAMILIES, make_bridge, tiny_config, tiny_model
+from weighbridge import dtypes
+from weighbridge.boxes import Box
+from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge.layouts import Layout, Shard, TensorSpec
+from weighbridge.safetensors_files import lay_out_files
+from weighbridge_service.bridges import FAMILIES, bridge_for
+from weighbridge_service.planning import make_plan
+from weighbridge_service.tracing import trace
+from weighbridge_service.transfers import Transfer
+from weighbridge_service.weight_maps import derive_weight_map, hugging_face_specs, megatron_specs
+
+F32 = dtypes.parse("fp32")
+CASES = [(family, tied) for family in TINY_FAMILIES for tied in (True, False)]
+
+
+def _bridge(config: Any) -> Any:
+    return bridge_for(config.to_json_string().encode())
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_hugging_face_to_megatron_is_what_mbridge_makes_of_the_weights(family: str, tied: bool) -> None:
+    config = tiny_config(family, tied=tied)
+    state = tiny_model(config, seed=5).state_dict()
+    bridge = _bridge(config)
+    specs = megatron_specs(bridge, F32)
+    weight_map = derive_weight_map(bridge, F32, specs)
+    files = lay_out_files(list(hugging_face_specs(bridge, F32).values()))
+    image = {f.name: np.zeros(f.nbytes, np.uint8) for f in files.files}
+    for p in files.layout.placements:
+        image[p.buffer][p.offset : p.offset + p.nbytes] = (
+            state[p.shard.tensor].reshape(-1).view(torch.uint8).numpy()
+        )
+    target = Layout.stream(specs.values(), [Shard(s.name, Box.whole(s.shape)) for s in specs.values()])
+    transfer = Transfer(make_plan(files.layout, target, weight_map.inverse_links), scatter=False)
+    reference = make_bridge(config, torch.float32)
+    for p in target.placements:
+        found = torch.frombuffer(bytearray(transfer.gather(p.offset, p.nbytes, image)), dtype=torch.float32)
+        sources = [state[name] for name in bridge.megatron[p.shard.tensor]]
+        expected = reference._weight_to_mcore_format(p.shard.tensor, sources)
+        assert torch.equal(found.view(expected.shape), expected), p.shard.tensor
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_the_map_covers_every_tensor_that_transformers_has(family: str, tied: bool) -> None:
+    config = tiny_config(family, tied=tied)
+    state = tiny_model(config, seed=0).state_dict()
+    if tied:
+        del state["lm_head.weight"]
+    bridge = _bridge(config)
+    assert {name: tuple(t.shape) for name, t in state.items()} == {
+        name: spec.shape for name, spec in bridge.hugging_face.items()
+    }
+    assert sorted(name for names in bridge.megatron.values() for name in names) == sorted(state)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_tied_and_an_untied_model_of_one_family_do_not_disturb_each_other(family: str) -> None:
+    untied_before = _bridge(tiny_config(family, tied=False, max_position_embeddings=64))
+    tied = _bridge(tiny_config(family, tied=True, max_position_embeddings=64))
+    untied_after = _bridge(tiny_config(family, tied=False, max_position_embeddings=32))
+    assert untied_before.megatron["output_layer.weight"] == ("lm_head.weight",)
+    assert untied_after.megatron == untied_before.megatron
+    assert "output_layer.weight" not in tied.megatron
+
+
+def test_a_model_type_without_a_map_is_refused_with_the_list() -> None:
+    with pytest.raises(InvalidArgument) as error:
+        bridge_for(json.dumps({"model_type": "gpt2"}).encode())
+    assert all(family in error.value.fix for family in FAMILIES)
+
+
+def test_a_trainer_with_unknown_misshapen_or_miscast_tensors_is_told_of_each() -> None:
+    bridge = _bridge(tiny_config("llama", tied=False))
+    specs = dict(megatron_specs(bridge, F32))
+    norm = "decoder.final_layernorm.weight"
+    specs[norm] = TensorSpec(norm, dtypes.parse("bf16"), specs[norm].shape)
+    fc2 = "decoder.layers.0.mlp.linear_fc2.weight"
+    specs[fc2] = TensorSpec(fc2, F32, (specs[fc2].shape[0] + 1, specs[fc2].shape[1]))
+    specs["optimizer.state.exp_avg.x"] = TensorSpec("optimizer.state.exp_avg.x", F32, (3,))
+    with pytest.raises(LayoutError) as error:
+        derive_weight_map(bridge, F32, specs)
+    text = str(error.value)
+    assert f"{norm} BF16" in text
+    assert "wrong dtype" in text
+    assert f"{fc2} F32" in text
+    assert "wrong shape" in text
+    assert "optimizer.state.exp_avg.x" in text
+
+
+def test_tracing_follows_permuted_stacked_and_split_axes() -> None:
+    def conversion(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        # experts [E, h, 2f] -> for each expert gate and up [f, h]
+        return [
+            (f"{e}.{half}", part.t())
+            for e, expert in enumerate(tensor)
+            for half, part in zip(("gate", "up"), expert.chunk(2, dim=-1), strict=True)
+        ]
+
+    shape = (3, 4, 10)
+    whole = torch.arange(120).view(shape)
+    expected = dict(conversion(whole))
+    found = {name: torch.full_like(t, -1) for name, t in expected.items()}
+    for link in trace("w", shape, conversion):
+        source = whole[
+            tuple(slice(o, e) for o, e in zip(link.source_box.offset, link.source_box.end, strict=True))
+        ]
+        axes = [a for a in link.axes if a is not None]
+        moved = source.permute(*axes, *(a for a in range(3) if a not in axes)).reshape(link.target_box.extent)
+        region = tuple(slice(o, e) for o, e in zip(link.target_box.offset, link.target_box.end, strict=True))
+        found[link.target][region] = moved
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "conversion",
+    [
+        pytest.param(lambda t: [("x", t + 1)], id="shift"),
+        pytest.param(lambda t: [("x", t * 2)], id="scale"),
+        pytest.param(lambda t: [("x", t.reshape(-1))], id="merged-axes"),
+        pytest.param(lambda t: [("x", t.repeat(2, 1))], id="repeat"),
+        pytest.param(lambda t: [("x", t.unsqueeze(0).expand(3, -1, -1))], id="broadcast"),
+        pytest.param(lambda t: [("x", torch.zeros_like(t))], id="constant"),
+    ],
+)
+def test_tracing_refuses_what_is_not_pure_placement(conversion: Any) -> None:
+    links = None
+    try:
+        links = trace("w", (4, 6), conversion)
+    except LayoutError:
+        return
+    # a repeat is placement: one source for two targets; a plan refuses it when the source must be used once
+    files = lay_out_files([TensorSpec("x", F32, tuple(conversion(torch.zeros(4, 6))[0][1].shape))])
+    source = Layout.stream([TensorSpec("w", F32, (4, 6))], [Shard("w", Box.whole((4, 6)))])
+    with pytest.raises(LayoutError):
+        make_plan(source, files.layout, links, use_all=True)
