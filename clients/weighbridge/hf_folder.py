@@ -104,8 +104,9 @@ def write_hf_folder(
         for name, content in side.items():
             (folder / name).write_bytes(content)
     except BaseException as error:
-        for path in list(folder.iterdir()):  # it was empty: what lies there is ours, and in the way of another try
-            path.unlink()
+        for name in (*laid_out.file_sizes, *side):  # it would be in the way of another try
+            (folder / f".{name}.partial").unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
         raise ResourceExhausted(
@@ -123,7 +124,10 @@ def _with_dtype(config_json: bytes, dtype: DType) -> bytes:
     import json
 
     config = json.loads(config_json)
+    # transformers has written either name; all its versions read the older one, and believe the newer where both stand
     config["torch_dtype"] = dtype.torch_name
+    if "dtype" in config:
+        config["dtype"] = dtype.torch_name
     return (json.dumps(config, indent=2) + "\n").encode()
 
 

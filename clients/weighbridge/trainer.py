@@ -190,7 +190,7 @@ class TrainerClient(Client):
         def copy(indexes: Sequence[int], layout: Layout, staging: Bytes) -> None:
             copy_out(layout, [shards.tensors[i] for i in indexes], staging)
 
-        return self._push(
+        return self.push_shards(
             model, shards.layout, wire.MEGATRON, copy, step=step, rank=rank, world_size=world_size, run=run,
             request_id=request_id,
         )  # fmt: skip
@@ -230,12 +230,12 @@ class TrainerClient(Client):
                     source.offset : source.offset + source.nbytes
                 ]
 
-        return self._push(
+        return self.push_shards(
             model, layout, wire.HUGGING_FACE, copy, step=step, rank=0, world_size=1, run=run,
             request_id=request_id or str(uuid.uuid4()),
         )  # fmt: skip
 
-    def _push(
+    def push_shards(
         self,
         model: str,
         layout: Layout,
@@ -245,9 +245,19 @@ class TrainerClient(Client):
         step: int,
         rank: int,
         world_size: int,
-        run: str | None,
-        request_id: str | None,
+        run: str | None = None,
+        request_id: str | None = None,
     ) -> PushHandle:
+        """Push the shards of any layout; what `push` and `push_folder` do in the end.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            layout: the shards this rank holds, as one stream.
+            space: ``wire.MEGATRON`` or ``wire.HUGGING_FACE``, to which the names belong.
+            copy: is called once with the indexes of the shards that this rank is to push, their layout as a stream,
+                and a buffer to copy that stream into.
+            step, rank, world_size, run, request_id: as for `push`.
+        """
         started = time.monotonic()
         run = self.run if run is None else run
         opening = pb.OpenVersionRequest(

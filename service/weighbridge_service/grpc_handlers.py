@@ -40,8 +40,8 @@ def _page(size: int) -> int:
 
 def _patience(context: grpc.ServicerContext, without: float) -> float:
     """How long a call may wait: almost until its deadline, or ``without`` one."""
-    left = context.time_remaining()
-    return without if left is None or left > without else max(left - _MARGIN, 0.0)
+    left: float | None = context.time_remaining()  # None without a deadline, whatever the stubs say
+    return without if left is None or left > without else max(left - _MARGIN, 0.0)  # type: ignore[redundant-expr]
 
 
 class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):

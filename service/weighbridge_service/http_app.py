@@ -50,8 +50,13 @@ class _Out(BaseModel):
 
 
 class _In(BaseModel):
-    # a version may be given as a JSON number; a member that does not exist is a slip that should be seen
-    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, protected_namespaces=())
+    # a member that does not exist is a slip that should be seen
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+VersionField = Annotated[
+    str, Field(description="A number or a ref.", max_length=128, coerce_numbers_to_str=True, examples=["17"])
+]
 
 
 class ModelOut(_Out):
@@ -109,7 +114,7 @@ class RefsOut(_Out):
 class SetRefIn(_In):
     """Which version a tag shall name."""
 
-    version: str = Field(description="A number or a ref.", max_length=128, examples=["17"])
+    version: VersionField
 
 
 class VerificationOut(_Out):
@@ -127,7 +132,7 @@ class ExportIn(_In):
     """Which version to write as a Hugging Face folder, and how."""
 
     model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
-    version: str = Field("latest", description="A number or a ref.", max_length=128, examples=["latest"])
+    version: VersionField = "latest"
     folder: str | None = Field(
         None,
         description="Where, relative to the service's folder for exports; by default a new folder named after the "
