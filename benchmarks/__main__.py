@@ -26,6 +26,7 @@ import torch
 from benchmarks import models, raw_grpc
 from weighbridge import EngineClient, TensorParallel, TrainerClient, rpc, wire
 from weighbridge.layouts import Layout
+from weighbridge.push_sources import StagingPool, StreamSource
 from weighbridge.tensor_stream import copy_out
 
 MODEL = "bench/model"
@@ -67,6 +68,7 @@ class Bench:
         self.engine = EngineClient(server)
         self.trainer.register_model(MODEL, folder / "hf")
         self._step = 0
+        self._staging = StagingPool()
         self._into: list[torch.Tensor] | None = None
         self._copy = np.empty(self.nbytes, np.uint8)
 
@@ -74,12 +76,12 @@ class Bench:
         """Push all weights as one rank, until durable."""
         tensors = list(self.tensors.values())
 
-        def copy(indexes: Sequence[int], layout: Layout, staging: np.ndarray) -> None:
-            copy_out(layout, [tensors[i] for i in indexes], staging)
+        def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
+            return self._staging.stage(stream, [tensors[i] for i in indexes])
 
         self._step += 1
         handle = self.trainer.push_shards(
-            MODEL, self.layout, wire.HUGGING_FACE, copy, step=self._step, rank=0, world_size=1
+            MODEL, self.layout, wire.HUGGING_FACE, stage, step=self._step, rank=0, world_size=1
         )
         report = handle.report()
         version = handle.wait(timeout=600)

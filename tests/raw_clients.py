@@ -45,7 +45,9 @@ class TinyModel:
         return [TensorSpec(name, dtypes.parse("fp32"), a.shape) for name, a in self.arrays.items()]
 
 
-def tiny_folder(folder: Path, *, seed: int = 0, constant: float | None = None, hidden_size: int = 32) -> TinyModel:
+def tiny_folder(
+    folder: Path, *, seed: int = 0, constant: float | None = None, hidden_size: int = 32
+) -> TinyModel:
     """Write a tied qwen3 model of about 100 kB (with the default size), random or filled with one number."""
     from safetensors.numpy import load_file, save_file
 
@@ -168,14 +170,28 @@ class RawClient:
         return list(self.call(self.checkpoints.DeclareLayout, request, seconds).assigned)
 
     def push(
-        self, model: str, number: int, pieces: Sequence[tuple[int, bytes]], *, rank: int = 0, damage: bool = False
+        self,
+        model: str,
+        number: int,
+        pieces: Sequence[tuple[int, bytes]],
+        *,
+        rank: int = 0,
+        damage: bool = False,
     ) -> None:
         """Push pieces; with ``damage``, the last one does not agree with its checksum."""
         with rpc.translated_errors(self.address):
-            self.checkpoints.Push(self.messages(model, number, pieces, rank=rank, damage=damage), timeout=20.0)
+            self.checkpoints.Push(
+                self.messages(model, number, pieces, rank=rank, damage=damage), timeout=20.0
+            )
 
     def messages(
-        self, model: str, number: int, pieces: Sequence[tuple[int, bytes]], *, rank: int = 0, damage: bool = False
+        self,
+        model: str,
+        number: int,
+        pieces: Sequence[tuple[int, bytes]],
+        *,
+        rank: int = 0,
+        damage: bool = False,
     ) -> Iterator[Any]:
         """The messages of a push."""
         yield pb.PushRequest(

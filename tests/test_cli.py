@@ -31,7 +31,7 @@ from weighbridge.cli import commands
 from weighbridge.cli.output import readable_size
 from weighbridge.cli.parsing import Reference, parse_reference, parse_size
 from weighbridge.cli.serving import serve_command
-from weighbridge.errors import InvalidArgument
+from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge_service.config import ServiceConfig
 
 MODEL = "acme/tiny"
@@ -400,7 +400,7 @@ def test_export_casts_and_splits_into_files(
     assert all((tmp_path / name).stat().st_size < 45_000 for name in files)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert sorted(set(index["weight_map"].values())) == files
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, torch_dtype="auto")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert loaded.dtype == torch.bfloat16
     same(loaded.state_dict(), {name: tensor.bfloat16() for name, tensor in weights.items()})
 
@@ -541,6 +541,21 @@ def test_failed_versions_are_listed_when_asked_for(service: RunningService, hf_d
     everything = as_json(weighbridge(service, "versions", "acme/failing", "--all"))
     assert [(v["number"], v["state"]) for v in everything] == [(2, "failed"), (1, "durable")]
     assert "2        failed" in weighbridge(service, "versions", "acme/failing", "--all", json=False).stdout
+
+
+def test_a_push_that_breaks_is_given_up_at_once(
+    service: RunningService, hf_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_json(weighbridge(service, "import", hf_dir, "acme/broken"))
+
+    def broken(*args: object) -> None:
+        raise DataLoss("the stream is broken")
+
+    monkeypatch.setattr(TrainerClient, "_stream", broken)
+    error = error_of(weighbridge(service, "push", hf_dir, "acme/broken", "--step", 1))
+    assert error["message"] == "the stream is broken"
+    newest = as_json(weighbridge(service, "versions", "acme/broken", "--all"))[0]
+    assert (newest["number"], newest["state"]) == (2, "failed")
 
 
 def test_a_model_without_versions_can_be_shown(service: RunningService, hf_dir: Path) -> None:

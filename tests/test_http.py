@@ -509,11 +509,7 @@ def get_raw(url: str, path: bytes) -> httpx.Response:
     ],
 )
 def test_hostile_paths_are_client_errors(url: str, path: str, segment: str) -> None:
-    # the bytes are sent as they are: a client library would tidy them up
-    raw = httpx.URL(url).copy_with(raw_path=path.format(segment).encode())
-    answer = httpx.get(raw)
-    if segment == "*" and "models" not in path and answer.status_code == 200:
-        pytest.fail("a job was found")
+    answer = get_raw(url, path.format(segment).encode())
     assert 400 <= answer.status_code < 500, answer.text
     if answer.headers["content-type"] == "application/problem+json":
         is_problem(answer, answer.status_code, answer.json()["type"].rpartition(":")[2])

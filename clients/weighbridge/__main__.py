@@ -1,5 +1,7 @@
 """``python -m weighbridge`` is the command line."""
 
+import sys
+
 from weighbridge.cli import main
 
-main()
+sys.exit(main())

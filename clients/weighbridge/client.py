@@ -177,24 +177,29 @@ class Client:
         """The version a ref names now, then each one it moves to, for ever. Reconnects when the service comes back.
 
         A version that is replaced before it could be sent may be left out; the newest never is.
+
+        Raises:
+            NotFound: the model is not registered.
+            Unavailable: the service was never reached within `retry_seconds`.
         """
         last = 0
         attempt = 0
+        failing_since: float | None = None
         while True:
             call: Any = self._models.WatchRef(
-                model_service_pb2.WatchRefRequest(model=model, ref=ref, after=last),
-                wait_for_ready=attempt > 0,
+                model_service_pb2.WatchRefRequest(model=model, ref=ref, after=last)
             )
             try:
                 with rpc.translated_errors(self.server):
                     for response in call:
-                        attempt = 0
+                        attempt, failing_since = 0, None
                         last = response.version.number
                         yield wire.version_from_proto(response.version)
             except Unavailable:
-                attempt += 1
-                if attempt > 1 and last == 0:
+                failing_since = failing_since or time.monotonic()
+                if last == 0 and time.monotonic() - failing_since > self.retry_seconds:
                     raise
+                attempt += 1
                 time.sleep(min(0.1 * 2**attempt, 3.0))
             finally:
                 call.cancel()

@@ -80,7 +80,9 @@ class Pull:
 
         def on_header(header: checkpoint_service_pb2.StreamHeader) -> None:
             if header.stream_bytes != self.nbytes:
-                raise DataLoss(f"a stream of {header.stream_bytes} bytes came, and {self.nbytes} were planned")
+                raise DataLoss(
+                    f"a stream of {header.stream_bytes} bytes came, and {self.nbytes} were planned"
+                )
 
         return rpc.resumed_stream(
             open_at, self._client.server, on_header=on_header, retry_seconds=self._client.retry_seconds

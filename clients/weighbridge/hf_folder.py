@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weighbridge import safetensors_files
 from weighbridge.dtypes import DType
-from weighbridge.errors import InvalidArgument, NotFound, ResourceExhausted
+from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from weighbridge.layouts import TensorSpec
 
 if TYPE_CHECKING:
@@ -66,12 +68,15 @@ def write_hf_folder(
         Names of the files written.
 
     Raises:
-        InvalidArgument: the folder is not empty.
+        InvalidArgument: the folder is not empty, or a file's name is none.
         ResourceExhausted: the disk is full.
+        FailedPrecondition: the folder cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidArgument(f"{folder} exists and is not an empty folder", fix="name a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        if Path(name).name != name or name.startswith("."):
+            raise InvalidArgument(f"{name[:80]!r} is no name for a file of a model")
     cast = [replace(s, dtype=dtype) if dtype and is_float(s.dtype) else s for s in specs]
     laid_out = safetensors_files.lay_out_files(cast, max_shard_bytes)
     original = {spec.name: spec for spec in specs}
@@ -84,6 +89,7 @@ def write_hf_folder(
     if dtype is not None and config is not None:
         side["config.json"] = _with_dtype(config, dtype)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         for file in laid_out.files:
             partial = folder / f".{file.name}.partial"
             with partial.open("wb") as out:
@@ -109,9 +115,10 @@ def write_hf_folder(
             (folder / name).unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        raise ResourceExhausted(
-            f"{folder} cannot be written: {error.strerror}", fix="make room and try again"
-        ) from error
+        text = f"{folder} cannot be written: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceExhausted(text, fix="make room and try again") from error
+        raise FailedPrecondition(text, fix="check that the folder can be written") from error
     return [*laid_out.file_sizes, *side]
 
 
@@ -121,13 +128,9 @@ def is_float(dtype: DType) -> bool:
 
 
 def _with_dtype(config_json: bytes, dtype: DType) -> bytes:
-    import json
-
     config = json.loads(config_json)
-    # transformers has written either name; all its versions read the older one, and believe the newer where both stand
-    config["torch_dtype"] = dtype.torch_name
-    if "dtype" in config:
-        config["dtype"] = dtype.torch_name
+    # transformers has called it dtype since 4.56, and torch_dtype before
+    config["dtype"] = config["torch_dtype"] = dtype.torch_name
     return (json.dumps(config, indent=2) + "\n").encode()
 
 

@@ -68,7 +68,6 @@ class Piece(Protocol):
         """What is being sent; only in the first message."""
 
 
-
 P = TypeVar("P", bound=Piece)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -12,27 +13,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from weighbridge import hf_folder, rpc, safetensors_files, wire
 from weighbridge.client import Client
-from weighbridge.errors import DataLoss, Unavailable
+from weighbridge.errors import DataLoss, Unavailable, WeighbridgeError
 from weighbridge.layouts import Layout
+from weighbridge.push_sources import MappedSource, OpenSource, StagingPool, StreamSource
 from weighbridge.resources import Model, Version, VersionState
-from weighbridge.tensor_stream import StreamWriter, copy_out
+from weighbridge.tensor_stream import StreamWriter
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 from weighbridge.v1 import checkpoint_service_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:
     import torch
 
-Bytes = NDArray[np.uint8]
 _DECLARE_SECONDS = 600.0
 """How long a rank waits for the other ranks to declare what they hold."""
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
 _STREAM_TRIES = 10
+"""Tries in a row, of a stream that breaks, in which nothing new arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +128,7 @@ class TrainerClient(Client):
         super().__init__(server, retry_seconds=retry_seconds)
         self.run = run
         self._client_id = str(uuid.uuid4())
-        self._free: list[Bytes] = []
-        self._lock = threading.Lock()
+        self._staging = StagingPool()
         self._slots = threading.BoundedSemaphore(_PUSHES_AT_ONCE)
 
     @cached_property
@@ -187,11 +185,11 @@ class TrainerClient(Client):
 
         shards = sharded_tensors(sharded_state_dict)
 
-        def copy(indexes: Sequence[int], layout: Layout, staging: Bytes) -> None:
-            copy_out(layout, [shards.tensors[i] for i in indexes], staging)
+        def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
+            return self._staging.stage(stream, [shards.tensors[i] for i in indexes])
 
         return self.push_shards(
-            model, shards.layout, wire.MEGATRON, copy, step=step, rank=rank, world_size=world_size, run=run,
+            model, shards.layout, wire.MEGATRON, stage, step=step, rank=rank, world_size=world_size, run=run,
             request_id=request_id,
         )  # fmt: skip
 
@@ -223,15 +221,11 @@ class TrainerClient(Client):
         layout = Layout.stream(files.layout.tensors.values(), [p.shard for p in files.layout.placements])
         placements = files.layout.placements
 
-        def copy(indexes: Sequence[int], chosen: Layout, staging: Bytes) -> None:
-            for index, placement in zip(indexes, chosen.placements, strict=True):
-                source = placements[index]
-                staging[placement.offset : placement.offset + placement.nbytes] = buffers[source.buffer][
-                    source.offset : source.offset + source.nbytes
-                ]
+        def mapped(indexes: Sequence[int], stream: Layout) -> StreamSource:
+            return MappedSource(stream, [placements[i] for i in indexes], buffers)
 
         return self.push_shards(
-            model, layout, wire.HUGGING_FACE, copy, step=step, rank=0, world_size=1, run=run,
+            model, layout, wire.HUGGING_FACE, mapped, step=step, rank=0, world_size=1, run=run,
             request_id=request_id or str(uuid.uuid4()),
         )  # fmt: skip
 
@@ -240,7 +234,7 @@ class TrainerClient(Client):
         model: str,
         layout: Layout,
         space: resources_pb2.TensorSpace.ValueType,
-        copy: Callable[[Sequence[int], Layout, Bytes], None],
+        open_source: OpenSource,
         *,
         step: int,
         rank: int,
@@ -254,8 +248,7 @@ class TrainerClient(Client):
             model: ``namespace/name``, registered before.
             layout: the shards this rank holds, as one stream.
             space: ``wire.MEGATRON`` or ``wire.HUGGING_FACE``, to which the names belong.
-            copy: is called once with the indexes of the shards that this rank is to push, their layout as a stream,
-                and a buffer to copy that stream into.
+            open_source: is called once, for the bytes of the shards that this rank is to push.
             step, rank, world_size, run, request_id: as for `push`.
         """
         started = time.monotonic()
@@ -269,22 +262,23 @@ class TrainerClient(Client):
         chosen = layout.select(assigned)
         handle = PushHandle(self, model, number, chosen.nbytes)
         self._slots.acquire()
-        staging: Bytes | None = None
+        source: StreamSource | None = None
         try:
-            staging = self._take_staging(chosen.nbytes)
             copying = time.monotonic()
-            copy(assigned, chosen, staging)
+            source = open_source(assigned, chosen)
             now = time.monotonic()
-            costs = (now - started, now - copying)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=self._client_id)
-            arguments = (handle, header, staging, costs)
+            arguments = (handle, header, source, (now - started, now - copying))
             threading.Thread(
                 target=self._deliver, args=arguments, name=f"push-{model}@{number}", daemon=True
             ).start()
         except BaseException:
             self._slots.release()
-            if staging is not None:
-                self._give_staging(staging)
+            if source is not None:
+                source.release()
+            # without this rank the version cannot be completed: do not let the others wait for it
+            with contextlib.suppress(WeighbridgeError):
+                self.abort(model, number, f"rank {rank} gave up before it pushed anything")
             raise
         return handle
 
@@ -300,25 +294,12 @@ class TrainerClient(Client):
             response = self._call(self._checkpoints.DeclareLayout, request, seconds=_DECLARE_SECONDS)
         return list(response.assigned)
 
-    def _take_staging(self, nbytes: int) -> Bytes:
-        with self._lock:
-            for index, buffer in enumerate(self._free):
-                if len(buffer) >= nbytes:
-                    return self._free.pop(index)
-            # one that is too small will not be used again: the model has grown
-            self._free.clear()
-        return np.empty(max(nbytes, 1), np.uint8)
-
-    def _give_staging(self, buffer: Bytes) -> None:
-        with self._lock:
-            self._free.append(buffer)
-
     def _deliver(
-        self, handle: PushHandle, header: pb.PushHeader, staging: Bytes, costs: tuple[float, float]
+        self, handle: PushHandle, header: pb.PushHeader, source: StreamSource, costs: tuple[float, float]
     ) -> None:
         started = time.monotonic()
         try:
-            self._stream(header, staging, handle.stream_bytes)
+            self._stream(header, source, handle.stream_bytes)
             self._call(
                 self._checkpoints.SealRank,
                 pb.SealRankRequest(
@@ -330,27 +311,28 @@ class TrainerClient(Client):
         except BaseException as error:  # goes to whoever waits
             handle._report.set_exception(error)
         finally:
-            self._give_staging(staging)
+            source.release()
             self._slots.release()
 
-    def _stream(self, header: pb.PushHeader, staging: Bytes, total: int) -> None:
+    def _stream(self, header: pb.PushHeader, source: StreamSource, total: int) -> None:
         """Stream all bytes; where it breaks, ask what has arrived and go on from there."""
         missing = [(0, total)] if total else []
-        for attempt in range(_STREAM_TRIES):
+        tries = 0
+        while missing:
             try:
-                if missing:
-                    with rpc.translated_errors(self.server):
-                        self._checkpoints.Push(_messages(header, staging, missing))
+                with rpc.translated_errors(self.server):
+                    self._checkpoints.Push(_messages(header, source, missing))
                 return
             except (Unavailable, DataLoss):
-                if attempt == _STREAM_TRIES - 1:
+                if tries == _STREAM_TRIES:
                     raise
-                time.sleep(min(0.1 * 2**attempt, 3.0))
+                time.sleep(min(0.1 * 2**tries, 3.0))
                 state = self._call(
                     self._checkpoints.GetPushState,
                     pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank),
                 )
-                missing = list(_gaps([(r.start, r.end) for r in state.received], total))
+                before, missing = missing, list(_gaps([(r.start, r.end) for r in state.received], total))
+                tries = tries + 1 if missing == before else 0
 
     def abort(self, model: str, number: int, reason: str = "aborted by the trainer") -> Version:
         """Give a version up that has not become visible yet."""
@@ -441,12 +423,12 @@ class TrainerClient(Client):
 
 
 def _messages(
-    header: pb.PushHeader, staging: Bytes, ranges: Sequence[tuple[int, int]]
+    header: pb.PushHeader, source: StreamSource, ranges: Sequence[tuple[int, int]]
 ) -> Iterator[pb.PushRequest]:
     yield pb.PushRequest(header=header)
     for start, end in ranges:
         for offset in range(start, end, rpc.MESSAGE_BYTES):
-            data = staging[offset : min(offset + rpc.MESSAGE_BYTES, end)].tobytes()
+            data = source.read(offset, min(offset + rpc.MESSAGE_BYTES, end))
             yield pb.PushRequest(offset=offset, data=data, checksum=rpc.checksum(data))
 
 

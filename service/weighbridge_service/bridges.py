@@ -134,12 +134,17 @@ def bridge_for(config_json: bytes) -> Bridge:
         InvalidArgument: the config has no map, or transformers cannot make a model of it.
     """
     parse_config(config_json)
-    return _cached_bridge(config_json)
+    with _making:
+        return _cached_bridge(config_json)
 
 
 @functools.lru_cache(maxsize=64)
 def _cached_bridge(config_json: bytes) -> Bridge:
     return MBridge(parse_config(config_json))
+
+
+_making = threading.Lock()
+"""transformers cannot be imported by two threads at once, and makes models by changing torch's default device."""
 
 
 class MBridge:

@@ -41,7 +41,7 @@ def _page(size: int) -> int:
 def _patience(context: grpc.ServicerContext, without: float) -> float:
     """How long a call may wait: almost until its deadline, or ``without`` one."""
     left: float | None = context.time_remaining()  # None without a deadline, whatever the stubs say
-    return without if left is None or left > without else max(left - _MARGIN, 0.0)  # type: ignore[redundant-expr]
+    return without if left is None or left > without else max(left - _MARGIN, 0.0)
 
 
 class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):

@@ -60,7 +60,7 @@ def engine_layout(bridge: Bridge, tensors: Mapping[str, TensorSpec], request: La
             for spec, box in found:
                 if not box.fits(spec.shape) or box.volume == 0:
                     raise InvalidArgument(
-                        f"box {list(box.offset)} + {list(box.extent)} does not fit into {spec}"
+                        f"{spec}: box {list(box.offset)} + {list(box.extent)} does not fit into it"
                     )
             return _stream(found)
 

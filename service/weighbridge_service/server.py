@@ -33,6 +33,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LINGER_SECONDS = 1.0
 """How long a drained service still answers: whoever pushed last asks how it ended."""
 _GRPC_GRACE_SECONDS = 10.0
+"""How long pulls may go on; after a drain that did not end in time they get no more of it."""
 _HTTP_GRACE_SECONDS = 5
 _BACKLOG = 1024
 _WARM_UP_CONFIG = {
@@ -167,7 +168,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
         clean = service.drain()
         exports.close()
         time.sleep(_LINGER_SECONDS)
-        grpc_server.stop(_GRPC_GRACE_SECONDS)
+        grpc_server.stop(_GRPC_GRACE_SECONDS if clean else 0.0)
         http_server.stop()
         # the interpreter cannot be taken down in the middle of an import
         warming.join()

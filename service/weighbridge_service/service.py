@@ -42,7 +42,7 @@ from weighbridge_service.transfers import Bytes
 from weighbridge_storage.head import Head, HeadStore, VersionEntry, allocate_version, delete_ref, set_ref
 from weighbridge_storage.images import Image, ImagePool
 from weighbridge_storage.local import LocalStore
-from weighbridge_storage.names import ModelName
+from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
 from weighbridge_storage.versions import (
     discard_unpublished,
     open_version,
@@ -152,7 +152,9 @@ class Weighbridge:
         if found is None or found[0].files_id != model.files_id:
             for file, content in files.items():
                 self.store.put(files_key(model_name, model.files_id, file), content, mode="overwrite")
-        head = self.heads.update(model_name, lambda h: ((new := registered(h, model, files)), new), create=True)
+        head = self.heads.update(
+            model_name, lambda h: ((new := registered(h, model, files)), new), create=True
+        )
         with self._changed:
             state = self._states.get(model_name)
             if state is None:
@@ -181,7 +183,8 @@ class Weighbridge:
             if found.state is VersionState.DURABLE:
                 return side_files(self.store, model_name, found.number)
         return {
-            file: self.store.get(files_key(model_name, head.files_id, file))[0] for file in head.registration["files"]
+            file: self.store.get(files_key(model_name, head.files_id, file))[0]
+            for file in head.registration["files"]
         }
 
     def _head(self, name: ModelName) -> Head:
@@ -256,8 +259,14 @@ class Weighbridge:
             ref: which ref; it need not exist yet.
             after: the number seen last, 0 if none.
             active: cleared when the caller has gone.
+
+        Raises:
+            NotFound: the model is not registered.
+            InvalidArgument: no ref can have this name.
         """
         model_name = ModelName.parse(name)
+        if ref not in RESERVED_REFS:
+            check_ref_name(ref)  # what no ref can be called would be waited for in vain
         self._head(model_name)
         last = after
         while active.is_set() and not self._stop.is_set():
@@ -289,7 +298,9 @@ class Weighbridge:
         model_name = ModelName.parse(name)
         found = self._resolve(model_name, version)
         if found.state is not VersionState.DURABLE:
-            raise FailedPrecondition(f"{found} is not in the object store yet", fix="wait until it is durable")
+            raise FailedPrecondition(
+                f"{found} is not in the object store yet", fix="wait until it is durable"
+            )
         self.heads.update(model_name, lambda head: (set_ref(head, ref, found.number), None))
         self._notify()
         return found
@@ -304,7 +315,9 @@ class Weighbridge:
         model_name = ModelName.parse(name)
         found = self._resolve(model_name, version)
         if found.state is not VersionState.DURABLE:
-            raise FailedPrecondition(f"{found} is not in the object store yet", fix="wait until it is durable")
+            raise FailedPrecondition(
+                f"{found} is not in the object store yet", fix="wait until it is durable"
+            )
         return verify_version(self.store, model_name, found.number)
 
     def _refs(self, name: ModelName, head: Head) -> dict[str, int]:
@@ -369,7 +382,9 @@ class Weighbridge:
             raise InvalidArgument(f"step {step} is not between 0 and 2**53")
         for what, text in (("run", run), ("request_id", request_id), ("client_id", client_id)):
             if not text or len(text) > MAX_RUN or not text.isprintable():
-                raise InvalidArgument(f"the {what} is empty, longer than {MAX_RUN} characters, or not printable")
+                raise InvalidArgument(
+                    f"the {what} is empty, longer than {MAX_RUN} characters, or not printable"
+                )
         if self._draining:
             raise Unavailable("the service is shutting down", fix="try again when it is back")
         state = self._state(model_name)
@@ -380,6 +395,11 @@ class Weighbridge:
                     raise InvalidArgument(
                         f"{there} was opened with {there.ranks} ranks, and now with {ranks}",
                         fix="all ranks pass the same world_size; if two trainers push this step, give each its own run",
+                    )
+                if (there.step, there.run) != (step, run):
+                    raise InvalidArgument(
+                        f"{there} of run {there.run!r} was opened with the same request_id; this is step {step} of {run!r}",
+                        fix="give each push a request_id of its own",
                     )
                 return there
             with self._changed:
@@ -485,10 +505,14 @@ class Weighbridge:
             state.model.add_layout(space, layout)
         elif not state.model.knows_layout(digest):
             return Declared(layout_needed=True)
-        prepared = receiving.declare(rank, client_id, digest, seconds=min(seconds, self.config.declare_timeout))
+        prepared = receiving.declare(
+            rank, client_id, digest, seconds=min(seconds, self.config.declare_timeout)
+        )
         return Declared(False, prepared.assigned[rank], prepared.streams[rank].nbytes)
 
-    def write(self, name: str, number: int, rank: int, client_id: str, pieces: Iterator[tuple[int, bytes, int]]) -> int:
+    def write(
+        self, name: str, number: int, rank: int, client_id: str, pieces: Iterator[tuple[int, bytes, int]]
+    ) -> int:
         """Take pieces of a rank's stream, as offset, data and checksum; how many bytes came."""
         _, receiving = self._receiving(name, number)
         count = 0
@@ -538,9 +562,7 @@ class Weighbridge:
 
         def publish(write_id: str) -> None:
             head = self._head(model.name)
-            keys = {
-                file: files_key(model.name, head.files_id, file) for file in head.registration["files"]
-            }
+            keys = {file: files_key(model.name, head.files_id, file) for file in head.registration["files"]}
             with image.lease():
                 write_version(
                     self.store, model.name, version, model.files, image.read_only_buffers, keys,
@@ -632,7 +654,9 @@ class Weighbridge:
         if found.state is not VersionState.DURABLE:
             found = self._resolve(name, str(found.number))  # it may have become durable since
         if found.state is not VersionState.DURABLE:
-            raise FailedPrecondition(f"{found} is no longer held: it could not be made durable and a newer one is live")
+            raise FailedPrecondition(
+                f"{found} is no longer held: it could not be made durable and a newer one is live"
+            )
         files, buffers = self._opened.get_or_make(
             (name, found.number), lambda: open_version(self.store, name, found.number)
         )
@@ -657,10 +681,12 @@ class Weighbridge:
         deadline = time.monotonic() + self.config.drain_seconds
         with self._changed:
             self._changed.wait_for(
-                lambda: not any(
-                    live.version.state is VersionState.RECEIVING
-                    for state in self._states.values()
-                    for live in state.versions.values()
+                lambda: (
+                    not any(
+                        live.version.state is VersionState.RECEIVING
+                        for state in self._states.values()
+                        for live in state.versions.values()
+                    )
                 ),
                 self.config.drain_seconds,
             )

@@ -94,16 +94,16 @@ def _dtype_of(hf_dir: Path, wanted: str | None) -> str:
 
 
 def _push(client: TrainerClient, hf_dir: Path, model: str, step: int, run: str) -> Version:
-    """Push a folder and wait until it is durable; an interrupted push is given up at once."""
+    """Push a folder and wait until it is durable; a push that fails or is interrupted is given up at once."""
     handle = client.push_folder(model, hf_dir, step=step, run=run)
     try:
         with progress_bar(f"pushing {model}@{handle.number}") as update:
             return handle.wait(
                 on_progress=lambda version: update(version.received_bytes, version.tensor_bytes)
             )
-    except KeyboardInterrupt:
-        with contextlib.suppress(WeighbridgeError):
-            client.abort(model, handle.number, "interrupted")
+    except (KeyboardInterrupt, WeighbridgeError) as error:
+        with contextlib.suppress(WeighbridgeError):  # it has failed already, or is complete
+            client.abort(model, handle.number, str(error) or "interrupted")
         raise
 
 

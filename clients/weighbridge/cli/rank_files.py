@@ -109,9 +109,11 @@ def write_rank_file(
             out.seek(offset)
             left = placement.nbytes
             while left:
-                piece = piece or memoryview(next(pieces, b""))
-                if not piece:
-                    raise DataLoss(f"the stream ended after {done} of {layout.nbytes} bytes")
+                while not piece:  # a stream may begin with an empty piece
+                    following = next(pieces, None)
+                    if following is None:
+                        raise DataLoss(f"the stream ended after {done} of {layout.nbytes} bytes")
+                    piece = memoryview(following)
                 count = min(left, len(piece))
                 out.write(piece[:count])
                 piece = piece[count:]

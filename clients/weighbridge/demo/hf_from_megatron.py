@@ -64,7 +64,9 @@ def assemble(shards: Sequence[DumpedShard]) -> dict[str, Tensor]:
     """
     whole: dict[str, Tensor] = {}
     for shard in shards:
-        tensor = whole.setdefault(shard.key, torch.full(shard.global_shape, torch.nan))
+        if shard.key not in whole:
+            whole[shard.key] = torch.full(shard.global_shape, torch.nan)
+        tensor = whole[shard.key]
         box = tensor[tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.data.shape, strict=True))]
         if not torch.equal(box, shard.data) and not box.isnan().all():
             raise ValueError(f"ranks disagree on {shard.key} at {shard.offset}")

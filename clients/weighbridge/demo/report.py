@@ -121,11 +121,13 @@ def print_report(report: Report, console: Console) -> None:
     """Write what moved, how fast, what was said and what was checked; the last line is the verdict."""
     if report.imported:
         console.print(_moved(report))
+        console.print(_versions(report))
     if report.trained:
-        console.print(_held_up(report))
+        console.print(_training(report))
     if report.texts:
         console.print(_texts(report.texts))
-    console.print(_checks(report.checks))
+    if report.checks:
+        console.print(_checks(report.checks))
     if report.failures:
         for failure in report.failures:
             console.print(f"failed: {failure}", style="red", highlight=False, markup=False)
@@ -167,41 +169,50 @@ def _moved(report: Report) -> Table:
     return table
 
 
-def _held_up(report: Report) -> Table:
-    """What pushing cost those who pushed."""
-    table = _table("The trainer", ("", ""))
-    table.show_header = False
-    pushes = [rank.pushed for rank in report.trained]
-    version = report.trained[0].version
-    table.add_row("loss, step by step", "  ".join(f"{loss:.4f}" for loss in report.losses))
-    table.add_row("one training step", f"{max(report.trained[0].step_seconds):.2f} s at most")
-    held = max(push.held_seconds for push in pushes)
-    copied = max(push.copy_seconds for push in pushes)
-    table.add_row(
-        "a rank was held up by its first push", f"{held:.2f} s at most, {copied:.2f} s of it for the copy"
+def _versions(report: Report) -> Table:
+    """What pushing cost those who pushed, and how soon it was of use; seconds from the opening of the version."""
+    table = _table(
+        "How long pushing took, in seconds",
+        ("version", "ranks", "held up for", "of it copying", "can be pulled after", "is durable after"),
     )
-    table.add_row(
-        f"version {version.number}: engines could pull it",
-        f"{ready_seconds(version):.2f} s after its opening",
-    )
-    table.add_row(
-        f"version {version.number}: in the object store",
-        f"{durable_seconds(version):.2f} s after its opening",
-    )
+
+    def line(pushes: Sequence[PushReport], version: Version) -> None:
+        held = max(pushes, key=lambda push: push.held_seconds)
+        times = (held.held_seconds, held.copy_seconds, ready_seconds(version), durable_seconds(version))
+        table.add_row(str(version.number), str(len(pushes)), *(f"{seconds:.2f}" for seconds in times))
+
+    if report.imported:
+        push, version = report.imported
+        line([push], version)
+    if report.trained:
+        line([rank.pushed for rank in report.trained], report.trained[0].version)
+    return table
+
+
+def _training(report: Report) -> Table:
+    table = _table("Training", ("step", "loss", "seconds"))
+    for step, (loss, seconds) in enumerate(
+        zip(report.losses, report.trained[0].step_seconds, strict=True), 1
+    ):
+        table.add_row(str(step), f"{loss:.4f}", f"{seconds:.2f}")
     return table
 
 
 def _texts(texts: Mapping[str, str]) -> Table:
-    table = _table("The capital of France is ...", ("who", "says"))
+    from rich.markup import escape
+
+    table = _table("How the prompt goes on", ("who", "says"))
     for who, text in texts.items():
-        table.add_row(who, repr(text))
+        table.add_row(who, escape(repr(text)))
     return table
 
 
 def _checks(checks: Iterable[Check]) -> Table:
+    from rich.markup import escape
+
     table = _table("Checked", ("", "claim", "figures"))
     for check in checks:
-        table.add_row("yes" if check.passed else "NO", check.claim, check.detail)
+        table.add_row("yes" if check.passed else "NO", escape(check.claim), escape(check.detail))
     return table
 
 

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,8 +54,8 @@ def run_demo(work_dir: Path | None, steps: int, as_json: bool) -> int:
             _check_needs(steps)
             # The bar that shows a GGUF file being read has no other switch.
             os.environ.setdefault("TQDM_DISABLE", "1")
-            from weighbridge.demo.story import Story
-
+            with warnings.catch_warnings(action="ignore"):  # megatron-core lists what a CPU machine lacks
+                from weighbridge.demo.story import Story
             Story(work, steps, say, report).tell()
     except KeyboardInterrupt:
         report.error = "interrupted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -13,8 +14,6 @@ from typing import Self
 from weighbridge.errors import Unavailable
 
 _READY_LINE = re.compile(r"^weighbridge serving gRPC on (\S+), HTTP on (\S+), store ", re.MULTILINE)
-_MAIN = "import sys; from weighbridge.cli import main; sys.exit(main())"
-"""The program `weighbridge`, wherever it was installed."""
 _START_SECONDS = 90.0
 _STOP_SECONDS = 30.0
 
@@ -36,7 +35,7 @@ class ServiceProcess:
         self.log = logs / "service.log"
         self._out = logs / "service.out"
         command = [
-            sys.executable, "-c", _MAIN, "serve", "--store", str(store),
+            sys.executable, "-m", "weighbridge", "serve", "--store", str(store),
             "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0",
         ]  # fmt: skip
         with self._out.open("w") as out, self.log.open("w") as log:
@@ -70,10 +69,11 @@ class ServiceProcess:
         """Ask it to end, make it end if it does not, and give its exit code."""
         self._process.terminate()
         try:
-            return self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS)
+        finally:
+            self._process.kill()  # does nothing to a process that has ended
+        return self._process.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MODEL = "acme/smol"
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
+"""Allowed difference of logits, as a part of the largest. float32 leaves 3e-6 open: transformers' own logits of this model
+are so far from what it computes in float64."""
 _OTHER_SHAPE = Parallel(tp=1, pp=2)
 _TRAINER_SHAPE = Parallel(tp=3, pp=2)
 _ENGINES = {"engine A": 3, "engine B": 3, "engine C": 1}
@@ -85,9 +87,8 @@ class Story:
             with self._stage("serve version 1 at TP 1"):
                 self._serve_imported(server)
             with self._stage(f"restore version 1 into Megatron at {_shape(_OTHER_SHAPE)}"):
-                self._restored(
-                    _OTHER_SHAPE, run_ranks(_OTHER_SHAPE, trainer_ranks.restore, job, timeout=_JOB_SECONDS)
-                )
+                ranks = run_ranks(_OTHER_SHAPE, trainer_ranks.restore, job, timeout=_JOB_SECONDS)
+                self._restored(_OTHER_SHAPE, ranks, _largest(job))
             del model
             with self._stage(f"restore it at {_shape(_TRAINER_SHAPE)}, train {self.steps} steps, push"):
                 self._train(TrainerJob(server, MODEL, job.config, _TRAINER_SHAPE, tokens, logits), tokenizer)
@@ -135,13 +136,14 @@ class Story:
             "an engine of version 1 says what transformers says", served.text == expected, repr(served.text)
         )
 
-    def _restored(self, parallel: Parallel, ranks: list[Restored]) -> None:
+    def _restored(self, parallel: Parallel, ranks: list[Restored], largest: float) -> None:
         self.report.restored.append((parallel, ranks))
         errors = [rank.logits_error for rank in ranks if rank.logits_error is not None]
+        allowed = TOLERANCE * largest
         self._check(
             f"Megatron's logits at {_shape(parallel)} are transformers'",
-            len(errors) == parallel.tp and max(errors) <= TOLERANCE,
-            f"largest difference {max(errors):.1e}, allowed {TOLERANCE:.0e}",
+            len(errors) == parallel.tp and max(errors) <= allowed,
+            f"largest difference {max(errors):.1e}, allowed {allowed:.1e}; largest logit {largest:.0f}",
         )
 
     def _train(self, job: TrainerJob, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -150,13 +152,11 @@ class Story:
         trained = self.report.trained = run_ranks(
             job.parallel, trainer_ranks.train, *arguments, timeout=_JOB_SECONDS + 30 * self.steps
         )
-        self._restored(job.parallel, [rank.restored for rank in trained])
+        self._restored(job.parallel, [rank.restored for rank in trained], _largest(job))
         losses = self.report.losses
-        self._check(
-            "training lowers the loss",
-            sorted(losses, reverse=True) == losses,
-            f"{losses[0]:.4f} to {losses[-1]:.4f}",
-        )
+        if self.steps > 1:
+            figures = f"{losses[0]:.4f} to {losses[-1]:.4f}"
+            self._check("training lowers the loss", losses[-1] < losses[0], figures)
         versions = {rank.version.number for rank in trained}
         self._check("all ranks pushed one version, version 2", versions == {2}, f"{sorted(versions)}")
         pushed = sum(rank.pushed.stream_bytes for rank in trained)
@@ -217,6 +217,10 @@ class Story:
             all(said == {expected} for said in texts.values()),
             repr(expected),
         )
+
+
+def _largest(job: TrainerJob) -> float:
+    return job.expected_logits.abs().max().item()
 
 
 def _shape(parallel: Parallel) -> str:

@@ -1,0 +1,74 @@
+"""A service in a process of its own, on a fixed port, that can be killed and is back within a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+_PRELOADED = ["torch", "mbridge", "transformers.models.qwen3.modeling_qwen3", "weighbridge_service.bridges"]
+"""What takes seconds to import. Nothing of it imports gRPC, which does not survive a fork."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def serve(store: Path, port: int, settings: dict[str, Any]) -> None:
+    """Serve until killed."""
+    from weighbridge_service.config import ServiceConfig
+    from weighbridge_service.grpc_server import GrpcServer
+    from weighbridge_service.metrics import Metrics
+    from weighbridge_service.service import Weighbridge
+
+    service = Weighbridge(ServiceConfig(store, memory_budget=1 << 28, grpc_workers=32, **settings))
+    server = GrpcServer(service, Metrics(service), f"127.0.0.1:{port}")
+    server.start()
+    time.sleep(3600)
+
+
+class KillableService:
+    """Starts and kills service processes over one store; all are forked from one that has imported everything.
+
+    Args:
+        store: the store's folder.
+        settings: of the service.
+    """
+
+    def __init__(self, store: Path, **settings: Any) -> None:
+        self.store = store
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self._settings = settings
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+        self._process: ForkServerProcess | None = None
+
+    def start(self, *, wait: bool = True) -> None:
+        """Start a process; with ``wait``, return when it answers."""
+        self._process = self._context.Process(
+            target=serve, args=(self.store, self.port, self._settings), daemon=True
+        )
+        self._process.start()
+        if wait:
+            with grpc.insecure_channel(
+                self.address, options=[("grpc.max_reconnect_backoff_ms", 50)]
+            ) as channel:
+                grpc.channel_ready_future(channel).result(60)
+
+    def kill(self) -> None:
+        """End it as ``kill -9`` does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+            self._process = None

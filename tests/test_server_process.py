@@ -1,0 +1,257 @@
+"""Does the service start, say so, drain and stop as a process under a supervisor needs it to?"""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from tests.reference import tiny_config, tiny_model
+from weighbridge import TrainerClient, trainer
+from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge.resources import VersionState
+from weighbridge_service.server import HttpServer
+
+MODEL = "tests/smol"
+_READY = re.compile(
+    r"weighbridge serving gRPC on (127\.0\.0\.1:\d+), HTTP on (http://127\.0\.0\.1:\d+), store (/.*)\n"
+)
+_PROGRAM = """
+import sys
+from pathlib import Path
+from weighbridge_service.config import ServiceConfig
+from weighbridge_service.server import run
+store, grpc, http, drain_seconds = sys.argv[1:]
+config = ServiceConfig(Path(store), memory_budget=1 << 28, drain_seconds=float(drain_seconds))
+sys.exit(run(config, grpc, http, "info"))
+"""
+
+
+class Served:
+    """A service in a process of its own."""
+
+    def __init__(
+        self,
+        store: Path,
+        *,
+        grpc: str = "127.0.0.1:0",
+        http: str = "127.0.0.1:0",
+        drain_seconds: float = 20.0,
+    ) -> None:
+        self._log = store.parent / f"{store.name}-{time.monotonic_ns()}.log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", _PROGRAM, str(store), grpc, http, str(drain_seconds)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def output(self) -> tuple[str, str]:
+        """The rest of stdout, and all of stderr."""
+        return self.process.communicate(timeout=40)[0], self._log.read_text()
+
+    def wait_until_ready(self) -> Served:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = _READY.fullmatch(line)
+        assert found, line + self._log.read_text()
+        self.grpc, self.url, self.store = found.groups()
+        return self
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(40)
+
+    def health(self, service: str = "") -> int:
+        with grpc.insecure_channel(self.grpc) as channel:
+            request = health_pb2.HealthCheckRequest(service=service)
+            status: int = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status
+            return status
+
+
+@contextmanager
+def served(store: Path, **settings: Any) -> Iterator[Served]:
+    service = Served(store, **settings)
+    try:
+        yield service.wait_until_ready()
+    finally:
+        service.process.kill()
+        service.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model: PreTrainedModel = tiny_model(tiny_config("llama", tied=False), seed=2)
+    folder = tmp_path_factory.mktemp("hf")
+    model.save_pretrained(folder)
+    return folder
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextmanager
+def held_pushes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Pushes stop before their first byte; gives the event that says so and the one that lets them go on."""
+    begun, go_on = threading.Event(), threading.Event()
+    messages = trainer._messages
+
+    def slowly(*args: Any) -> Iterator[Any]:
+        for message in messages(*args):
+            yield message
+            begun.set()
+            go_on.wait(30)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_messages", slowly)
+        try:
+            yield begun, go_on
+        finally:
+            go_on.set()
+
+
+def test_a_push_under_way_survives_sigterm_and_the_next_service_has_it(
+    tmp_path: Path, hf_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    with served(store) as first, held_pushes(monkeypatch) as (begun, go_on):
+        assert first.store == str(store)
+        assert httpx.get(f"{first.url}/healthz").status_code == 200
+        assert httpx.get(f"{first.url}/readyz").status_code == 200
+        with TrainerClient(first.grpc, retry_seconds=0) as client:
+            client.register_model(MODEL, hf_folder)
+            push = client.push_folder(MODEL, hf_folder, step=7)
+            assert begun.wait(20)
+            first.process.send_signal(signal.SIGTERM)
+            eventually(lambda: httpx.get(f"{first.url}/readyz").status_code == 503)
+            assert httpx.get(f"{first.url}/healthz").status_code == 200
+            assert first.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(Unavailable, match="shutting down"):
+                client.push_folder(MODEL, hf_folder, step=8)
+            assert first.process.poll() is None
+            go_on.set()
+            version = push.wait(timeout=20)
+        assert version.state is VersionState.DURABLE
+        assert first.process.wait(20) == 0
+        assert first.output()[0] == ""
+
+    with served(store) as second:
+        answer = httpx.get(f"{second.url}/v1/models/{MODEL}/versions/latest").json()
+        assert (answer["number"], answer["step"], answer["state"]) == (version.number, 7, "durable")
+        job = httpx.post(f"{second.url}/v1/exports", json={"model": MODEL}).json()
+        with httpx.stream("GET", f"{second.url}/v1/exports/{job['id']}/events", timeout=20) as events:
+            assert "event: end" in list(events.iter_lines())
+        expected = load_file(hf_folder / "model.safetensors")
+        found = load_file(Path(job["folder"]) / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(tensor) for name, tensor in expected.items())
+        assert second.stop(signal.SIGINT) == 0
+
+
+def test_grpc_answers_health_and_reflection(tmp_path: Path) -> None:
+    with served(tmp_path / "store") as service, grpc.insecure_channel(service.grpc) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        [answer] = stub.ServerReflectionInfo(iter([request]), timeout=5)
+        names = {found.name for found in answer.list_services_response.service}
+        assert names == {
+            "weighbridge.v1.ModelService",
+            "weighbridge.v1.CheckpointService",
+            "weighbridge.v1.WeightService",
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+        }
+        for name in ("", *(name for name in names if name.startswith("weighbridge"))):
+            assert service.health(name) == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_many_registrations_right_after_the_start(tmp_path: Path, hf_folder: Path) -> None:
+    """All ranks register at once, while the service is still importing what that needs."""
+
+    def register(_: int) -> str:
+        with TrainerClient(service.grpc) as client:
+            return client.register_model(MODEL, hf_folder).name
+
+    with served(tmp_path / "store") as service, ThreadPoolExecutor(4) as ranks:
+        assert list(ranks.map(register, range(4))) == [MODEL] * 4
+
+
+def test_a_second_signal_ends_the_process_at_once(
+    tmp_path: Path, hf_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(tmp_path / "store") as service, held_pushes(monkeypatch) as (begun, _):
+        client = TrainerClient(service.grpc, retry_seconds=0)
+        client.register_model(MODEL, hf_folder)
+        client.push_folder(MODEL, hf_folder)
+        assert begun.wait(20)
+        service.process.send_signal(signal.SIGTERM)
+        eventually(lambda: httpx.get(f"{service.url}/readyz").status_code == 503)
+        started = time.monotonic()
+        assert service.stop(signal.SIGINT) == 130
+        assert time.monotonic() - started < 2
+
+
+def test_what_is_not_finished_in_time_is_given_up_and_the_exit_code_says_so(
+    tmp_path: Path, hf_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(tmp_path / "store", drain_seconds=0.5) as service, held_pushes(monkeypatch) as (begun, _):
+        client = TrainerClient(service.grpc, retry_seconds=0)
+        client.register_model(MODEL, hf_folder)
+        client.push_folder(MODEL, hf_folder)
+        assert begun.wait(20)
+        assert service.stop() == 1
+
+
+def test_ports_in_use_are_said_to_be(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        wrong = {"--grpc": {"grpc": address}, "--http": {"http": address}}
+        started = {text: Served(tmp_path / f"store{n}", **wrong[text]) for n, text in enumerate(wrong)}
+        for text, service in started.items():
+            output, log = service.output()
+            assert (service.process.returncode, output) == (1, "")
+            assert "weighbridge cannot start: " in log
+            assert text in log
+            assert "Traceback" not in log
+
+
+def test_a_store_that_cannot_be_made_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("")
+    service = Served(tmp_path / "store")
+    output, log = service.output()
+    assert (service.process.returncode, output) == (1, "")
+    assert "weighbridge cannot start: " in log
+    assert str(tmp_path / "store") in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    "address", ["", ":80", "host", "host:", "host:x", "host:-1", "host:65536", "host:" + "9" * 9999]
+)
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(InvalidArgument, match="is no address"):
+        HttpServer(address)
