@@ -1146,7 +1146,7 @@ def test_an_error_after_the_head_was_written_never_costs_the_versions_files(
     bench: Bench, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk fails between the renaming of the new head and the flushing of its folder."""
-    store = bench.running.service.store
+    store = bench.running.service.catalog.store
     install = store._install
 
     def fails_late(temp: str, key: str, mode: Any, what: str) -> None:
@@ -1155,7 +1155,7 @@ def test_an_error_after_the_head_was_written_never_costs_the_versions_files(
             raise DataLoss("the device reports 'Input/output error'")
 
     monkeypatch.setattr(store, "_install", fails_late)
-    monkeypatch.setattr(bench.running.service.publisher, "_attempts", 1)
+    monkeypatch.setattr(bench.running.service.intake.publisher, "_attempts", 1)
     number = bench.trainer.push_folder(model, bench.source.folder).number
     with contextlib.suppress(WeighbridgeError):
         bench.trainer.wait_for(model, number, VersionState.DURABLE, timeout=10)

@@ -579,7 +579,7 @@ def test_unexpected_errors_say_nothing_of_the_inside(web: Web, monkeypatch: pyte
     def broken(*_: Any) -> None:
         raise RuntimeError("secret /path")
 
-    monkeypatch.setattr(web.running.service, "get_model", broken)
+    monkeypatch.setattr(web.running.service.catalog, "get_model", broken)
     answer = web.http.get(MODEL_URL)
     is_problem(answer, 500, "internal")
     assert "secret" not in answer.text

@@ -116,10 +116,9 @@ def test_prefetching_keeps_the_order_and_raises_in_its_place() -> None:
         yield from range(50)
         raise ValueError("the end")
 
-    taken = []
+    taken: list[int] = []
     with pytest.raises(ValueError, match="the end"):
-        for item in prefetched(source(), 3):
-            taken.append(item)  # noqa: PERF402
+        taken.extend(prefetched(source(), 3))
     assert taken == list(range(50))
 
 

@@ -68,12 +68,14 @@ def write_hf_folder(
         Names of the files written.
 
     Raises:
-        InvalidArgument: the folder is not empty, or a file's name is none.
+        InvalidArgument: the folder is not empty, a file's name is none, or the dtype is not one of weights.
         ResourceExhausted: the disk is full.
         FailedPrecondition: the folder cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidArgument(f"{folder} exists and is not an empty folder", fix="name a new folder")
+    if dtype is not None and not is_float(dtype):
+        raise InvalidArgument(f"weights cannot be cast to {dtype}", fix="cast to bf16, fp16, fp32 or fp64")
     for name in files:
         if Path(name).name != name or name.startswith("."):
             raise InvalidArgument(f"{name[:80]!r} is no name for a file of a model")

@@ -102,7 +102,10 @@ class Layout:
                     f"a shard belongs to {shard.tensor[:200]!r}, which the layout does not list"
                 )
             if not shard.box.fits(found.shape):
-                raise LayoutError(f"box {shard.box} does not fit into {found}")
+                raise LayoutError(
+                    f"a box with offset {list(shard.box.offset)[:MAX_RANK]} and extent "
+                    f"{list(shard.box.extent)[:MAX_RANK]} does not fit into {found}"
+                )
             nbytes = shard.box.volume * found.dtype.itemsize
             placements.append(Placement(shard, STREAM, offset, nbytes))
             offset += nbytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 MAX_HEADER_BYTES = 100_000_000
 """The limit that safetensors' own reader has."""
 _ALIGNMENT = 8
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +133,7 @@ def read_header(data: memoryview, file: str) -> tuple[TensorFile, list[TensorSpe
     try:
         header = json.loads(bytes(data[8 : 8 + length]).decode("utf-8"), object_pairs_hook=_no_repeats)
         header.pop("__metadata__", None)
-        entries = sorted(
-            (*map(int, entry["data_offsets"]), name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
-            for name, entry in header.items()
-        )
+        entries = sorted(_entry(name, entry) for name, entry in header.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataLoss(f"the header of {file} is not a safetensors header: {error!r}"[:300]) from error
     specs = []
@@ -154,6 +153,15 @@ def read_header(data: memoryview, file: str) -> tuple[TensorFile, list[TensorSpe
     if 8 + length + position != len(data):
         raise DataLoss(f"{file} has {len(data)} bytes, its header describes {8 + length + position}")
     return TensorFile(file, bytes(data[: 8 + length]), len(data)), specs, placements
+
+
+def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """Begin, end, name, dtype and shape of one tensor, as a header has them."""
+    begin, end = entry["data_offsets"]
+    shape = entry["shape"]
+    if not isinstance(shape, list) or any(type(n) is not int for n in (begin, end, *shape)):
+        raise ValueError(f"offsets and extents of {name[:80]!r} are not integers")
+    return begin, end, name, str(entry["dtype"])[:40], tuple(shape)
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -198,10 +206,12 @@ def map_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataLoss(f"{index} is not a safetensors index: {error!r}"[:300]) from error
-        if any(not isinstance(name, str) or Path(name).name != name for name in names):
-            raise DataLoss(f"{index} names files outside its folder")
+        if any(not isinstance(name, str) or not _FILE_NAME.fullmatch(name) for name in names):
+            raise DataLoss(
+                f"{index} names something that is no safetensors file, or lies outside of the folder"
+            )
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:

@@ -161,7 +161,7 @@ class Exports:
             )
         if max_shard_bytes is not None and max_shard_bytes <= 0:
             raise InvalidArgument(f"the maximum shard size must be positive, not {max_shard_bytes}")
-        with self._service.open(model, version).closing() as opened:
+        with self._service.serving.open(model, version).closing() as opened:
             found = opened.version
         asked = None if folder is None else _inside(self._root, folder)
         with self._lock:
@@ -293,14 +293,14 @@ class Exports:
         target = Path(job.folder)
         self._root.mkdir(parents=True, exist_ok=True)
         with (
-            self._service.open(job.model, str(job.number)).closing() as opened,
+            self._service.serving.open(job.model, str(job.number)).closing() as opened,
             _partial_folder(self._root / f"{_PARTIAL}{job.id}") as partial,
         ):
             write_hf_folder(
                 partial,
                 list(opened.files.layout.tensors.values()),
                 _tensors_of(opened),
-                self._service.model_files(job.model, str(job.number)),
+                self._service.catalog.model_files(job.model, str(job.number)),
                 dtype=entry.dtype,
                 max_shard_bytes=entry.max_shard_bytes,
                 on_progress=on_progress,

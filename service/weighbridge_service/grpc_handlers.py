@@ -22,6 +22,7 @@ from weighbridge.v1 import (
 from weighbridge_service.models import HUGGING_FACE, MEGATRON
 from weighbridge_service.reading import Reading
 from weighbridge_service.service import Weighbridge
+from weighbridge_service.serving import Serving
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
@@ -48,27 +49,27 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
     """`ModelService`."""
 
     def __init__(self, service: Weighbridge) -> None:
-        self._service = service
+        self._catalog = service.catalog
 
     def RegisterModel(
         self, request: model_service_pb2.RegisterModelRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.RegisterModelResponse:
         files = {file.name: file.content for file in request.files}
-        model = self._service.register_model(request.model, files, request.dtype)
+        model = self._catalog.register_model(request.model, files, request.dtype)
         return model_service_pb2.RegisterModelResponse(model=wire.model_to_proto(model))
 
     def GetModel(
         self, request: model_service_pb2.GetModelRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.GetModelResponse:
         return model_service_pb2.GetModelResponse(
-            model=wire.model_to_proto(self._service.get_model(request.model))
+            model=wire.model_to_proto(self._catalog.get_model(request.model))
         )
 
     def ListModels(
         self, request: model_service_pb2.ListModelsRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.ListModelsResponse:
         size = _page(request.page_size)
-        models = self._service.list_models(request.page_token, size)
+        models = self._catalog.list_models(request.page_token, size)
         return model_service_pb2.ListModelsResponse(
             models=map(wire.model_to_proto, models),
             next_page_token=models[-1].name if len(models) == size else "",
@@ -77,7 +78,7 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
     def GetModelFiles(
         self, request: model_service_pb2.GetModelFilesRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.GetModelFilesResponse:
-        files = self._service.model_files(request.model, request.version)
+        files = self._catalog.model_files(request.model, request.version)
         response = model_service_pb2.GetModelFilesResponse()
         for name, content in files.items():
             response.files.add(name=name, content=content)
@@ -86,7 +87,7 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
     def GetVersion(
         self, request: model_service_pb2.GetVersionRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.GetVersionResponse:
-        version = self._service.get_version(
+        version = self._catalog.get_version(
             request.model, request.version, wire.state_from_proto(request.wait_for), _patience(context, 60.0)
         )
         return model_service_pb2.GetVersionResponse(version=wire.version_to_proto(version))
@@ -98,7 +99,7 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
         before = request.page_token or "0"
         if not before.isascii() or not before.isdigit() or len(before) > 12:
             raise InvalidArgument(f"{before[:40]!r} is no page token", fix="pass on what the last page gave")
-        versions = self._service.list_versions(
+        versions = self._catalog.list_versions(
             request.model, before=int(before), limit=size, include_invisible=request.include_invisible
         )
         return model_service_pb2.ListVersionsResponse(
@@ -112,30 +113,30 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
         active = threading.Event()
         active.set()
         context.add_callback(active.clear)
-        for version in self._service.watch_ref(request.model, request.ref, request.after, active):
+        for version in self._catalog.watch_ref(request.model, request.ref, request.after, active):
             yield model_service_pb2.WatchRefResponse(version=wire.version_to_proto(version))
 
     def SetRef(
         self, request: model_service_pb2.SetRefRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.SetRefResponse:
-        version = self._service.set_ref(request.model, request.ref, request.version)
+        version = self._catalog.set_ref(request.model, request.ref, request.version)
         return model_service_pb2.SetRefResponse(version=wire.version_to_proto(version))
 
     def DeleteRef(
         self, request: model_service_pb2.DeleteRefRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.DeleteRefResponse:
-        self._service.delete_ref(request.model, request.ref)
+        self._catalog.delete_ref(request.model, request.ref)
         return model_service_pb2.DeleteRefResponse()
 
     def ListRefs(
         self, request: model_service_pb2.ListRefsRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.ListRefsResponse:
-        return model_service_pb2.ListRefsResponse(refs=self._service.refs(request.model))
+        return model_service_pb2.ListRefsResponse(refs=self._catalog.refs(request.model))
 
     def VerifyVersion(
         self, request: model_service_pb2.VerifyVersionRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.VerifyVersionResponse:
-        found = self._service.verify(request.model, request.version)
+        found = self._catalog.verify(request.model, request.version)
         return model_service_pb2.VerifyVersionResponse(
             number=found.number,
             tensors_checked=found.tensors_checked,
@@ -148,12 +149,13 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
     """`CheckpointService`."""
 
     def __init__(self, service: Weighbridge) -> None:
-        self._service = service
+        self._intake = service.intake
+        self._serving = service.serving
 
     def OpenVersion(
         self, request: checkpoint_service_pb2.OpenVersionRequest, context: grpc.ServicerContext
     ) -> checkpoint_service_pb2.OpenVersionResponse:
-        version = self._service.open_version(
+        version = self._intake.open_version(
             request.model,
             step=request.step,
             run=request.run,
@@ -167,7 +169,7 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         self, request: checkpoint_service_pb2.DeclareLayoutRequest, context: grpc.ServicerContext
     ) -> checkpoint_service_pb2.DeclareLayoutResponse:
         layout = wire.layout_from_proto(request.layout) if request.HasField("layout") else None
-        declared = self._service.declare_layout(
+        declared = self._intake.declare_layout(
             request.model,
             request.number,
             request.rank,
@@ -191,13 +193,13 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
             raise InvalidArgument("the first message of a push has no header")
         header = first.header
         pieces = ((m.offset, m.data, m.checksum) for m in request_iterator)
-        count = self._service.write(header.model, header.number, header.rank, header.client_id, pieces)
+        count = self._intake.write(header.model, header.number, header.rank, header.client_id, pieces)
         return checkpoint_service_pb2.PushResponse(received_bytes=count)
 
     def GetPushState(
         self, request: checkpoint_service_pb2.GetPushStateRequest, context: grpc.ServicerContext
     ) -> checkpoint_service_pb2.GetPushStateResponse:
-        ranges, total, sealed = self._service.push_state(request.model, request.number, request.rank)
+        ranges, total, sealed = self._intake.push_state(request.model, request.number, request.rank)
         received = [checkpoint_service_pb2.ByteRange(start=start, end=end) for start, end in ranges]
         return checkpoint_service_pb2.GetPushStateResponse(
             received=received, stream_bytes=total, sealed=sealed
@@ -206,13 +208,13 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
     def SealRank(
         self, request: checkpoint_service_pb2.SealRankRequest, context: grpc.ServicerContext
     ) -> checkpoint_service_pb2.SealRankResponse:
-        version = self._service.seal_rank(request.model, request.number, request.rank, request.client_id)
+        version = self._intake.seal_rank(request.model, request.number, request.rank, request.client_id)
         return checkpoint_service_pb2.SealRankResponse(version=wire.version_to_proto(version))
 
     def AbortVersion(
         self, request: checkpoint_service_pb2.AbortVersionRequest, context: grpc.ServicerContext
     ) -> checkpoint_service_pb2.AbortVersionResponse:
-        version = self._service.abort_version(request.model, request.number, request.reason)
+        version = self._intake.abort_version(request.model, request.number, request.reason)
         return checkpoint_service_pb2.AbortVersionResponse(version=wire.version_to_proto(version))
 
     def Restore(
@@ -221,13 +223,13 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         if _space(request.layout.space) != MEGATRON:
             raise InvalidArgument("a layout to restore is in Megatron-core's tensor space")
         layout = wire.layout_from_proto(request.layout)
-        reading = self._service.restore(request.model, request.version, layout, request.offset)
-        yield from _stream(reading, checkpoint_service_pb2.RestoreResponse, self._service)
+        reading = self._serving.restore(request.model, request.version, layout, request.offset)
+        yield from _stream(reading, checkpoint_service_pb2.RestoreResponse, self._serving)
 
     def DescribeShards(
         self, request: checkpoint_service_pb2.DescribeShardsRequest, context: grpc.ServicerContext
     ) -> checkpoint_service_pb2.DescribeShardsResponse:
-        layout = self._service.describe_shards(
+        layout = self._serving.describe_shards(
             request.model,
             request.tensor_parallel_size,
             request.tensor_parallel_rank,
@@ -243,12 +245,12 @@ class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):
     """`WeightService`."""
 
     def __init__(self, service: Weighbridge) -> None:
-        self._service = service
+        self._serving = service.serving
 
     def PlanPull(
         self, request: weight_service_pb2.PlanPullRequest, context: grpc.ServicerContext
     ) -> weight_service_pb2.PlanPullResponse:
-        version, layout = self._service.plan_pull(
+        version, layout = self._serving.plan_pull(
             request.model, request.version, wire.request_from_proto(request.layout)
         )
         return weight_service_pb2.PlanPullResponse(
@@ -260,10 +262,10 @@ class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):
     def Pull(
         self, request: weight_service_pb2.PullRequest, context: grpc.ServicerContext
     ) -> Iterator[weight_service_pb2.PullResponse]:
-        reading = self._service.pull(
+        reading = self._serving.pull(
             request.model, request.version, wire.request_from_proto(request.layout), request.offset
         )
-        yield from _stream(reading, weight_service_pb2.PullResponse, self._service)
+        yield from _stream(reading, weight_service_pb2.PullResponse, self._serving)
 
 
 def _space(number: int) -> str:
@@ -273,12 +275,12 @@ def _space(number: int) -> str:
     return str(space)
 
 
-def _stream(reading: Reading, response: type[R], service: Weighbridge) -> Iterator[R]:
+def _stream(reading: Reading, response: type[R], serving: Serving) -> Iterator[R]:
     header = checkpoint_service_pb2.StreamHeader(
         version=wire.version_to_proto(reading.version), stream_bytes=reading.layout.nbytes
     )
     with closing(reading):
         yield response(header=header, offset=reading.offset, checksum=_NOTHING)
         for piece in reading.pieces():
-            service.bytes_out += len(piece.data)
+            serving.bytes_out += len(piece.data)
             yield response(offset=piece.offset, data=piece.data, checksum=piece.checksum)

@@ -291,12 +291,12 @@ def _models_router(service: Weighbridge) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=_LARGEST_PAGE, description="Largest number of models.")] = _PAGE,
     ) -> ModelsOut:
         """Models by name. Give the last name of a page as `after` to get the next one."""
-        return ModelsOut.model_validate({"models": service.list_models(after, limit)})
+        return ModelsOut.model_validate({"models": service.catalog.list_models(after, limit)})
 
     @router.get("/{namespace}/{name}", tags=["models"])
     def get_model(namespace: Namespace, name: Name) -> ModelOut:
         """One model."""
-        return ModelOut.model_validate(service.get_model(f"{namespace}/{name}"))
+        return ModelOut.model_validate(service.catalog.get_model(f"{namespace}/{name}"))
 
     @router.get("/{namespace}/{name}/versions", tags=["versions"])
     def list_versions(
@@ -314,7 +314,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
         ] = False,
     ) -> VersionsOut:
         """Versions, newest first. Give the last number of a page as `before` to get the next one."""
-        found = service.list_versions(
+        found = service.catalog.list_versions(
             f"{namespace}/{name}", before=before, limit=limit, include_invisible=include_invisible
         )
         return VersionsOut.model_validate({"versions": found})
@@ -322,27 +322,27 @@ def _models_router(service: Weighbridge) -> APIRouter:
     @router.get("/{namespace}/{name}/versions/{version}", tags=["versions"])
     def get_version(namespace: Namespace, name: Name, version: VersionOrRef) -> VersionOut:
         """One version; by number also one that is being received or has failed."""
-        return VersionOut.model_validate(service.get_version(f"{namespace}/{name}", version))
+        return VersionOut.model_validate(service.catalog.get_version(f"{namespace}/{name}", version))
 
     @router.post("/{namespace}/{name}/versions/{version}/verify", tags=["versions"])
     def verify_version(namespace: Namespace, name: Name, version: VersionOrRef) -> VerificationOut:
         """Read all files of a durable version and compare them with the digests in its manifest."""
-        return VerificationOut.model_validate(service.verify(f"{namespace}/{name}", version))
+        return VerificationOut.model_validate(service.catalog.verify(f"{namespace}/{name}", version))
 
     @router.get("/{namespace}/{name}/refs", tags=["refs"])
     def list_refs(namespace: Namespace, name: Name) -> RefsOut:
         """All refs of a model."""
-        return RefsOut(refs=service.refs(f"{namespace}/{name}"))
+        return RefsOut(refs=service.catalog.refs(f"{namespace}/{name}"))
 
     @router.put("/{namespace}/{name}/refs/{ref}", tags=["refs"])
     def set_ref(namespace: Namespace, name: Name, ref: Ref, body: SetRefIn) -> VersionOut:
         """Let a tag name a durable version; answers with that version."""
-        return VersionOut.model_validate(service.set_ref(f"{namespace}/{name}", ref, body.version))
+        return VersionOut.model_validate(service.catalog.set_ref(f"{namespace}/{name}", ref, body.version))
 
     @router.delete("/{namespace}/{name}/refs/{ref}", tags=["refs"], status_code=204)
     def delete_ref(namespace: Namespace, name: Name, ref: Ref) -> None:
         """Take a tag away."""
-        service.delete_ref(f"{namespace}/{name}", ref)
+        service.catalog.delete_ref(f"{namespace}/{name}", ref)
 
     return router
 

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from weighbridge.resources import VersionState
 from weighbridge_service.service import Weighbridge
 
 
@@ -37,21 +38,21 @@ class Metrics(Collector):
         """The figures as they stand."""
         service = self._service
         yield CounterMetricFamily(
-            "weighbridge_received_bytes", "Bytes pushed by trainers.", value=service.bytes_in
+            "weighbridge_received_bytes", "Bytes pushed by trainers.", value=service.intake.bytes_in
         )
         yield CounterMetricFamily(
-            "weighbridge_sent_bytes", "Bytes sent to engines and trainers.", value=service.bytes_out
+            "weighbridge_sent_bytes", "Bytes sent to engines and trainers.", value=service.serving.bytes_out
         )
         versions = GaugeMetricFamily(
             "weighbridge_versions", "Versions this process knows of.", labels=["state"]
         )
-        for state, count in service.counts().items():
-            versions.add_metric([state.value], count)
+        for state in VersionState:
+            versions.add_metric([state.value], service.catalog.count(state))
         yield versions
         yield GaugeMetricFamily(
             "weighbridge_publications_running",
             "Versions being made durable.",
-            value=service.publisher.running,
+            value=service.intake.publisher.running,
         )
         usage = service.images.usage()
         images = GaugeMetricFamily(

@@ -98,8 +98,6 @@ class Publisher:
                 on_success()
                 return
 
-    def drain(self, seconds: float) -> bool:
-        """Wait until all publications are done; whether they are. Failed ones are tried once more, then given up."""
+    def hurry(self) -> None:
+        """Wait no more between attempts, and give up what fails from now on."""
         self._closing.set()
-        with self._changed:
-            return self._changed.wait_for(lambda: self._running == 0, seconds)

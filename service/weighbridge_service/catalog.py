@@ -1,0 +1,370 @@
+"""Which models, versions and refs there are: what the store's heads say, and what this process knows beyond that."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, VersionFailed, WeighbridgeError
+from weighbridge.resources import REF_LATEST, REF_LIVE, Model, Verification, Version, VersionState
+from weighbridge_service.models import (
+    RegisteredModel,
+    files_key,
+    load_model,
+    model_for_registration,
+    registered,
+    summary_from_head,
+)
+from weighbridge_service.receiving import Receiving
+from weighbridge_storage.head import Head, HeadStore, VersionEntry, delete_ref, set_ref
+from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
+from weighbridge_storage.objects import ObjectStore
+from weighbridge_storage.versions import side_files, verify_version
+
+
+@dataclass
+class LiveVersion:
+    """A version of which this process knows more than the store: being received, ready, or failed.
+
+    Attributes:
+        receiving: how far it is.
+        client_of_request: which client opened it.
+        durable_time_ms: when it became durable; 0 if it is not.
+        publish_error: why the last attempt at making it durable failed.
+        gave_up: whether there will be no other attempt.
+    """
+
+    receiving: Receiving
+    client_of_request: str
+    durable_time_ms: int = 0
+    publish_error: WeighbridgeError | None = None
+    gave_up: bool = False
+
+    @property
+    def version(self) -> Version:
+        """The version as it stands now."""
+        version = self.receiving.version
+        if self.durable_time_ms:
+            return replace(version, state=VersionState.DURABLE, durable_time_ms=self.durable_time_ms)
+        if self.publish_error is not None:
+            error = self.publish_error
+            return replace(version, error=f"not durable yet: {error.message}", error_details=error.details)
+        return version
+
+
+class ModelState:
+    """What this process knows of one model. Guarded by the catalog's condition, but for `opening`.
+
+    Attributes:
+        model: its registration and what is derived from it.
+        versions: the versions it knows more of than the store, by number.
+        by_request: the newest of them for each request.
+        live: number of the newest version that is ready; 0 if none was since the process began.
+        opening: is held while a version is opened.
+    """
+
+    def __init__(self, model: RegisteredModel) -> None:
+        self.model = model
+        self.versions: dict[int, LiveVersion] = {}
+        self.by_request: dict[str, int] = {}
+        self.live: int = 0
+        self.opening = threading.Lock()
+
+
+class Catalog:
+    """Models, versions and refs. Thread-safe.
+
+    Args:
+        store: where they lie.
+
+    Attributes:
+        heads: the heads of all models.
+        changed: is notified whenever a version's state or a ref may have changed; guards the states of models.
+        stopping: set when the service goes down.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.heads = HeadStore(store)
+        self.changed = threading.Condition()
+        self.stopping = threading.Event()
+        self._states: dict[ModelName, ModelState] = {}
+
+    def register_model(self, name: str, files: Mapping[str, bytes], dtype: str = "") -> Model:
+        """Register a model, or replace its files where its tensors stay the same.
+
+        Raises:
+            InvalidArgument: the name, a file or the config is wrong, or its model type has no weight map.
+            FailedPrecondition: the model is registered with other tensors.
+        """
+        model_name = ModelName.parse(name)
+        model = model_for_registration(model_name, files, dtype)
+        found = self.heads.read(model_name)
+        if found is not None:
+            registered(found[0], model, files)  # refuse before anything is written
+        if found is None or found[0].files_id != model.files_id:
+            for file, content in files.items():
+                self.store.put(files_key(model_name, model.files_id, file), content, mode="overwrite")
+        head = self.heads.update(
+            model_name, lambda h: ((new := registered(h, model, files)), new), create=True
+        )
+        with self.changed:
+            state = self._states.get(model_name)
+            if state is None:
+                self._states[model_name] = ModelState(model)
+            elif state.model.files_id != model.files_id:
+                state.model = model
+        return summary_from_head(model_name, head, self.refs_of(model_name, head))
+
+    def get_model(self, name: str) -> Model:
+        """One model. Raises NotFound."""
+        model_name = ModelName.parse(name)
+        head = self.head(model_name)
+        return summary_from_head(model_name, head, self.refs_of(model_name, head))
+
+    def list_models(self, after: str = "", limit: int = 100) -> list[Model]:
+        """Up to ``limit`` models by name, from the one behind ``after`` on."""
+        names = [name for name in self.heads.list_models() if str(name) > after][:limit]
+        return [self.get_model(str(name)) for name in names]
+
+    def model_files(self, name: str, version: str = "") -> dict[str, bytes]:
+        """The files besides the weights that belong to a version, or as registered now."""
+        model_name = ModelName.parse(name)
+        head = self.head(model_name)
+        if version:
+            found = self.resolve(model_name, version, head)
+            if found.state is VersionState.DURABLE:
+                return side_files(self.store, model_name, found.number)
+        return {
+            file: self.store.get(files_key(model_name, head.files_id, file))[0]
+            for file in head.registration["files"]
+        }
+
+    def head(self, name: ModelName) -> Head:
+        """What the store says of a model. Raises NotFound."""
+        found = self.heads.read(name)
+        if found is None:
+            raise NotFound(
+                f"there is no model {name}",
+                fix="register it: weighbridge import HF_DIR NAMESPACE/NAME, or trainer.register_model",
+            )
+        return found[0]
+
+    def state(self, name: ModelName) -> ModelState:
+        """What this process knows of a model. Raises NotFound."""
+        with self.changed:
+            state = self._states.get(name)
+        if state is not None:
+            return state
+        model = load_model(self.store, name, self.head(name))
+        with self.changed:
+            return self._states.setdefault(name, ModelState(model))
+
+    def get_version(
+        self, name: str, version: str, wait_for: VersionState | None = None, seconds: float = 0.0
+    ) -> Version:
+        """One version, by number or ref; waits until it has reached a state, if one is given.
+
+        Raises:
+            NotFound: no such model or version.
+            VersionFailed: it failed instead.
+            DeadlineExceeded: not within ``seconds``.
+        """
+        model_name = ModelName.parse(name)
+        deadline = time.monotonic() + seconds
+        while True:
+            found = self.resolve(model_name, version, invisible=True)
+            if wait_for is None or _reached(found.state, wait_for):
+                return found
+            live = self.live(model_name, found.number)
+            if found.state is VersionState.FAILED or (live is not None and live.gave_up):
+                raise VersionFailed(f"{found} failed: {found.error}", details=found.error_details)
+            with self.changed:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded(f"{found} was not {wait_for.value} in time")
+                self.changed.wait(min(left, 1.0))
+
+    def list_versions(
+        self, name: str, *, before: int = 0, limit: int = 100, include_invisible: bool = False
+    ) -> list[Version]:
+        """Up to ``limit`` versions, newest first, from below number ``before`` on (0 begins with the newest)."""
+        model_name = ModelName.parse(name)
+        head = self.head(model_name)
+        found = {number: _from_entry(model_name, entry) for number, entry in head.versions.items()}
+        with self.changed:
+            state = self._states.get(model_name)
+            known = dict(state.versions) if state else {}
+        for number, live in known.items():
+            version = live.version
+            if number not in found and version.state is VersionState.DURABLE:
+                continue  # deleted since
+            if version.state.visible or include_invisible:
+                found[number] = version
+        numbers = sorted((n for n in found if not before or n < before), reverse=True)
+        return [found[number] for number in numbers[:limit]]
+
+    def watch_ref(self, name: str, ref: str, after: int, active: threading.Event) -> Iterator[Version]:
+        """The version a ref names, if it is another than ``after``, and each one it moves to.
+
+        Args:
+            name: the model.
+            ref: which ref; it need not exist yet.
+            after: the number seen last, 0 if none.
+            active: cleared when the caller has gone.
+
+        Raises:
+            NotFound: the model is not registered.
+            InvalidArgument: no ref can have this name.
+        """
+        model_name = ModelName.parse(name)
+        if ref not in RESERVED_REFS:
+            check_ref_name(ref)  # what no ref can be called would be waited for in vain
+        self.head(model_name)
+        last = after
+        while active.is_set() and not self.stopping.is_set():
+            try:
+                found: Version | None = self.resolve(model_name, ref)
+            except NotFound:
+                found = None
+            if found is not None and found.number != last:
+                last = found.number
+                yield found
+                continue
+            with self.changed:
+                # a tag can be moved by another process, which nothing here hears of: look again now and then
+                self.changed.wait(1.0)
+
+    def refs(self, name: str) -> dict[str, int]:
+        """Version number by ref."""
+        model_name = ModelName.parse(name)
+        return self.refs_of(model_name, self.head(model_name))
+
+    def set_ref(self, name: str, ref: str, version: str) -> Version:
+        """Let a tag name a durable version.
+
+        Raises:
+            InvalidArgument: the tag's name is not allowed.
+            NotFound: no such version.
+            FailedPrecondition: it is not durable yet.
+        """
+        model_name = ModelName.parse(name)
+        found = self.resolve(model_name, version)
+        if found.state is not VersionState.DURABLE:
+            raise FailedPrecondition(
+                f"{found} is not in the object store yet", fix="wait until it is durable"
+            )
+        self.heads.update(model_name, lambda head: (set_ref(head, ref, found.number), None))
+        self.notify()
+        return found
+
+    def delete_ref(self, name: str, ref: str) -> None:
+        """Take a tag away. Raises NotFound."""
+        self.heads.update(ModelName.parse(name), lambda head: (delete_ref(head, ref), None))
+        self.notify()
+
+    def verify(self, name: str, version: str) -> Verification:
+        """Compare a durable version's files with its manifest."""
+        model_name = ModelName.parse(name)
+        found = self.resolve(model_name, version)
+        if found.state is not VersionState.DURABLE:
+            raise FailedPrecondition(
+                f"{found} is not in the object store yet", fix="wait until it is durable"
+            )
+        return verify_version(self.store, model_name, found.number)
+
+    def refs_of(self, name: ModelName, head: Head) -> dict[str, int]:
+        """All refs of a model, those in its head and ``live``."""
+        refs = dict(head.refs)
+        with self.changed:
+            state = self._states.get(name)
+            live = max(state.live if state else 0, refs.get(REF_LATEST, 0))
+        if live:
+            refs[REF_LIVE] = live
+        return refs
+
+    def resolve(
+        self, name: ModelName, version: str, head: Head | None = None, *, invisible: bool = False
+    ) -> Version:
+        """The version of a number or a ref.
+
+        Args:
+            name: the model.
+            version: a number or a ref.
+            head: the model's head, if the caller has just read it.
+            invisible: also a version that is being received or has failed.
+
+        Raises:
+            NotFound: no such model, version or ref.
+            VersionFailed, FailedPrecondition: it is not visible.
+        """
+        head = head or self.head(name)
+        refs = self.refs_of(name, head)
+        if version.isascii() and version.isdigit() and len(version) <= 12:
+            number = int(version)
+        elif version in refs:
+            number = refs[version]
+        else:
+            raise NotFound(
+                f"{name} has no version or ref {version[:80]!r}",
+                fix=f"refs it has: {', '.join(sorted(refs)) or 'none yet'}; or name a version by number",
+            )
+        live = self.live(name, number)
+        if number in head.versions:
+            return live.version if live and live.durable_time_ms else _from_entry(name, head.versions[number])
+        if live is not None and (invisible or live.version.state.visible):
+            return live.version
+        if live is not None:
+            found = live.version
+            if found.state is VersionState.FAILED:
+                raise VersionFailed(f"{found} failed: {found.error}", details=found.error_details)
+            raise FailedPrecondition(f"{found} is not complete yet", fix="wait until it is ready")
+        raise NotFound(f"{name} has no version {number}")
+
+    def live(self, name: ModelName, number: int) -> LiveVersion | None:
+        """What this process knows of a version beyond the store."""
+        with self.changed:
+            state = self._states.get(name)
+            return state.versions.get(number) if state else None
+
+    def has_unfinished(self) -> bool:
+        """Whether a version is being received, or is ready and not durable yet."""
+        return any(
+            live.version.state is VersionState.RECEIVING
+            or (live.version.state is VersionState.READY and not live.gave_up)
+            for live in self.live_versions()
+        )
+
+    def count(self, state: VersionState) -> int:
+        """Versions in this state of which this process knows more than the store."""
+        return sum(live.version.state is state for live in self.live_versions())
+
+    def notify(self) -> None:
+        """Wake whoever waits for a version or a ref."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def live_versions(self) -> list[LiveVersion]:
+        """Versions that this process knows more of than the store."""
+        with self.changed:
+            return [live for state in self._states.values() for live in state.versions.values()]
+
+
+def _reached(state: VersionState, wanted: VersionState) -> bool:
+    order = (VersionState.RECEIVING, VersionState.READY, VersionState.DURABLE)
+    return state in order and wanted in order and order.index(state) >= order.index(wanted)
+
+
+def _from_entry(name: ModelName, entry: VersionEntry) -> Version:
+    return Version(
+        model=str(name),
+        number=entry.number,
+        state=VersionState.DURABLE,
+        step=entry.step,
+        run=entry.run,
+        tensor_bytes=entry.nbytes,
+        received_bytes=entry.nbytes,
+        create_time_ms=entry.created_ms,
+    )

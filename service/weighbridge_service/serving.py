@@ -1,0 +1,97 @@
+"""Giving versions out: slices for engines, shards for trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weighbridge.errors import FailedPrecondition
+from weighbridge.layouts import Layout
+from weighbridge.resources import Version, VersionState
+from weighbridge.safetensors_files import FilesLayout
+from weighbridge.slices import LayoutRequest
+from weighbridge_service.catalog import Catalog
+from weighbridge_service.models import Cache
+from weighbridge_service.parallel_plans import megatron_layout
+from weighbridge_service.reading import OpenVersion, Reading
+from weighbridge_service.transfers import Bytes
+from weighbridge_storage.names import ModelName
+from weighbridge_storage.versions import open_version
+
+_KEPT_OPEN = 16
+"""Durable versions whose files stay mapped after a pull."""
+
+
+class Serving:
+    """Versions on their way out. Thread-safe.
+
+    Args:
+        catalog: which versions there are.
+
+    Attributes:
+        bytes_out: bytes of weights that were sent.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._opened: Cache[tuple[FilesLayout, Mapping[str, Bytes]]] = Cache(_KEPT_OPEN)
+        self.bytes_out = 0
+
+    def plan_pull(self, name: str, version: str, request: LayoutRequest) -> tuple[Version, Layout]:
+        """Which version a pull would read, and which slices it would bring."""
+        model_name = ModelName.parse(name)
+        found = self._catalog.resolve(model_name, version)
+        return found, self._catalog.state(model_name).model.pull_layout(request)
+
+    def pull(self, name: str, version: str, request: LayoutRequest, offset: int) -> Reading:
+        """Slices of a version as a stream, from byte ``offset`` on."""
+        model_name = ModelName.parse(name)
+        model = self._catalog.state(model_name).model
+        layout = model.pull_layout(request)
+        opened = self._open(model_name, version)
+        try:
+            transfer = model.pull_transfer(opened.files.layout, layout)
+        except BaseException:
+            opened.close()
+            raise
+        return Reading(opened.version, layout, offset, opened, transfer)
+
+    def restore(self, name: str, version: str, layout: Layout, offset: int) -> Reading:
+        """The shards of a trainer rank as a stream, from byte ``offset`` on."""
+        model_name = ModelName.parse(name)
+        model = self._catalog.state(model_name).model
+        opened = self._open(model_name, version)
+        try:
+            transfer = model.restore_transfer(opened.files.layout, layout)
+        except BaseException:
+            opened.close()
+            raise
+        return Reading(opened.version, layout, offset, opened, transfer)
+
+    def open(self, name: str, version: str) -> OpenVersion:
+        """A visible version's bytes; close it after use."""
+        return self._open(ModelName.parse(name), version)
+
+    def describe_shards(self, name: str, tp_size: int, tp_rank: int, pp_size: int, pp_rank: int) -> Layout:
+        """The shards that a Megatron-core rank holds."""
+        model = self._catalog.state(ModelName.parse(name)).model
+        return megatron_layout(model.bridge, model.dtype, tp_size, tp_rank, pp_size, pp_rank)
+
+    def _open(self, name: ModelName, version: str) -> OpenVersion:
+        found = self._catalog.resolve(name, version)
+        state = self._catalog.state(name)
+        with self._catalog.changed:
+            live = state.versions.get(found.number)
+            image = live.receiving.image if live else None
+            if image is not None:
+                lease = image.lease()
+                return OpenVersion(found, state.model.files, image.read_only_buffers, lease)
+        if found.state is not VersionState.DURABLE:
+            found = self._catalog.resolve(name, str(found.number))  # it may have become durable since
+        if found.state is not VersionState.DURABLE:
+            raise FailedPrecondition(
+                f"{found} is no longer held: it could not be made durable and a newer one is live"
+            )
+        files, buffers = self._opened.get_or_make(
+            (name, found.number), lambda: open_version(self._catalog.store, name, found.number)
+        )
+        return OpenVersion(found, files, buffers)
