@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from tests.reference import tiny_config, tiny_model
 from tests.services import RunningService, running_service
 from weighbridge import EngineClient, TensorParallel, TrainerClient
-from weighbridge.prefetch import prefetched
 
 MODEL = "tests/large"
 
@@ -109,33 +108,3 @@ def test_a_push_and_a_pull_survive_cut_connections(
     for name, tensor in pulled.items():
         assert torch.equal(tensor, state[name]), name
     assert torch.equal(torch.cat([s["lm_head.weight"] for s in slices]), state["lm_head.weight"])
-
-
-def test_prefetching_keeps_the_order_and_raises_in_its_place() -> None:
-    def source() -> Iterator[int]:
-        yield from range(50)
-        raise ValueError("the end")
-
-    taken: list[int] = []
-    with pytest.raises(ValueError, match="the end"):
-        taken.extend(prefetched(source(), 3))
-    assert taken == list(range(50))
-
-
-def test_prefetching_stops_when_the_caller_does() -> None:
-    made = []
-    stopped = threading.Event()
-
-    def source() -> Iterator[int]:
-        try:
-            for number in range(10**9):
-                made.append(number)
-                yield number
-        finally:
-            stopped.set()
-
-    items = prefetched(source(), 3)
-    assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
-    items.close()  # type: ignore[attr-defined]
-    assert stopped.wait(5)
-    assert len(made) <= 9

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weighbridge import dtypes, hf_folder, rpc, safetensors_files, wire
+from weighbridge import dtypes, hf_folder, pieces, rpc, safetensors_files, wire
 from weighbridge.client import Client
 from weighbridge.errors import DataLoss
 from weighbridge.layouts import Layout, TensorSpec
@@ -65,11 +65,11 @@ class Pull:
             for index, tensor in writer.feed(data):
                 yield self.layout.placements[index].shard.tensor, tensor
 
-    def stream(self) -> Iterator[bytes]:
+    def stream(self) -> Iterator[memoryview]:
         """The bytes of the slices, one behind the other, checked, in pieces of about 1 MiB."""
 
-        def open_at(offset: int) -> Iterable[weight_service_pb2.PullResponse]:
-            return self._client._weights.Pull(
+        def open_at(offset: int) -> Iterable[pieces.Carried[weight_service_pb2.PullResponse]]:
+            return self._client._pull(
                 weight_service_pb2.PullRequest(
                     model=self.version.model,
                     version=str(self.version.number),
@@ -100,6 +100,22 @@ class EngineClient(Client):
     @cached_property
     def _weights(self) -> weight_service_pb2_grpc.WeightServiceStub:
         return weight_service_pb2_grpc.WeightServiceStub(self._channel)
+
+    @cached_property
+    def _pull(
+        self,
+    ) -> Callable[
+        [weight_service_pb2.PullRequest], Iterable[pieces.Carried[weight_service_pb2.PullResponse]]
+    ]:
+        method: Callable[
+            [weight_service_pb2.PullRequest], Iterable[pieces.Carried[weight_service_pb2.PullResponse]]
+        ]
+        method = self._channel.unary_stream(
+            "/weighbridge.v1.WeightService/Pull",
+            request_serializer=weight_service_pb2.PullRequest.SerializeToString,
+            response_deserializer=pieces.decoder(weight_service_pb2.PullResponse),
+        )
+        return method
 
     def pull(self, model: str, version: str | int = "latest", layout: LayoutRequest | None = None) -> Pull:
         """Pull slices of a version; only their bytes come over the wire.

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weighbridge.layouts import Layout, Placement
+from weighbridge.pieces import Buffer
 from weighbridge.tensor_stream import copy_out
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ Bytes = NDArray[np.uint8]
 class StreamSource(Protocol):
     """The bytes of a stream; they stay as they are until it is released."""
 
-    def read(self, start: int, stop: int) -> bytes:
+    def read(self, start: int, stop: int) -> Buffer:
         """Bytes ``start`` to ``stop`` of the stream."""
 
     def release(self) -> None:
@@ -76,8 +77,8 @@ class _Staged:
         self._buffer = buffer
         self._release = release
 
-    def read(self, start: int, stop: int) -> bytes:
-        return self._buffer[start:stop].tobytes()
+    def read(self, start: int, stop: int) -> Buffer:
+        return self._buffer[start:stop].data
 
     def release(self) -> None:
         self._release()
@@ -98,9 +99,9 @@ class MappedSource:
         self._places = [p for _, p in filled]
         self._files = files
 
-    def read(self, start: int, stop: int) -> bytes:
+    def read(self, start: int, stop: int) -> Buffer:
         """Bytes ``start`` to ``stop`` of the stream."""
-        parts = []
+        parts: list[memoryview] = []
         index = int(np.searchsorted(self._starts, start, side="right")) - 1
         while start < stop:
             place = self._places[index]
@@ -109,7 +110,7 @@ class MappedSource:
             parts.append(self._files[place.buffer][place.offset + into : place.offset + into + count].data)
             start += count
             index += 1
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def release(self) -> None:
         """Nothing is held."""

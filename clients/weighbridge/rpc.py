@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import xxhash
@@ -24,7 +24,8 @@ from weighbridge.errors import (
     Unavailable,
     WeighbridgeError,
 )
-from weighbridge.v1 import checkpoint_service_pb2
+from weighbridge.pieces import Carried
+from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 SERVER_VARIABLE = "WEIGHBRIDGE_SERVER"
@@ -34,7 +35,6 @@ MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either side accepts: a layout of some 500,000 shards, or a model's tokenizer."""
 CALL_SECONDS = 60.0
 """Deadline of calls that carry no weights."""
-_RETRIES = 8
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -43,32 +43,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # a service that is restarted is back within seconds
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
 T = TypeVar("T")
 
 
-class Piece(Protocol):
-    """What all messages that carry weights have."""
-
-    @property
-    def offset(self) -> int:
-        """Where in the stream it stands."""
-
-    @property
-    def data(self) -> bytes:
-        """Its bytes."""
-
-    @property
-    def checksum(self) -> int:
-        """XXH3, 64 bits, of the data."""
-
-    @property
-    def header(self) -> checkpoint_service_pb2.StreamHeader:
-        """What is being sent; only in the first message."""
-
-
-P = TypeVar("P", bound=Piece)
+P = TypeVar("P", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
 
 
 def server_address(server: str | None) -> str:
@@ -116,22 +99,48 @@ def _translate(error: Any, server: str) -> WeighbridgeError:
     return kind(f"the service at {server} answered {code.name}: {text}")
 
 
+class Patience:
+    """Growing pauses between tries, until nothing has come of them for too long.
+
+    Args:
+        seconds: how long to go on without success.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._tries = 0
+        self._failing_since = 0.0
+
+    def renew(self) -> None:
+        """A try has got on."""
+        self._tries = 0
+
+    def wait(self) -> bool:
+        """Pause before the next try; False, at once, if there should be none."""
+        now = time.monotonic()
+        if self._tries == 0:
+            self._failing_since = now
+        pause = min(0.1 * 2.0**self._tries, 3.0) * random.uniform(0.5, 1.0)
+        if now + pause > self._failing_since + self._seconds:
+            return False
+        self._tries += 1
+        time.sleep(pause)
+        return True
+
+
 def retried(call: Callable[[], T], *, seconds: float) -> T:
     """Repeat a call that is safe to repeat while the service cannot be reached, with growing pauses.
 
     Raises:
         WeighbridgeError: whatever the last try raised.
     """
-    deadline = time.monotonic() + seconds
-    for attempt in range(_RETRIES):
+    patience = Patience(seconds)
+    while True:
         try:
             return call()
         except Unavailable:
-            pause = min(0.1 * 2**attempt, 3.0) * random.uniform(0.5, 1.0)
-            if attempt == _RETRIES - 1 or time.monotonic() + pause > deadline:
+            if not patience.wait():
                 raise
-            time.sleep(pause)
-    raise AssertionError("unreachable")
 
 
 def checksum(data: bytes | memoryview) -> int:
@@ -139,27 +148,27 @@ def checksum(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def checked(piece: Piece, expected_offset: int) -> bytes:
+def checked(piece: Carried[P], expected_offset: int) -> memoryview:
     """The data of a piece, after checking that it is the one expected and arrived whole.
 
     Raises:
         DataLoss: it did not.
     """
-    data = piece.data
-    if piece.offset != expected_offset:
-        raise DataLoss(f"a piece for byte {piece.offset} came where byte {expected_offset} was due")
-    if checksum(data) != piece.checksum:
-        raise DataLoss(f"the piece at byte {piece.offset} does not agree with its checksum")
+    fields, data = piece.message, piece.data
+    if fields.offset != expected_offset:
+        raise DataLoss(f"a piece for byte {fields.offset} came where byte {expected_offset} was due")
+    if checksum(data) != fields.checksum:
+        raise DataLoss(f"the piece at byte {fields.offset} does not agree with its checksum")
     return data
 
 
 def resumed_stream(
-    open_at: Callable[[int], Iterable[P]],
+    open_at: Callable[[int], Iterable[Carried[P]]],
     server: str,
     *,
     on_header: Callable[[checkpoint_service_pb2.StreamHeader], None],
     retry_seconds: float,
-) -> Iterator[bytes]:
+) -> Iterator[memoryview]:
     """The pieces of a stream from the service, in order and checked; opened again where it broke.
 
     Args:
@@ -170,25 +179,20 @@ def resumed_stream(
     """
     position = 0
     total = -1
-    attempt = 0
-    stalled_since: float | None = None
+    patience = Patience(retry_seconds)
     while total < 0 or position < total:
         try:
             with translated_errors(server):
                 for piece in open_at(position):
-                    if piece.HasField("header"):  # type: ignore[attr-defined]
-                        total = piece.header.stream_bytes
-                        on_header(piece.header)
+                    if piece.message.HasField("header"):
+                        total = piece.message.header.stream_bytes
+                        on_header(piece.message.header)
                     data = checked(piece, position)
                     position += len(data)
-                    attempt, stalled_since = 0, None
+                    patience.renew()
                     yield data
             if position < total or total < 0:
                 raise DataLoss(f"the stream ended after {position} of {total} bytes")
         except (Unavailable, DataLoss):
-            stalled_since = stalled_since or time.monotonic()
-            pause = min(0.1 * 2**attempt, 3.0)
-            if attempt >= _RETRIES or time.monotonic() + pause > stalled_since + retry_seconds:
+            if not patience.wait():
                 raise
-            attempt += 1
-            time.sleep(pause)

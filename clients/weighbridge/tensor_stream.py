@@ -48,9 +48,9 @@ class StreamWriter:
         self._filled = 0
         self._current: tuple[torch.Tensor, torch.Tensor, NDArray[np.uint8]] | None = None
 
-    def feed(self, data: bytes) -> Iterator[tuple[int, torch.Tensor]]:
+    def feed(self, data: memoryview) -> Iterator[tuple[int, torch.Tensor]]:
         """Take the next bytes of the stream; gives each placement that they complete, and its tensor."""
-        rest = memoryview(data)
+        rest = data
         placements = self._layout.placements
         while self._next < len(placements):
             placement = placements[self._next]

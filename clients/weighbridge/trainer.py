@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weighbridge import hf_folder, rpc, safetensors_files, wire
+from weighbridge import hf_folder, pieces, rpc, safetensors_files, wire
 from weighbridge.client import Client
 from weighbridge.errors import DataLoss, Unavailable, WeighbridgeError
 from weighbridge.layouts import Layout
@@ -30,8 +30,6 @@ _DECLARE_SECONDS = 600.0
 """How long a rank waits for the other ranks to declare what they hold."""
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
-_STREAM_TRIES = 10
-"""Tries in a row, of a stream that breaks, in which nothing new arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +132,24 @@ class TrainerClient(Client):
     @cached_property
     def _checkpoints(self) -> checkpoint_service_pb2_grpc.CheckpointServiceStub:
         return checkpoint_service_pb2_grpc.CheckpointServiceStub(self._channel)
+
+    @cached_property
+    def _push(self) -> Callable[[Iterator[bytes]], pb.PushResponse]:
+        return self._channel.stream_unary(
+            "/weighbridge.v1.CheckpointService/Push",
+            request_serializer=bytes,  # they are encoded already
+            response_deserializer=pb.PushResponse.FromString,
+        )
+
+    @cached_property
+    def _restore(self) -> Callable[[pb.RestoreRequest], Iterable[pieces.Carried[pb.RestoreResponse]]]:
+        method: Callable[[pb.RestoreRequest], Iterable[pieces.Carried[pb.RestoreResponse]]]
+        method = self._channel.unary_stream(
+            "/weighbridge.v1.CheckpointService/Restore",
+            request_serializer=pb.RestoreRequest.SerializeToString,
+            response_deserializer=pieces.decoder(pb.RestoreResponse),
+        )
+        return method
 
     def register_model(self, model: str, hf_dir: str | Path, *, dtype: str = "") -> Model:
         """Register a model by a Hugging Face folder: its ``config.json``, tokenizer and so on, not its weights.
@@ -317,22 +333,22 @@ class TrainerClient(Client):
     def _stream(self, header: pb.PushHeader, source: StreamSource, total: int) -> None:
         """Stream all bytes; where it breaks, ask what has arrived and go on from there."""
         missing = [(0, total)] if total else []
-        tries = 0
+        patience = rpc.Patience(self.retry_seconds)
         while missing:
             try:
                 with rpc.translated_errors(self.server):
-                    self._checkpoints.Push(_messages(header, source, missing))
+                    self._push(_messages(header, source, missing))
                 return
             except (Unavailable, DataLoss):
-                if tries == _STREAM_TRIES:
+                if not patience.wait():
                     raise
-                time.sleep(min(0.1 * 2**tries, 3.0))
                 state = self._call(
                     self._checkpoints.GetPushState,
                     pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank),
                 )
                 before, missing = missing, list(_gaps([(r.start, r.end) for r in state.received], total))
-                tries = tries + 1 if missing == before else 0
+                if missing != before:
+                    patience.renew()
 
     def abort(self, model: str, number: int, reason: str = "aborted by the trainer") -> Version:
         """Give a version up that has not become visible yet."""
@@ -390,10 +406,10 @@ class TrainerClient(Client):
         message = wire.layout_to_proto(layout, wire.MEGATRON)
         resolved: list[Version] = []
 
-        def open_at(offset: int) -> Iterable[pb.RestoreResponse]:
+        def open_at(offset: int) -> Iterable[pieces.Carried[pb.RestoreResponse]]:
             # once the ref is resolved, a stream that is opened again stays with that version
             wanted = str(resolved[0].number) if resolved else str(version)
-            return self._checkpoints.Restore(
+            return self._restore(
                 pb.RestoreRequest(model=model, version=wanted, layout=message, offset=offset)
             )
 
@@ -424,12 +440,12 @@ class TrainerClient(Client):
 
 def _messages(
     header: pb.PushHeader, source: StreamSource, ranges: Sequence[tuple[int, int]]
-) -> Iterator[pb.PushRequest]:
-    yield pb.PushRequest(header=header)
+) -> Iterator[bytes]:
+    yield pb.PushRequest(header=header).SerializeToString()
     for start, end in ranges:
         for offset in range(start, end, rpc.MESSAGE_BYTES):
             data = source.read(offset, min(offset + rpc.MESSAGE_BYTES, end))
-            yield pb.PushRequest(offset=offset, data=data, checksum=rpc.checksum(data))
+            yield pieces.encode(pb.PushRequest(offset=offset, checksum=rpc.checksum(data)), data)
 
 
 def _gaps(received: Sequence[tuple[int, int]], total: int) -> Iterator[tuple[int, int]]:

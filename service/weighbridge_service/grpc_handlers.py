@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import grpc
 
-from weighbridge import rpc, wire
+from weighbridge import pieces, rpc, wire
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import (
     checkpoint_service_pb2,
@@ -185,15 +185,17 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
             stream_bytes=declared.stream_bytes,
         )
 
-    def Push(
-        self, request_iterator: Iterator[checkpoint_service_pb2.PushRequest], context: grpc.ServicerContext
+    def Push(  # type: ignore[override]
+        self,
+        request_iterator: Iterator[pieces.Carried[checkpoint_service_pb2.PushRequest]],
+        context: grpc.ServicerContext,
     ) -> checkpoint_service_pb2.PushResponse:
         first = next(request_iterator, None)
-        if first is None or not first.HasField("header"):
+        if first is None or not first.message.HasField("header"):
             raise InvalidArgument("the first message of a push has no header")
-        header = first.header
-        pieces = ((m.offset, m.data, m.checksum) for m in request_iterator)
-        count = self._intake.write(header.model, header.number, header.rank, header.client_id, pieces)
+        header = first.message.header
+        received = ((m.message.offset, m.data, m.message.checksum) for m in request_iterator)
+        count = self._intake.write(header.model, header.number, header.rank, header.client_id, received)
         return checkpoint_service_pb2.PushResponse(received_bytes=count)
 
     def GetPushState(
@@ -217,9 +219,9 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         version = self._intake.abort_version(request.model, request.number, request.reason)
         return checkpoint_service_pb2.AbortVersionResponse(version=wire.version_to_proto(version))
 
-    def Restore(
+    def Restore(  # type: ignore[override]
         self, request: checkpoint_service_pb2.RestoreRequest, context: grpc.ServicerContext
-    ) -> Iterator[checkpoint_service_pb2.RestoreResponse]:
+    ) -> Iterator[checkpoint_service_pb2.RestoreResponse | bytes]:
         if _space(request.layout.space) != MEGATRON:
             raise InvalidArgument("a layout to restore is in Megatron-core's tensor space")
         layout = wire.layout_from_proto(request.layout)
@@ -259,9 +261,9 @@ class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):
             stream_bytes=layout.nbytes,
         )
 
-    def Pull(
+    def Pull(  # type: ignore[override]
         self, request: weight_service_pb2.PullRequest, context: grpc.ServicerContext
-    ) -> Iterator[weight_service_pb2.PullResponse]:
+    ) -> Iterator[weight_service_pb2.PullResponse | bytes]:
         reading = self._serving.pull(
             request.model, request.version, wire.request_from_proto(request.layout), request.offset
         )
@@ -275,7 +277,7 @@ def _space(number: int) -> str:
     return str(space)
 
 
-def _stream(reading: Reading, response: type[R], serving: Serving) -> Iterator[R]:
+def _stream(reading: Reading, response: type[R], serving: Serving) -> Iterator[R | bytes]:
     header = checkpoint_service_pb2.StreamHeader(
         version=wire.version_to_proto(reading.version), stream_bytes=reading.layout.nbytes
     )
@@ -283,4 +285,4 @@ def _stream(reading: Reading, response: type[R], serving: Serving) -> Iterator[R
         yield response(header=header, offset=reading.offset, checksum=_NOTHING)
         for piece in reading.pieces():
             serving.bytes_out += len(piece.data)
-            yield response(offset=piece.offset, data=piece.data, checksum=piece.checksum)
+            yield pieces.encode(response(offset=piece.offset, checksum=piece.checksum), piece.data)

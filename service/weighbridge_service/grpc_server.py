@@ -18,6 +18,7 @@ from weighbridge.v1 import (
     weight_service_pb2,
     weight_service_pb2_grpc,
 )
+from weighbridge_service.grpc_carrying import CarryingInterceptor
 from weighbridge_service.grpc_errors import ErrorInterceptor
 from weighbridge_service.grpc_handlers import CheckpointHandlers, ModelHandlers, WeightHandlers
 from weighbridge_service.metrics import Metrics
@@ -46,7 +47,9 @@ class GrpcServer:
     def __init__(self, service: Weighbridge, metrics: Metrics, address: str) -> None:
         self._pool = ThreadPoolExecutor(service.config.grpc_workers, thread_name_prefix="grpc")
         self._server = grpc.server(
-            self._pool, interceptors=[ErrorInterceptor(metrics.count_call)], options=_OPTIONS
+            self._pool,
+            interceptors=[ErrorInterceptor(metrics.count_call), CarryingInterceptor()],
+            options=_OPTIONS,
         )
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelHandlers(service), self._server)
         checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(

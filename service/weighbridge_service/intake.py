@@ -221,7 +221,7 @@ class Intake:
         return Declared(False, prepared.assigned[rank], prepared.streams[rank].nbytes)
 
     def write(
-        self, name: str, number: int, rank: int, client_id: str, pieces: Iterator[tuple[int, bytes, int]]
+        self, name: str, number: int, rank: int, client_id: str, pieces: Iterator[tuple[int, memoryview, int]]
     ) -> int:
         """Take pieces of a rank's stream, as offset, data and checksum; how many bytes came."""
         _, receiving = self._receiving(name, number)

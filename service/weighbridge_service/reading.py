@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from weighbridge import rpc
 from weighbridge.errors import InvalidArgument
 from weighbridge.layouts import Layout
+from weighbridge.pieces import Buffer
 from weighbridge.resources import Version
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge_service.transfers import Bytes, Transfer
@@ -50,12 +51,12 @@ class Piece:
 
     Attributes:
         offset: where in the stream it stands.
-        data: its bytes.
+        data: its bytes; only valid until the next piece is taken.
         checksum: XXH3, 64 bits.
     """
 
     offset: int
-    data: bytes
+    data: Buffer
     checksum: int
 
 

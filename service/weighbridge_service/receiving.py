@@ -257,7 +257,7 @@ class Receiving:
                 return
         image.release()
 
-    def write(self, rank: int, client_id: str, offset: int, data: bytes, checksum: int) -> None:
+    def write(self, rank: int, client_id: str, offset: int, data: memoryview, checksum: int) -> None:
         """Take a piece of a rank's stream. One that has come before is left alone.
 
         Raises:

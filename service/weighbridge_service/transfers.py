@@ -100,16 +100,16 @@ class Transfer:
             else:
                 np.copyto(_view_file(piece, files), _view_stream(piece, stream))
 
-    def gather(self, offset: int, length: int, files: Mapping[str, Bytes]) -> bytes:
-        """A range of the stream, read from its places in the files."""
+    def gather(self, offset: int, length: int, files: Mapping[str, Bytes]) -> memoryview:
+        """A range of the stream, read from its places in the files; a view of them where it lies there in one run."""
         pieces = self._pieces(STREAM, offset, offset + length)
         if len(pieces) == 1 and pieces[0].dense and pieces[0].shape[0] == length:
             begin = pieces[0].file_offset
-            return files[pieces[0].file][begin : begin + length].tobytes()
+            return files[pieces[0].file][begin : begin + length].data
         stream = np.zeros(length, np.uint8) if self._has_zeros else np.empty(length, np.uint8)
         for piece in pieces:
             np.copyto(_view_stream(piece, stream), _view_file(piece, files))
-        return stream.tobytes()
+        return stream.data
 
     def _pieces(self, buffer: str, start: int, stop: int) -> tuple[_Piece, ...]:
         found = self._ranges.get((buffer, start, stop))
