@@ -5,6 +5,7 @@ Pure integer arithmetic on tuples; nothing here knows of dtypes, bytes or files.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,19 +93,38 @@ def _subtract_one(box: Box, other: Box) -> Iterator[Box]:
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
     """Two boxes that share elements, as ``(i, j, common part)``, or None if all are disjoint.
 
-    Sweeps along the first axis, so only boxes that meet there are compared.
+    Boxes are parted again and again, along whichever axis their ranges leave a cut free, so a grid of any size costs a
+    few sorts. Only boxes that no such cut can part are compared with each other.
     """
-    order = sorted(range(len(boxes)), key=lambda i: boxes[i].offset)
-    active: list[int] = []
-    for j in order:
-        start = boxes[j].offset[0] if boxes[j].offset else 0
-        active = [i for i in active if not boxes[i].offset or boxes[i].end[0] > start]
-        for i in active:
-            common = boxes[i].intersect(boxes[j])
-            if common is not None:
-                return min(i, j), max(i, j), common
-        active.append(j)
+    groups = [[index for index, box in enumerate(boxes) if box.volume]]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        for axis in range(len(boxes[group[0]].offset)):
+            parted = _parted(boxes, group, axis)
+            if len(parted) > 1:
+                groups += parted
+                break
+        else:
+            for i, j in itertools.combinations(group, 2):
+                common = boxes[i].intersect(boxes[j])
+                if common is not None:
+                    return i, j, common
     return None
+
+
+def _parted(boxes: Sequence[Box], group: Sequence[int], axis: int) -> list[list[int]]:
+    """The group, cut wherever a plane across the axis goes through no box."""
+    parted: list[list[int]] = []
+    reach = -1
+    for index in sorted(group, key=lambda i: boxes[i].offset[axis]):
+        start = boxes[index].offset[axis]
+        if start >= reach:
+            parted.append([])
+        parted[-1].append(index)
+        reach = max(reach, start + boxes[index].extent[axis])
+    return parted
 
 
 def row_major_boxes(extent: Sequence[int], start: int, stop: int) -> list[Box]:

@@ -19,6 +19,7 @@ from weighbridge.v1 import model_service_pb2, model_service_pb2_grpc, resources_
 T = TypeVar("T")
 _WAIT_SECONDS = 20.0
 """How long one call waits for a state before it is made again."""
+_PAUSE_SECONDS = 0.1
 
 
 class Client:
@@ -149,6 +150,7 @@ class Client:
             except DeadlineExceeded:
                 if on_progress is not None:
                     on_progress(self.version(model, version))
+                time.sleep(_PAUSE_SECONDS)  # the service may be too busy to let this call wait
                 continue
             if on_progress is not None:
                 on_progress(found)
@@ -186,15 +188,18 @@ class Client:
         attempt = 0
         failing_since: float | None = None
         while True:
-            call: Any = self._models.WatchRef(
-                model_service_pb2.WatchRefRequest(model=model, ref=ref, after=last)
-            )
+            call: Any = None
             try:
+                call = self._models.WatchRef(
+                    model_service_pb2.WatchRefRequest(model=model, ref=ref, after=last)
+                )
                 with rpc.translated_errors(self.server):
                     for response in call:
                         attempt, failing_since = 0, None
                         last = response.version.number
                         yield wire.version_from_proto(response.version)
+            except ValueError as error:  # grpc's word for a channel that was closed meanwhile
+                raise Unavailable("the client has been closed") from error
             except Unavailable:
                 failing_since = failing_since or time.monotonic()
                 if last == 0 and time.monotonic() - failing_since > self.retry_seconds:
@@ -202,7 +207,8 @@ class Client:
                 attempt += 1
                 time.sleep(min(0.1 * 2**attempt, 3.0))
             finally:
-                call.cancel()
+                if call is not None:
+                    call.cancel()
 
     def refs(self, model: str) -> dict[str, int]:
         """Version number by ref."""

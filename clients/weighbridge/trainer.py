@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from weighbridge import hf_folder, pieces, rpc, safetensors_files, wire
 from weighbridge.client import Client
-from weighbridge.errors import DataLoss, Unavailable, WeighbridgeError
+from weighbridge.errors import DataLoss, DeadlineExceeded, Unavailable, WeighbridgeError
 from weighbridge.layouts import Layout
 from weighbridge.push_sources import MappedSource, OpenSource, StagingPool, StreamSource
 from weighbridge.resources import Model, Version, VersionState
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _DECLARE_SECONDS = 600.0
 """How long a rank waits for the other ranks to declare what they hold."""
+_DECLARE_CALL_SECONDS = 10.0
+"""How long one call waits for that before it is made again."""
+_PAUSE_SECONDS = 0.1
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
 
@@ -304,11 +307,18 @@ class TrainerClient(Client):
         request = pb.DeclareLayoutRequest(
             model=model, number=number, rank=rank, client_id=self._client_id, digest=layout.digest
         )
-        response = self._call(self._checkpoints.DeclareLayout, request, seconds=_DECLARE_SECONDS)
-        if response.layout_needed:
+        give_up = time.monotonic() + _DECLARE_SECONDS
+        while True:
+            try:
+                response = self._call(self._checkpoints.DeclareLayout, request, seconds=_DECLARE_CALL_SECONDS)
+            except DeadlineExceeded:  # ranks are still missing; it names them
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            if not response.layout_needed:
+                return list(response.assigned)
             request.layout.CopyFrom(wire.layout_to_proto(layout, space))
-            response = self._call(self._checkpoints.DeclareLayout, request, seconds=_DECLARE_SECONDS)
-        return list(response.assigned)
 
     def _deliver(
         self, handle: PushHandle, header: pb.PushHeader, source: StreamSource, costs: tuple[float, float]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, VersionFailed, WeighbridgeError
+from weighbridge.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    VersionFailed,
+    WeighbridgeError,
+)
 from weighbridge.resources import REF_LATEST, REF_LIVE, Model, Verification, Version, VersionState
 from weighbridge_service.models import (
     RegisteredModel,
@@ -22,6 +30,8 @@ from weighbridge_storage.head import Head, HeadStore, VersionEntry, delete_ref, 
 from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
 from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.versions import side_files, verify_version
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -126,8 +136,14 @@ class Catalog:
 
     def list_models(self, after: str = "", limit: int = 100) -> list[Model]:
         """Up to ``limit`` models by name, from the one behind ``after`` on."""
-        names = [name for name in self.heads.list_models() if str(name) > after][:limit]
-        return [self.get_model(str(name)) for name in names]
+        found: list[Model] = []
+        for name in self.heads.list_models():
+            if str(name) > after and len(found) < limit:
+                try:
+                    found.append(self.get_model(str(name)))
+                except DataLoss as error:  # one damaged head must not hide the other models
+                    log.error("%s cannot be listed: %s", name, error)
+        return found
 
     def model_files(self, name: str, version: str = "") -> dict[str, bytes]:
         """The files besides the weights that belong to a version, or as registered now."""

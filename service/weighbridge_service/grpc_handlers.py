@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TypeVar
 
 import grpc
 
 from weighbridge import pieces, rpc, wire
-from weighbridge.errors import InvalidArgument
+from weighbridge.errors import InvalidArgument, ResourceExhausted
 from weighbridge.v1 import (
     checkpoint_service_pb2,
     checkpoint_service_pb2_grpc,
@@ -39,6 +39,44 @@ def _page(size: int) -> int:
     return min(size, _LARGEST_PAGE) if size > 0 else _PAGE
 
 
+class Places:
+    """How many calls may wait at one time: each keeps a thread, and others must be left to answer the rest.
+
+    Args:
+        workers: threads in all.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.waits = threading.BoundedSemaphore(max(workers // 2, 1))
+        self.watches = threading.BoundedSemaphore(max(workers // 4, 1))
+
+    @contextmanager
+    def waiting(self, context: grpc.ServicerContext, without: float) -> Iterator[float]:
+        """How long a call may wait for something; 0 if too many are waiting already: it can come again."""
+        free = self.waits.acquire(blocking=False)
+        try:
+            yield _patience(context, without) if free else 0.0
+        finally:
+            if free:
+                self.waits.release()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A place for a watch.
+
+        Raises:
+            ResourceExhausted: there is none left.
+        """
+        if not self.watches.acquire(blocking=False):
+            raise ResourceExhausted(
+                "there are too many watches on this service", fix="end some, or serve with more gRPC workers"
+            )
+        try:
+            yield
+        finally:
+            self.watches.release()
+
+
 def _patience(context: grpc.ServicerContext, without: float) -> float:
     """How long a call may wait: almost until its deadline, or ``without`` one."""
     left: float | None = context.time_remaining()  # None without a deadline, whatever the stubs say
@@ -48,8 +86,9 @@ def _patience(context: grpc.ServicerContext, without: float) -> float:
 class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
     """`ModelService`."""
 
-    def __init__(self, service: Weighbridge) -> None:
+    def __init__(self, service: Weighbridge, places: Places) -> None:
         self._catalog = service.catalog
+        self._places = places
 
     def RegisterModel(
         self, request: model_service_pb2.RegisterModelRequest, context: grpc.ServicerContext
@@ -87,9 +126,12 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
     def GetVersion(
         self, request: model_service_pb2.GetVersionRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.GetVersionResponse:
-        version = self._catalog.get_version(
-            request.model, request.version, wire.state_from_proto(request.wait_for), _patience(context, 60.0)
-        )
+        wanted = wire.state_from_proto(request.wait_for)
+        if wanted is None:
+            version = self._catalog.get_version(request.model, request.version)
+        else:
+            with self._places.waiting(context, 60.0) as seconds:
+                version = self._catalog.get_version(request.model, request.version, wanted, seconds)
         return model_service_pb2.GetVersionResponse(version=wire.version_to_proto(version))
 
     def ListVersions(
@@ -113,8 +155,9 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
         active = threading.Event()
         active.set()
         context.add_callback(active.clear)
-        for version in self._catalog.watch_ref(request.model, request.ref, request.after, active):
-            yield model_service_pb2.WatchRefResponse(version=wire.version_to_proto(version))
+        with self._places.watching():
+            for version in self._catalog.watch_ref(request.model, request.ref, request.after, active):
+                yield model_service_pb2.WatchRefResponse(version=wire.version_to_proto(version))
 
     def SetRef(
         self, request: model_service_pb2.SetRefRequest, context: grpc.ServicerContext
@@ -148,7 +191,8 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
 class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
     """`CheckpointService`."""
 
-    def __init__(self, service: Weighbridge) -> None:
+    def __init__(self, service: Weighbridge, places: Places) -> None:
+        self._places = places
         self._intake = service.intake
         self._serving = service.serving
 
@@ -169,16 +213,17 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         self, request: checkpoint_service_pb2.DeclareLayoutRequest, context: grpc.ServicerContext
     ) -> checkpoint_service_pb2.DeclareLayoutResponse:
         layout = wire.layout_from_proto(request.layout) if request.HasField("layout") else None
-        declared = self._intake.declare_layout(
-            request.model,
-            request.number,
-            request.rank,
-            request.client_id,
-            request.digest,
-            layout,
-            _space(request.layout.space) if layout else MEGATRON,
-            _patience(context, float("inf")),
-        )
+        with self._places.waiting(context, float("inf")) as seconds:
+            declared = self._intake.declare_layout(
+                request.model,
+                request.number,
+                request.rank,
+                request.client_id,
+                request.digest,
+                layout,
+                _space(request.layout.space) if layout else MEGATRON,
+                seconds,
+            )
         return checkpoint_service_pb2.DeclareLayoutResponse(
             layout_needed=declared.layout_needed,
             assigned=declared.assigned,

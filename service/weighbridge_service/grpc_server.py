@@ -20,7 +20,7 @@ from weighbridge.v1 import (
 )
 from weighbridge_service.grpc_carrying import CarryingInterceptor
 from weighbridge_service.grpc_errors import ErrorInterceptor
-from weighbridge_service.grpc_handlers import CheckpointHandlers, ModelHandlers, WeightHandlers
+from weighbridge_service.grpc_handlers import CheckpointHandlers, ModelHandlers, Places, WeightHandlers
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
 
@@ -51,9 +51,12 @@ class GrpcServer:
             interceptors=[ErrorInterceptor(metrics.count_call), CarryingInterceptor()],
             options=_OPTIONS,
         )
-        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelHandlers(service), self._server)
+        places = Places(service.config.grpc_workers)
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelHandlers(service, places), self._server
+        )
         checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(
-            CheckpointHandlers(service), self._server
+            CheckpointHandlers(service, places), self._server
         )
         weight_service_pb2_grpc.add_WeightServiceServicer_to_server(WeightHandlers(service), self._server)
         names = [

@@ -122,6 +122,7 @@ class Intake:
                 raise ResourceExhausted(
                     f"{receiving} versions are being received", fix="wait until one is done, or abort one"
                 )
+            model = state.model
             number = self._catalog.heads.update(model_name, allocate_version)
             version = Version(
                 model=name,
@@ -130,16 +131,16 @@ class Intake:
                 step=step,
                 run=run,
                 ranks=ranks,
-                tensor_bytes=state.model.files.layout.nbytes,
+                tensor_bytes=model.files.layout.nbytes,
                 create_time_ms=time.time_ns() // 1_000_000,
             )
             received = Receiving(
                 version,
                 request_id,
-                prepare=state.model.prepare,
-                acquire_image=lambda: self._acquire_image(state.model),
-                known=state.model.known_set,
-                on_end=lambda ended: self._on_end(state, ended),
+                prepare=model.prepare,
+                acquire_image=lambda: self._acquire_image(model),
+                known=model.known_set,
+                on_end=lambda ended: self._on_end(state, model, ended),
             )
             with self._catalog.changed:
                 state.versions[number] = LiveVersion(received, client_id)
@@ -250,7 +251,7 @@ class Intake:
         receiving.fail(VersionFailed(reason[:500] or "aborted"))
         return self._catalog.get_version(name, str(number))
 
-    def _on_end(self, state: ModelState, receiving: Receiving) -> None:
+    def _on_end(self, state: ModelState, model: RegisteredModel, receiving: Receiving) -> None:
         version, image = receiving.version, receiving.image
         if version.state is not VersionState.READY or image is None:
             log.warning("%s failed: %s", version, version.error)
@@ -260,7 +261,7 @@ class Intake:
         known = receiving.known_set
         with self._catalog.changed:
             if known is not None:
-                state.model.known_set = known
+                model.known_set = known
             state.live = max(state.live, version.number)
             live = state.versions[version.number]
             self._release_images(state)

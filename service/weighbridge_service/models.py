@@ -29,16 +29,24 @@ from weighbridge_storage.names import ModelName, check_file_name
 from weighbridge_storage.objects import ObjectStore
 
 V = TypeVar("V")
-_KEPT_LAYOUTS = 4096
+_KEPT_SHARDS = 2_000_000
+"""Shards of declared layouts, and slices of pulls, that a model remembers: some 1 KB each."""
 _KEPT_PLANS = 64
 MEGATRON, HUGGING_FACE = "megatron", "hugging_face"
 
 
 class Cache(Generic[V]):
-    """The values used last, by key. Thread-safe; a value that two threads miss at once may be made twice."""
+    """The values used last, by key. Thread-safe; a value that two threads miss at once may be made twice.
 
-    def __init__(self, kept: int) -> None:
+    Args:
+        kept: what the values may weigh together; one value is kept whatever it weighs.
+        weigh: what a value weighs; by default each weighs 1.
+    """
+
+    def __init__(self, kept: int, weigh: Callable[[V], int] = lambda _value: 1) -> None:
         self._kept = kept
+        self._weigh = weigh
+        self._weight = 0
         self._lock = threading.Lock()
         self._values: OrderedDict[Hashable, V] = OrderedDict()
 
@@ -52,10 +60,13 @@ class Cache(Generic[V]):
     def put(self, key: Hashable, value: V) -> None:
         """Keep a value; the one that was not used for longest goes if there are too many."""
         with self._lock:
+            there = self._values.pop(key, None)
+            if there is not None:
+                self._weight -= self._weigh(there)
             self._values[key] = value
-            self._values.move_to_end(key)
-            while len(self._values) > self._kept:
-                self._values.popitem(last=False)
+            self._weight += self._weigh(value)
+            while self._weight > self._kept and len(self._values) > 1:
+                self._weight -= self._weigh(self._values.popitem(last=False)[1])
 
     def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
         """The value, made now if it is not there."""
@@ -82,10 +93,12 @@ class RegisteredModel:
         self.files_id = files_id
         self.config_json = config_json
         self.known_set: KnownSet | None = None
-        self._layouts: Cache[tuple[str, Layout]] = Cache(_KEPT_LAYOUTS)
+        self._layouts: Cache[tuple[str, Layout]] = Cache(
+            _KEPT_SHARDS, lambda entry: 1 + len(entry[1].placements)
+        )
         self._pushes: Cache[PreparedPush] = Cache(4)
         self._reads: Cache[Transfer] = Cache(_KEPT_PLANS)
-        self._requests: Cache[Layout] = Cache(_KEPT_PLANS)
+        self._requests: Cache[Layout] = Cache(_KEPT_SHARDS // 4, lambda layout: 1 + len(layout.placements))
 
     @cached_property
     def bridge(self) -> Bridge:

@@ -1,0 +1,82 @@
+"""Do more ranks and watchers than the service has threads still get along?"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.reference import tiny_config, tiny_model
+from tests.services import running_service
+from weighbridge import EngineClient, TrainerClient, dtypes, wire
+from weighbridge.boxes import Box
+from weighbridge.errors import ResourceExhausted
+from weighbridge.layouts import Layout, Shard, TensorSpec
+from weighbridge.push_sources import StagingPool, StreamSource
+from weighbridge_service.bridges import bridge_for
+from weighbridge_service.weight_maps import hugging_face_specs
+
+MODEL = "tests/many"
+RANKS, WORKERS = 24, 6
+
+
+@pytest.mark.parametrize("workers", [WORKERS])
+def test_more_ranks_than_threads_can_push_one_version(tmp_path: Path, workers: int) -> None:
+    model = tiny_model(tiny_config("llama", tied=False), seed=3)
+    model.save_pretrained(tmp_path / "hf")
+    state = model.state_dict()
+    bridge = bridge_for((tmp_path / "hf" / "config.json").read_bytes())
+    specs = list(hugging_face_specs(bridge, dtypes.parse("fp32")).values())
+
+    def rank_push(rank: int, address: str) -> int:
+        mine: list[TensorSpec] = specs[rank::RANKS]
+        layout = Layout.stream(mine, [Shard(s.name, Box.whole(s.shape)) for s in mine])
+        staging = StagingPool()
+
+        def stage(indexes: list[int], stream: Layout) -> StreamSource:
+            return staging.stage(stream, [state[mine[i].name] for i in indexes])
+
+        with TrainerClient(address) as trainer:
+            handle = trainer.push_shards(
+                MODEL, layout, wire.HUGGING_FACE, stage, step=1, rank=rank, world_size=RANKS
+            )
+            return handle.wait(timeout=60).number
+
+    with running_service(tmp_path / "store", grpc_workers=workers) as running:
+        TrainerClient(running.address).register_model(MODEL, tmp_path / "hf")
+        with ThreadPoolExecutor(RANKS) as ranks:
+            numbers = set(ranks.map(rank_push, range(RANKS), [running.address] * RANKS))
+        assert len(numbers) == 1
+        with EngineClient(running.address) as engine:
+            for name, tensor in engine.pull(MODEL, numbers.pop()):
+                assert torch.equal(tensor, state[name]), name
+
+
+def test_watches_cannot_take_all_threads(tmp_path: Path) -> None:
+    model = tiny_model(tiny_config("llama", tied=False), seed=3)
+    model.save_pretrained(tmp_path / "hf")
+    with (
+        running_service(tmp_path / "store", grpc_workers=8) as running,
+        EngineClient(running.address) as engine,
+    ):
+        TrainerClient(running.address).register_model(MODEL, tmp_path / "hf")
+        refused = threading.Semaphore(0)
+
+        def watch() -> None:
+            try:
+                for _ in engine.watch(MODEL, "live"):
+                    return
+            except ResourceExhausted:
+                refused.release()
+
+        watchers = [threading.Thread(target=watch) for _ in range(6)]
+        for each in watchers:
+            each.start()
+        assert all(refused.acquire(timeout=20) for _ in range(4))  # a quarter of eight may watch
+        TrainerClient(running.address).push_folder(MODEL, tmp_path / "hf").wait(timeout=30)
+        for each in watchers:
+            each.join(20)
+        assert not any(each.is_alive() for each in watchers)
