@@ -25,7 +25,8 @@ from tests.services import RunningService, running_service
 from weighbridge import TrainerClient
 from weighbridge_service import exports as exports_module
 from weighbridge_service.exports import Exports
-from weighbridge_service.http_app import MAX_BODY_BYTES, create_app
+from weighbridge_service.http_app import create_app
+from weighbridge_service.http_problems import MAX_BODY_BYTES
 from weighbridge_service.server import HttpServer
 
 MODEL = "tests/smol"

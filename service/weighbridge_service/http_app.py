@@ -6,274 +6,40 @@ wrong is answered with a problem document (RFC 9457).
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Path, Query, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weighbridge.errors import InvalidArgument, NotFound, Unavailable, WeighbridgeError
-from weighbridge.resources import VersionState
-from weighbridge_service.exports import Exports, ExportState
+from weighbridge.errors import Unavailable, WeighbridgeError
+from weighbridge_service.exports import Exports
+from weighbridge_service.http_problems import BodyLimit, Problem, on_error
+from weighbridge_service.http_resources import (
+    ExportIn,
+    ExportOut,
+    ExportsOut,
+    ModelOut,
+    ModelsOut,
+    RefsOut,
+    SetRefIn,
+    StatusOut,
+    VerificationOut,
+    VersionOut,
+    VersionsOut,
+)
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
 
-MAX_BODY_BYTES = 1 << 20
 _PAGE = 100
 _LARGEST_PAGE = 1000
-_MOST_FIELDS = 20
-_HTTP_REASONS = {
-    400: (InvalidArgument.reason, ""),
-    404: (NotFound.reason, "/docs lists all endpoints"),
-    405: ("METHOD_NOT_ALLOWED", "/docs lists all endpoints"),
-    413: ("BODY_TOO_LARGE", "leave out what the request does not need"),
-}
-"""Reason and fix for what the framework itself refuses."""
 _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
-
-
-# -- what is sent and received ---------------------------------------------------------------------------------------
-
-
-class _Out(BaseModel):
-    model_config = ConfigDict(from_attributes=True, protected_namespaces=())
-
-
-class _In(BaseModel):
-    # a member that does not exist is a slip that should be seen
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-
-VersionField = Annotated[
-    str, Field(description="A number or a ref.", max_length=128, coerce_numbers_to_str=True, examples=["17"])
-]
-
-
-class ModelOut(_Out):
-    """A registered model."""
-
-    name: str = Field(description="`namespace/name`.", examples=["acme/smol"])
-    model_type: str = Field(description="Of the Hugging Face config.", examples=["llama"])
-    dtype: str = Field(description="Of the weights, in safetensors' name.", examples=["BF16"])
-    tensor_count: int = Field(description="Number of tensors.")
-    tensor_bytes: int = Field(description="Bytes of all tensors together.")
-    files: list[str] = Field(description="Files that belong to the model besides its weights.")
-    refs: dict[str, int] = Field(description="Version number by ref.", examples=[{"latest": 17, "live": 18}])
-
-
-class ModelsOut(_Out):
-    """A page of models."""
-
-    models: list[ModelOut] = Field(description="Models, by name.")
-
-
-class VersionOut(_Out):
-    """A version of a model."""
-
-    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
-    number: int = Field(description="Unique and increasing within the model.", examples=[17])
-    state: VersionState = Field(description="Engines can pull versions that are `ready` or `durable`.")
-    step: int = Field(description="The trainer's step.")
-    run: str = Field(description="The trainer's run.")
-    ranks: int = Field(description="Trainer ranks that push it; 0 where that is no longer known.")
-    sealed_ranks: int = Field(description="Ranks that have pushed all they hold.")
-    tensor_bytes: int = Field(description="Bytes of all tensors together.")
-    received_bytes: int = Field(description="Bytes of them that have arrived.")
-    create_time_ms: int = Field(description="Unix time in milliseconds.")
-    ready_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
-    durable_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
-    error: str = Field(description="Why it failed, or is not durable yet; empty if all is well.")
-    error_details: list[str] = Field(description="One line for each tensor, box or rank concerned.")
-
-
-class VersionsOut(_Out):
-    """A page of versions."""
-
-    versions: list[VersionOut] = Field(description="Versions, newest first.")
-
-
-class RefsOut(_Out):
-    """The refs of a model."""
-
-    refs: dict[str, int] = Field(
-        description="Version number by ref. `live` and `latest` move by themselves; the others are tags.",
-        examples=[{"latest": 17, "live": 18, "prod": 12}],
-    )
-
-
-class SetRefIn(_In):
-    """Which version a tag shall name."""
-
-    version: VersionField
-
-
-class VerificationOut(_Out):
-    """What comparing a version's files with its manifest gave."""
-
-    number: int = Field(description="The version.")
-    tensors_checked: int = Field(description="Tensors whose digests were compared.")
-    bytes_checked: int = Field(description="Bytes read.")
-    problems: list[str] = Field(
-        description="One line for each file or tensor that differs; empty if all is well."
-    )
-
-
-class ExportIn(_In):
-    """Which version to write as a Hugging Face folder, and how."""
-
-    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
-    version: VersionField = "latest"
-    folder: str | None = Field(
-        None,
-        description="Where, relative to the service's folder for exports; by default a new folder named after the "
-        "model and the version.",
-        examples=["smol-bf16"],
-    )
-    dtype: str | None = Field(
-        None, description="Cast floating-point tensors; by default they stay as they are.", examples=["bf16"]
-    )
-    max_shard_bytes: int | None = Field(
-        None, description="Largest safetensors file, in bytes; by default 5 GB.", ge=1, le=1 << 62
-    )
-
-
-class ExportOut(_Out):
-    """An export as it stands."""
-
-    id: str = Field(description="Names the job.")
-    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
-    number: int = Field(description="The version that is written.", examples=[17])
-    folder: str = Field(
-        description="Where the service writes it. It is there once the job is done, and not before."
-    )
-    state: ExportState = Field(description="The last three are final.")
-    bytes_done: int = Field(description="Bytes of weights written so far.")
-    bytes_total: int = Field(description="Bytes of weights to write; 0 until it runs.")
-    error: str = Field(description="Why it failed; empty otherwise.")
-    create_time_ms: int = Field(description="Unix time in milliseconds.")
-    end_time_ms: int = Field(description="Unix time in milliseconds; 0 if it has not ended.")
-
-
-class ExportsOut(_Out):
-    """The exports that are remembered."""
-
-    exports: list[ExportOut] = Field(description="Exports, newest first.")
-
-
-class StatusOut(_Out):
-    """An answer to a probe."""
-
-    status: str = Field(examples=["ok"])
-
-
-class Problem(BaseModel):
-    """A problem document (RFC 9457)."""
-
-    type: str = Field(description="What kind of problem; the same for all of its kind.")
-    title: str = Field(description="The kind in words.")
-    status: int = Field(description="The HTTP status.")
-    detail: str = Field(description="What is wrong, in one sentence.")
-    fix: str = Field(description="What the caller can do about it; may be empty.")
-    details: list[str] = Field(description="One line for each field, tensor or other thing concerned.")
-
-
-# -- problems --------------------------------------------------------------------------------------------------------
-
-
-class _ProblemResponse(Response):
-    media_type = "application/problem+json"
-
-    def __init__(
-        self,
-        reason: str,
-        status: int,
-        detail: str,
-        *,
-        fix: str = "",
-        details: Sequence[str] = (),
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        problem = Problem(
-            type=f"urn:weighbridge:error:{reason.lower()}",
-            title=reason.replace("_", " ").capitalize(),
-            status=status,
-            detail=detail,
-            fix=fix,
-            details=list(details),
-        )
-        # ASCII only: what is quoted from a request need not be valid Unicode
-        super().__init__(json.dumps(problem.model_dump()), status, headers)
-
-
-async def _on_error(_: Request, error: Exception) -> Response:
-    """What is raised on purpose says what is wrong; anything else says nothing of the service's inside."""
-    if isinstance(error, WeighbridgeError):
-        return _ProblemResponse(
-            error.reason, error.http_status, error.message, fix=error.fix, details=error.details
-        )
-    if isinstance(error, RequestValidationError):
-        lines = [
-            f"{'.'.join(str(part)[:80] for part in each['loc'][:8])}: {each['msg'][:200]}"
-            for each in error.errors()
-        ]
-        return _ProblemResponse(
-            InvalidArgument.reason,
-            InvalidArgument.http_status,
-            "the request is not what this endpoint takes",
-            fix="/docs describes all requests",
-            details=lines[:_MOST_FIELDS],
-        )
-    if isinstance(error, HTTPException):
-        reason, fix = _HTTP_REASONS.get(error.status_code, ("HTTP_ERROR", ""))
-        return _ProblemResponse(reason, error.status_code, error.detail, fix=fix, headers=error.headers)
-    return _ProblemResponse(
-        WeighbridgeError.reason,
-        WeighbridgeError.http_status,
-        "the service failed",
-        fix="its log says more",
-    )
-
-
-class _BodyLimit:
-    """Refuses requests whose bodies are too large: by what they announce, or when they turn out to be."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        announced = Headers(scope=scope).get("content-length", "0") if scope["type"] == "http" else "0"
-        if len(announced) > len(str(MAX_BODY_BYTES)) or int(announced) > MAX_BODY_BYTES:
-            refusal = await _on_error(Request(scope), _too_large())
-            await refusal(scope, receive, send)
-            return
-        count = 0
-
-        async def limited() -> Message:
-            nonlocal count
-            message = await receive()
-            count += len(message.get("body", b""))
-            if count > MAX_BODY_BYTES:
-                raise _too_large()
-            return message
-
-        await self._app(scope, limited, send)
-
-
-def _too_large() -> HTTPException:
-    return HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-
-
-# -- endpoints -------------------------------------------------------------------------------------------------------
 
 Namespace = Annotated[str, Path(description="First half of the model's name.", examples=["acme"])]
 Name = Annotated[str, Path(description="Second half of the model's name.", examples=["smol"])]
@@ -462,13 +228,13 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics) -> Fast
         generate_unique_id_function=_operation_id,
         redirect_slashes=False,
         exception_handlers={
-            WeighbridgeError: _on_error,
-            RequestValidationError: _on_error,
-            HTTPException: _on_error,
-            Exception: _on_error,
+            WeighbridgeError: on_error,
+            RequestValidationError: on_error,
+            HTTPException: on_error,
+            Exception: on_error,
         },
     )
-    app.add_middleware(_BodyLimit)
+    app.add_middleware(BodyLimit)
     app.include_router(_models_router(service))
     app.include_router(_exports_router(exports))
     app.include_router(_operations_router(service, metrics))

@@ -20,7 +20,8 @@ from weighbridge.slices import LayoutRequest
 from weighbridge_service.bridges import Bridge, bridge_for, parse_config
 from weighbridge_service.parallel_plans import engine_layout
 from weighbridge_service.planning import make_plan
-from weighbridge_service.receiving import KnownSet, PreparedPush, prepare_push
+from weighbridge_service.preparing import PreparedPush, prepare_push
+from weighbridge_service.receiving import KnownSet
 from weighbridge_service.relations import Link, identity_links
 from weighbridge_service.transfers import Transfer
 from weighbridge_service.weight_maps import derive_weight_map, hugging_face_specs

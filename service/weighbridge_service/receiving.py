@@ -17,46 +17,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from weighbridge import rpc
-from weighbridge.boxes import Box
 from weighbridge.errors import (
     AlreadyExists,
     DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
-    LayoutError,
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.resources import Version, VersionState
-from weighbridge.safetensors_files import FilesLayout
-from weighbridge_service.planning import join_streams, make_plan, share_out
+from weighbridge_service.preparing import PreparedPush
 from weighbridge_service.ranges import RangeSet
-from weighbridge_service.relations import Link
-from weighbridge_service.transfers import Bytes, Transfer
+from weighbridge_service.transfers import Bytes
 from weighbridge_storage.images import Image
 
 _NAMED = 20
-
-
-@dataclass(frozen=True)
-class PreparedPush:
-    """What a set of layouts leads to; the same for every version that is pushed with them.
-
-    Attributes:
-        assigned: for each rank, the indexes of the shards it pushes.
-        streams: for each rank, the layout of its stream.
-        transfer: from the streams, in buffers named like the ranks, to the files.
-    """
-
-    assigned: Mapping[int, tuple[int, ...]]
-    streams: Mapping[int, Layout]
-    transfer: Transfer
-
-
-Relate = Callable[[Mapping[str, TensorSpec]], tuple[Sequence[Link], Sequence[tuple[str, Box]]]]
-"""Gives links and padding between the ranks' tensor space and the files'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,34 +399,3 @@ class Receiving:
 
     def _touch(self) -> None:
         self._last_activity = time.monotonic()
-
-
-def prepare_push(
-    layouts: Sequence[Layout],
-    files: FilesLayout,
-    relate: Relate,
-) -> PreparedPush:
-    """Share the shards out, plan the copies into the files, and prove that they cover every byte exactly once.
-
-    Args:
-        layouts: of all ranks, in their order.
-        files: what is to be written.
-        relate: gives links and padding between the ranks' tensor space and the files'.
-
-    Raises:
-        LayoutError: names the tensors and boxes that are wrong, missing or there twice.
-    """
-    by_rank = dict(enumerate(layouts))
-    assigned = share_out(by_rank)
-    streams = {rank: layout.select(assigned[rank]) for rank, layout in by_rank.items()}
-    source = join_streams(streams)
-    links, padding = relate(source.tensors)
-    try:
-        plan = make_plan(source, files.layout, links, padding=padding, use_all=True)
-    except LayoutError as error:
-        raise LayoutError(
-            f"the ranks together do not hold the model: {error.message}",
-            details=error.details,
-            fix="every rank pushes all that its sharded_state_dict() holds; check world_size",
-        ) from error
-    return PreparedPush(assigned, streams, Transfer(plan, scatter=True))

@@ -1,0 +1,122 @@
+"""How the HTTP face says what is wrong: RFC 9457 problem documents, for our own errors and for what the framework refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weighbridge.errors import InvalidArgument, NotFound, WeighbridgeError
+
+MAX_BODY_BYTES = 1 << 20
+_MOST_FIELDS = 20
+_HTTP_REASONS = {
+    400: (InvalidArgument.reason, ""),
+    404: (NotFound.reason, "/docs lists all endpoints"),
+    405: ("METHOD_NOT_ALLOWED", "/docs lists all endpoints"),
+    413: ("BODY_TOO_LARGE", "leave out what the request does not need"),
+}
+"""Reason and fix for what the framework itself refuses."""
+
+
+class Problem(BaseModel):
+    """A problem document (RFC 9457)."""
+
+    type: str = Field(description="What kind of problem; the same for all of its kind.")
+    title: str = Field(description="The kind in words.")
+    status: int = Field(description="The HTTP status.")
+    detail: str = Field(description="What is wrong, in one sentence.")
+    fix: str = Field(description="What the caller can do about it; may be empty.")
+    details: list[str] = Field(description="One line for each field, tensor or other thing concerned.")
+
+
+class ProblemResponse(Response):
+    """A problem document as a response."""
+
+    media_type = "application/problem+json"
+
+    def __init__(
+        self,
+        reason: str,
+        status: int,
+        detail: str,
+        *,
+        fix: str = "",
+        details: Sequence[str] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        problem = Problem(
+            type=f"urn:weighbridge:error:{reason.lower()}",
+            title=reason.replace("_", " ").capitalize(),
+            status=status,
+            detail=detail,
+            fix=fix,
+            details=list(details),
+        )
+        # ASCII only: what is quoted from a request need not be valid Unicode
+        super().__init__(json.dumps(problem.model_dump()), status, headers)
+
+
+async def on_error(_: Request, error: Exception) -> Response:
+    """What is raised on purpose says what is wrong; anything else says nothing of the service's inside."""
+    if isinstance(error, WeighbridgeError):
+        return ProblemResponse(
+            error.reason, error.http_status, error.message, fix=error.fix, details=error.details
+        )
+    if isinstance(error, RequestValidationError):
+        lines = [
+            f"{'.'.join(str(part)[:80] for part in each['loc'][:8])}: {each['msg'][:200]}"
+            for each in error.errors()
+        ]
+        return ProblemResponse(
+            InvalidArgument.reason,
+            InvalidArgument.http_status,
+            "the request is not what this endpoint takes",
+            fix="/docs describes all requests",
+            details=lines[:_MOST_FIELDS],
+        )
+    if isinstance(error, HTTPException):
+        reason, fix = _HTTP_REASONS.get(error.status_code, ("HTTP_ERROR", ""))
+        return ProblemResponse(reason, error.status_code, error.detail, fix=fix, headers=error.headers)
+    return ProblemResponse(
+        WeighbridgeError.reason,
+        WeighbridgeError.http_status,
+        "the service failed",
+        fix="its log says more",
+    )
+
+
+class BodyLimit:
+    """Refuses requests whose bodies are too large: by what they announce, or when they turn out to be."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        announced = Headers(scope=scope).get("content-length", "0") if scope["type"] == "http" else "0"
+        if len(announced) > len(str(MAX_BODY_BYTES)) or int(announced) > MAX_BODY_BYTES:
+            refusal = await on_error(Request(scope), _too_large())
+            await refusal(scope, receive, send)
+            return
+        count = 0
+
+        async def limited() -> Message:
+            nonlocal count
+            message = await receive()
+            count += len(message.get("body", b""))
+            if count > MAX_BODY_BYTES:
+                raise _too_large()
+            return message
+
+        await self._app(scope, limited, send)
+
+
+def _too_large() -> HTTPException:
+    return HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")

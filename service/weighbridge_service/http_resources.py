@@ -1,0 +1,141 @@
+"""What the HTTP face sends and receives."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from weighbridge.resources import VersionState
+from weighbridge_service.exports import ExportState
+
+
+class _Out(BaseModel):
+    model_config = ConfigDict(from_attributes=True, protected_namespaces=())
+
+
+class _In(BaseModel):
+    # a member that does not exist is a slip that should be seen
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+VersionField = Annotated[
+    str, Field(description="A number or a ref.", max_length=128, coerce_numbers_to_str=True, examples=["17"])
+]
+
+
+class ModelOut(_Out):
+    """A registered model."""
+
+    name: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    model_type: str = Field(description="Of the Hugging Face config.", examples=["llama"])
+    dtype: str = Field(description="Of the weights, in safetensors' name.", examples=["BF16"])
+    tensor_count: int = Field(description="Number of tensors.")
+    tensor_bytes: int = Field(description="Bytes of all tensors together.")
+    files: list[str] = Field(description="Files that belong to the model besides its weights.")
+    refs: dict[str, int] = Field(description="Version number by ref.", examples=[{"latest": 17, "live": 18}])
+
+
+class ModelsOut(_Out):
+    """A page of models."""
+
+    models: list[ModelOut] = Field(description="Models, by name.")
+
+
+class VersionOut(_Out):
+    """A version of a model."""
+
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    number: int = Field(description="Unique and increasing within the model.", examples=[17])
+    state: VersionState = Field(description="Engines can pull versions that are `ready` or `durable`.")
+    step: int = Field(description="The trainer's step.")
+    run: str = Field(description="The trainer's run.")
+    ranks: int = Field(description="Trainer ranks that push it; 0 where that is no longer known.")
+    sealed_ranks: int = Field(description="Ranks that have pushed all they hold.")
+    tensor_bytes: int = Field(description="Bytes of all tensors together.")
+    received_bytes: int = Field(description="Bytes of them that have arrived.")
+    create_time_ms: int = Field(description="Unix time in milliseconds.")
+    ready_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
+    durable_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
+    error: str = Field(description="Why it failed, or is not durable yet; empty if all is well.")
+    error_details: list[str] = Field(description="One line for each tensor, box or rank concerned.")
+
+
+class VersionsOut(_Out):
+    """A page of versions."""
+
+    versions: list[VersionOut] = Field(description="Versions, newest first.")
+
+
+class RefsOut(_Out):
+    """The refs of a model."""
+
+    refs: dict[str, int] = Field(
+        description="Version number by ref. `live` and `latest` move by themselves; the others are tags.",
+        examples=[{"latest": 17, "live": 18, "prod": 12}],
+    )
+
+
+class SetRefIn(_In):
+    """Which version a tag shall name."""
+
+    version: VersionField
+
+
+class VerificationOut(_Out):
+    """What comparing a version's files with its manifest gave."""
+
+    number: int = Field(description="The version.")
+    tensors_checked: int = Field(description="Tensors whose digests were compared.")
+    bytes_checked: int = Field(description="Bytes read.")
+    problems: list[str] = Field(
+        description="One line for each file or tensor that differs; empty if all is well."
+    )
+
+
+class ExportIn(_In):
+    """Which version to write as a Hugging Face folder, and how."""
+
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    version: VersionField = "latest"
+    folder: str | None = Field(
+        None,
+        description="Where, relative to the service's folder for exports; by default a new folder named after the "
+        "model and the version.",
+        examples=["smol-bf16"],
+    )
+    dtype: str | None = Field(
+        None, description="Cast floating-point tensors; by default they stay as they are.", examples=["bf16"]
+    )
+    max_shard_bytes: int | None = Field(
+        None, description="Largest safetensors file, in bytes; by default 5 GB.", ge=1, le=1 << 62
+    )
+
+
+class ExportOut(_Out):
+    """An export as it stands."""
+
+    id: str = Field(description="Names the job.")
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    number: int = Field(description="The version that is written.", examples=[17])
+    folder: str = Field(
+        description="Where the service writes it. It is there once the job is done, and not before."
+    )
+    state: ExportState = Field(description="The last three are final.")
+    bytes_done: int = Field(description="Bytes of weights written so far.")
+    bytes_total: int = Field(description="Bytes of weights to write; 0 until it runs.")
+    error: str = Field(description="Why it failed; empty otherwise.")
+    create_time_ms: int = Field(description="Unix time in milliseconds.")
+    end_time_ms: int = Field(description="Unix time in milliseconds; 0 if it has not ended.")
+
+
+class ExportsOut(_Out):
+    """The exports that are remembered."""
+
+    exports: list[ExportOut] = Field(description="Exports, newest first.")
+
+
+class StatusOut(_Out):
+    """An answer to a probe."""
+
+    status: str = Field(examples=["ok"])
