@@ -60,7 +60,7 @@ def test_watches_cannot_take_all_threads(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "hf")
     with (
         running_service(tmp_path / "store", grpc_workers=8) as running,
-        EngineClient(running.address) as engine,
+        EngineClient(running.address, retry_seconds=1.0) as engine,
     ):
         TrainerClient(running.address).register_model(MODEL, tmp_path / "hf")
         refused = threading.Semaphore(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,13 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from weighbridge import rpc, wire
-from weighbridge.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from weighbridge.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+    WeighbridgeError,
+)
 from weighbridge.resources import Model, Verification, Version, VersionState
 from weighbridge.v1 import model_service_pb2, model_service_pb2_grpc, resources_pb2
 
@@ -20,6 +27,8 @@ T = TypeVar("T")
 _WAIT_SECONDS = 20.0
 """How long one call waits for a state before it is made again."""
 _PAUSE_SECONDS = 0.1
+_WATCH_PAUSE_SECONDS = 0.5
+"""Longest pause of a watch between tries: engines are waiting for news."""
 
 
 class Client:
@@ -134,10 +143,12 @@ class Client:
             DeadlineExceeded: not in time.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        looked = False
         while True:
             left = _WAIT_SECONDS if deadline is None else min(_WAIT_SECONDS, deadline - time.monotonic())
-            if left <= 0:
+            if left <= 0 and looked:
                 raise DeadlineExceeded(f"{model}@{version} was not {state.value} within {timeout} s")
+            left, looked = max(left, 1.0), True
             if on_progress is not None:
                 left = min(left, 0.5)
             request = model_service_pb2.GetVersionRequest(
@@ -182,33 +193,32 @@ class Client:
 
         Raises:
             NotFound: the model is not registered.
-            Unavailable: the service was never reached within `retry_seconds`.
+            Unavailable, ResourceExhausted: the service could not be reached, or had no place for another watch, within
+                `retry_seconds` from the start.
         """
         last = 0
-        attempt = 0
-        failing_since: float | None = None
+        patience = rpc.Patience(self.retry_seconds, _WATCH_PAUSE_SECONDS)
         while True:
             call: Any = None
+            failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
             try:
-                call = self._models.WatchRef(
-                    model_service_pb2.WatchRefRequest(model=model, ref=ref, after=last)
-                )
                 with rpc.translated_errors(self.server):
+                    call = self._models.WatchRef(
+                        model_service_pb2.WatchRefRequest(model=model, ref=ref, after=last)
+                    )
                     for response in call:
-                        attempt, failing_since = 0, None
+                        patience = rpc.Patience(math.inf, _WATCH_PAUSE_SECONDS)
                         last = response.version.number
                         yield wire.version_from_proto(response.version)
             except ValueError as error:  # grpc's word for a channel that was closed meanwhile
                 raise Unavailable("the client has been closed") from error
-            except Unavailable:
-                failing_since = failing_since or time.monotonic()
-                if last == 0 and time.monotonic() - failing_since > self.retry_seconds:
-                    raise
-                attempt += 1
-                time.sleep(min(0.1 * 2**attempt, 3.0))
+            except (Unavailable, ResourceExhausted) as error:
+                failure = error
             finally:
                 if call is not None:
                     call.cancel()
+            if not patience.wait():
+                raise failure
 
     def refs(self, model: str) -> dict[str, int]:
         """Version number by ref."""

@@ -8,7 +8,7 @@
     |-- NotFound                no such model, version, ref or job
     |-- AlreadyExists           someone else has that name, rank or number
     |-- FailedPrecondition      right request, wrong state (sealed, failed, not yet ready)
-    |   `-- VersionFailed       the version failed and was never visible; says why
+    |   `-- VersionFailed       the version failed; says why
     |-- Conflict                another writer was faster: read again and retry
     |-- ResourceExhausted       over a limit, or no room left: wait, or raise the limit
     |-- DataLoss                bytes arrived or lie other than they were sent or written
@@ -93,7 +93,10 @@ class FailedPrecondition(WeighbridgeError):
 
 
 class VersionFailed(FailedPrecondition):
-    """The version failed; it was never visible. `details` lists what was missing."""
+    """The version failed. `details` lists what was missing.
+
+    One that could not be completed was never visible; one that could not be made durable was, while it was `live`.
+    """
 
     reason = "VERSION_FAILED"
 

@@ -45,7 +45,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     # a service that is restarted is back within seconds
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
 T = TypeVar("T")
@@ -104,10 +104,12 @@ class Patience:
 
     Args:
         seconds: how long to go on without success.
+        longest: longest pause, in seconds.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, longest: float = 3.0) -> None:
         self._seconds = seconds
+        self._longest = longest
         self._tries = 0
         self._failing_since = 0.0
 
@@ -120,7 +122,7 @@ class Patience:
         now = time.monotonic()
         if self._tries == 0:
             self._failing_since = now
-        pause = min(0.1 * 2.0**self._tries, 3.0) * random.uniform(0.5, 1.0)
+        pause = min(0.1 * 2 ** min(self._tries, 5), self._longest) * random.uniform(0.5, 1.0)
         if now + pause > self._failing_since + self._seconds:
             return False
         self._tries += 1
@@ -189,7 +191,8 @@ def resumed_stream(
                         on_header(piece.message.header)
                     data = checked(piece, position)
                     position += len(data)
-                    patience.renew()
+                    if data:
+                        patience.renew()
                     yield data
             if position < total or total < 0:
                 raise DataLoss(f"the stream ended after {position} of {total} bytes")

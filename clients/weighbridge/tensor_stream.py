@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from weighbridge.errors import LayoutError
 from weighbridge.layouts import Layout
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ def copy_out(layout: Layout, tensors: Sequence[torch.Tensor], staging: NDArray[n
 
     with torch.no_grad():
         for placement, tensor in zip(layout.placements, tensors, strict=True):
+            if tensor.numel() * tensor.element_size() != placement.nbytes:
+                raise LayoutError(
+                    f"{placement.shard.tensor}: a tensor of {tensor.numel() * tensor.element_size()} bytes was given for "
+                    f"box {placement.shard.box} of {placement.nbytes} bytes"
+                )
             if placement.nbytes:
                 torch.frombuffer(
                     staging, dtype=tensor.dtype, count=tensor.numel(), offset=placement.offset
@@ -58,6 +64,11 @@ class StreamWriter:
                 if not rest and placement.nbytes:
                     return
                 self._current = _open(self._tensor_for(self._next))
+                if len(self._current[2]) != placement.nbytes:
+                    raise LayoutError(
+                        f"{placement.shard.tensor}: a tensor of {len(self._current[2])} bytes was given for box "
+                        f"{placement.shard.box} of {placement.nbytes} bytes"
+                    )
             target, host, view = self._current
             count = min(len(rest), placement.nbytes - self._filled)
             if count:

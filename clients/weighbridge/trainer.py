@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from weighbridge import hf_folder, pieces, rpc, safetensors_files, wire
 from weighbridge.client import Client
-from weighbridge.errors import DataLoss, DeadlineExceeded, Unavailable, WeighbridgeError
+from weighbridge.errors import AlreadyExists, DataLoss, DeadlineExceeded, Unavailable, WeighbridgeError
 from weighbridge.layouts import Layout
 from weighbridge.push_sources import MappedSource, OpenSource, StagingPool, StreamSource
 from weighbridge.resources import Model, Version, VersionState
@@ -78,9 +78,14 @@ class PushHandle:
 
         Raises:
             WeighbridgeError: the push failed.
-            TimeoutError: not sealed within ``timeout`` seconds.
+            DeadlineExceeded: not sealed within ``timeout`` seconds.
         """
-        return self._report.result(timeout)
+        try:
+            return self._report.result(timeout)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{self.model}@{self.number}: this rank had not sealed within {timeout} s"
+            ) from error
 
     def wait(
         self,
@@ -99,10 +104,13 @@ class PushHandle:
         Raises:
             VersionFailed: it cannot be completed; lists what is missing.
             WeighbridgeError: this rank's push failed.
+            DeadlineExceeded: not within ``timeout`` seconds.
         """
         if on_progress is None:
+            started = time.monotonic()
             self.report(timeout)
-            return self._client.wait_for(self.model, self.number, VersionState(until), timeout=timeout)
+            left = None if timeout is None else max(timeout - (time.monotonic() - started), 0.0)
+            return self._client.wait_for(self.model, self.number, VersionState(until), timeout=left)
 
         def watched(version: Version) -> None:
             if self.done:
@@ -130,6 +138,8 @@ class TrainerClient(Client):
         self.run = run
         self._client_id = str(uuid.uuid4())
         self._staging = StagingPool()
+        self._lock = threading.Lock()
+        self._running: list[PushHandle] = []
         self._slots = threading.BoundedSemaphore(_PUSHES_AT_ONCE)
 
     @cached_property
@@ -276,30 +286,44 @@ class TrainerClient(Client):
             model=model, step=step, run=run, ranks=world_size, client_id=self._client_id,
             request_id=request_id or f"{run}/{step}",
         )  # fmt: skip
-        number = self._call(self._checkpoints.OpenVersion, opening).version.number
-        assigned = self._declare(model, number, rank, layout, space)
-        chosen = layout.select(assigned)
-        handle = PushHandle(self, model, number, chosen.nbytes)
         self._slots.acquire()
+        number = 0
         source: StreamSource | None = None
         try:
+            number = self._call(self._checkpoints.OpenVersion, opening).version.number
+            assigned = self._declare(model, number, rank, layout, space)
+            chosen = layout.select(assigned)
+            handle = PushHandle(self, model, number, chosen.nbytes)
             copying = time.monotonic()
             source = open_source(assigned, chosen)
             now = time.monotonic()
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=self._client_id)
             arguments = (handle, header, source, (now - started, now - copying))
-            threading.Thread(
-                target=self._deliver, args=arguments, name=f"push-{model}@{number}", daemon=True
-            ).start()
-        except BaseException:
+            # not a daemon: a trainer that ends after its last push must not lose it
+            threading.Thread(target=self._deliver, args=arguments, name=f"push-{model}@{number}").start()
+        except BaseException as error:
             self._slots.release()
             if source is not None:
                 source.release()
-            # without this rank the version cannot be completed: do not let the others wait for it
-            with contextlib.suppress(WeighbridgeError):
-                self.abort(model, number, f"rank {rank} gave up before it pushed anything")
+            # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
+            # belongs to another process is that process's business.
+            if number and not isinstance(error, AlreadyExists):
+                with contextlib.suppress(WeighbridgeError):
+                    self.abort(
+                        model, number, f"rank {rank} gave up before it pushed anything: {error!r}"[:300]
+                    )
             raise
+        with self._lock:
+            self._running = [h for h in self._running if not h.done] + [handle]
         return handle
+
+    def close(self) -> None:
+        """Wait until what was pushed has arrived or failed, then close the connection."""
+        with self._lock:
+            running, self._running = self._running, []
+        for handle in running:
+            handle._report.exception()
+        super().close()
 
     def _declare(
         self, model: str, number: int, rank: int, layout: Layout, space: resources_pb2.TensorSpace.ValueType
@@ -314,6 +338,7 @@ class TrainerClient(Client):
             except DeadlineExceeded:  # ranks are still missing; it names them
                 if time.monotonic() > give_up:
                     raise
+                request.ClearField("layout")  # it has arrived
                 time.sleep(_PAUSE_SECONDS)
                 continue
             if not response.layout_needed:
@@ -424,6 +449,10 @@ class TrainerClient(Client):
             )
 
         def on_header(header: pb.StreamHeader) -> None:
+            if header.stream_bytes != layout.nbytes:
+                raise DataLoss(
+                    f"a stream of {header.stream_bytes} bytes came for {layout.nbytes} bytes of shards"
+                )
             resolved.append(wire.version_from_proto(header.version))
 
         writer = StreamWriter(layout, tensor_for)

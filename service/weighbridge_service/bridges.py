@@ -22,6 +22,7 @@ import torch
 from weighbridge import dtypes
 from weighbridge.errors import InvalidArgument
 from weighbridge.layouts import TensorSpec
+from weighbridge_service.relations import Link
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Model types whose maps are tested, end to end, against real Megatron-core models."""
@@ -62,6 +63,7 @@ class Bridge(Protocol):
         megatron: for each megatron-core tensor, named per layer as with Transformer Engine, its Hugging Face tensors.
         num_layers: decoder layers.
         vocab_size: rows of the embedding, without padding.
+        traces: links of the kinds of tensors that have been traced so far, by kind and rows of the vocabulary.
     """
 
     model_type: str
@@ -69,6 +71,7 @@ class Bridge(Protocol):
     megatron: dict[str, tuple[str, ...]]
     num_layers: int
     vocab_size: int
+    traces: dict[tuple[str, int], list[Link]]
 
     def megatron_shape(self, name: str, padded_vocab_size: int) -> tuple[int, ...]:
         """Global shape of a megatron-core tensor."""
@@ -175,6 +178,7 @@ class MBridge:
         self.vocab_size: int = self._config.vocab_size
         self.hugging_face: dict[str, TensorSpec] = self._hugging_face_specs()
         self._lock = threading.Lock()
+        self.traces: dict[tuple[str, int], list[Link]] = {}
         self.megatron: dict[str, tuple[str, ...]] = self._megatron_names()
         reached = {name for names in self.megatron.values() for name in names}
         missing = [name for name in self.hugging_face if name not in reached]

@@ -41,6 +41,8 @@ class LiveVersion:
     Attributes:
         receiving: how far it is.
         client_of_request: which client opened it.
+        parent: what was the latest version then; None if there was none.
+        announced: whether ``live`` has been told of it.
         durable_time_ms: when it became durable; 0 if it is not.
         publish_error: why the last attempt at making it durable failed.
         gave_up: whether there will be no other attempt.
@@ -48,6 +50,8 @@ class LiveVersion:
 
     receiving: Receiving
     client_of_request: str
+    parent: int | None = None
+    announced: bool = False
     durable_time_ms: int = 0
     publish_error: WeighbridgeError | None = None
     gave_up: bool = False
@@ -56,6 +60,11 @@ class LiveVersion:
     def version(self) -> Version:
         """The version as it stands now."""
         version = self.receiving.version
+        if version.state is VersionState.READY and not self.announced:
+            # engines that ask for `live` could still get the one before
+            return replace(version, state=VersionState.RECEIVING, ready_time_ms=0)
+        if self.gave_up and self.receiving.image is None:
+            version = replace(version, state=VersionState.FAILED)
         if self.durable_time_ms:
             return replace(version, state=VersionState.DURABLE, durable_time_ms=self.durable_time_ms)
         if self.publish_error is not None:
@@ -101,6 +110,7 @@ class Catalog:
         self.changed = threading.Condition()
         self.stopping = threading.Event()
         self._states: dict[ModelName, ModelState] = {}
+        self._changes = 0
 
     def register_model(self, name: str, files: Mapping[str, bytes], dtype: str = "") -> Model:
         """Register a model, or replace its files where its tensors stay the same.
@@ -113,13 +123,11 @@ class Catalog:
         model = model_for_registration(model_name, files, dtype)
         found = self.heads.read(model_name)
         if found is not None:
-            registered(found[0], model, files)  # refuse before anything is written
+            registered(found[0], model)  # refuse before anything is written
         if found is None or found[0].files_id != model.files_id:
             for file, content in files.items():
                 self.store.put(files_key(model_name, model.files_id, file), content, mode="overwrite")
-        head = self.heads.update(
-            model_name, lambda h: ((new := registered(h, model, files)), new), create=True
-        )
+        head = self.heads.update(model_name, lambda h: ((new := registered(h, model)), new), create=True)
         with self.changed:
             state = self._states.get(model_name)
             if state is None:
@@ -168,15 +176,17 @@ class Catalog:
             )
         return found[0]
 
-    def state(self, name: ModelName) -> ModelState:
-        """What this process knows of a model. Raises NotFound."""
+    def state(self, name: ModelName, head: Head | None = None) -> ModelState:
+        """What this process knows of a model; as registered in ``head``, if one is given. Raises NotFound."""
         with self.changed:
             state = self._states.get(name)
-        if state is not None:
+        if state is not None and (head is None or head.files_id == state.model.files_id):
             return state
-        model = load_model(self.store, name, self.head(name))
+        model = load_model(self.store, name, head or self.head(name))
         with self.changed:
-            return self._states.setdefault(name, ModelState(model))
+            state = self._states.setdefault(name, ModelState(model))
+            state.model = model
+        return state
 
     def get_version(
         self, name: str, version: str, wait_for: VersionState | None = None, seconds: float = 0.0
@@ -191,28 +201,29 @@ class Catalog:
         model_name = ModelName.parse(name)
         deadline = time.monotonic() + seconds
         while True:
+            changes = self._changes
             found = self.resolve(model_name, version, invisible=True)
             if wait_for is None or _reached(found.state, wait_for):
                 return found
             live = self.live(model_name, found.number)
             if found.state is VersionState.FAILED or (live is not None and live.gave_up):
                 raise VersionFailed(f"{found} failed: {found.error}", details=found.error_details)
-            with self.changed:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise DeadlineExceeded(f"{found} was not {wait_for.value} in time")
-                self.changed.wait(min(left, 1.0))
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"{found} was not {wait_for.value} in time")
+            self._wait_for_change(changes, min(left, 1.0))
 
     def list_versions(
         self, name: str, *, before: int = 0, limit: int = 100, include_invisible: bool = False
     ) -> list[Version]:
         """Up to ``limit`` versions, newest first, from below number ``before`` on (0 begins with the newest)."""
         model_name = ModelName.parse(name)
-        head = self.head(model_name)
-        found = {number: _from_entry(model_name, entry) for number, entry in head.versions.items()}
         with self.changed:
             state = self._states.get(model_name)
             known = dict(state.versions) if state else {}
+        # read after that: what has become durable meanwhile is in it
+        head = self.head(model_name)
+        found = {number: _from_entry(model_name, entry) for number, entry in head.versions.items()}
         for number, live in known.items():
             version = live.version
             if number not in found and version.state is VersionState.DURABLE:
@@ -241,6 +252,7 @@ class Catalog:
         self.head(model_name)
         last = after
         while active.is_set() and not self.stopping.is_set():
+            changes = self._changes
             try:
                 found: Version | None = self.resolve(model_name, ref)
             except NotFound:
@@ -249,9 +261,8 @@ class Catalog:
                 last = found.number
                 yield found
                 continue
-            with self.changed:
-                # a tag can be moved by another process, which nothing here hears of: look again now and then
-                self.changed.wait(1.0)
+            # a tag can be moved by another process, which nothing here hears of: look again now and then
+            self._wait_for_change(changes, 1.0)
 
     def refs(self, name: str) -> dict[str, int]:
         """Version number by ref."""
@@ -360,7 +371,13 @@ class Catalog:
     def notify(self) -> None:
         """Wake whoever waits for a version or a ref."""
         with self.changed:
+            self._changes += 1
             self.changed.notify_all()
+
+    def _wait_for_change(self, since: int, seconds: float) -> None:
+        """Wait until something has changed since the counter stood so."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._changes != since, seconds)
 
     def live_versions(self) -> list[LiveVersion]:
         """Versions that this process knows more of than the store."""

@@ -21,7 +21,8 @@ class ServiceConfig:
         image_wait: seconds that a push waits for an image while all room for images is taken.
         max_receiving: versions of all models together that may be received at one time.
         drain_seconds: how long shutting down waits for pushes and publications that are under way.
-        grpc_workers: threads for gRPC calls; each running push, pull and watch takes one.
+        grpc_workers: most threads for gRPC calls, made as needed; each running push, pull and watch takes one. A quarter of
+            them may be watches.
     """
 
     store: Path
@@ -33,7 +34,7 @@ class ServiceConfig:
     image_wait: float = 60.0
     max_receiving: int = 64
     drain_seconds: float = 30.0
-    grpc_workers: int = 256
+    grpc_workers: int = 1024
 
     @property
     def exports_folder(self) -> Path:

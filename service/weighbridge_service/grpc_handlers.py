@@ -329,5 +329,5 @@ def _stream(reading: Reading, response: type[R], serving: Serving) -> Iterator[R
     with closing(reading):
         yield response(header=header, offset=reading.offset, checksum=_NOTHING)
         for piece in reading.pieces():
-            serving.bytes_out += len(piece.data)
+            serving.count(len(piece.data))
             yield pieces.encode(response(offset=piece.offset, checksum=piece.checksum), piece.data)

@@ -26,7 +26,7 @@ from weighbridge_service.config import ServiceConfig
 from weighbridge_service.models import RegisteredModel, files_key
 from weighbridge_service.publishing import Publisher
 from weighbridge_service.receiving import Receiving
-from weighbridge_storage.head import allocate_version
+from weighbridge_storage.head import Head, allocate_version
 from weighbridge_storage.images import Image, ImagePool
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.versions import discard_unpublished, publish_version, write_version
@@ -74,6 +74,7 @@ class Intake:
         self._config = config
         self.publisher = Publisher(config.publish_attempts)
         self.bytes_in = 0
+        self._counting = threading.Lock()
         self.draining = False
         self._janitor = threading.Thread(target=self._watch_over, name="janitor", daemon=True)
         self._janitor.start()
@@ -122,8 +123,8 @@ class Intake:
                 raise ResourceExhausted(
                     f"{receiving} versions are being received", fix="wait until one is done, or abort one"
                 )
-            model = state.model
-            number = self._catalog.heads.update(model_name, allocate_version)
+            number, head = self._catalog.heads.update(model_name, _allocate)
+            model = self._catalog.state(model_name, head).model
             version = Version(
                 model=name,
                 number=number,
@@ -143,7 +144,7 @@ class Intake:
                 on_end=lambda ended: self._on_end(state, model, ended),
             )
             with self._catalog.changed:
-                state.versions[number] = LiveVersion(received, client_id)
+                state.versions[number] = LiveVersion(received, client_id, head.refs.get(REF_LATEST))
                 state.by_request[request_id] = number
                 _forget_old(state)
         log.info("opened %s for run %s with %d ranks", version, run, ranks)
@@ -174,9 +175,13 @@ class Intake:
                     if left <= 0:
                         raise
                     self._catalog.changed.wait(min(left, 0.5))
-        buffers = image.buffers
-        for file in model.files.files:
-            buffers[file.name][: len(file.header)] = memoryview(file.header)
+        try:
+            buffers = image.buffers
+            for file in model.files.files:
+                buffers[file.name][: len(file.header)] = memoryview(file.header)
+        except BaseException:
+            image.release()
+            raise
         return image
 
     def _receiving(self, name: str, number: int) -> tuple[ModelState, Receiving]:
@@ -230,7 +235,8 @@ class Intake:
         for offset, data, checksum in pieces:
             receiving.write(rank, client_id, offset, data, checksum)
             count += len(data)
-            self.bytes_in += len(data)
+            with self._counting:
+                self.bytes_in += len(data)
         return count
 
     def push_state(self, name: str, number: int, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
@@ -264,31 +270,38 @@ class Intake:
                 model.known_set = known
             state.live = max(state.live, version.number)
             live = state.versions[version.number]
+            live.announced = True
             self._release_images(state)
-            self._catalog.changed.notify_all()
+            self._catalog.notify()
         log.info("%s is ready", version)
-        self._publish(state, live, version, image)
+        self._publish(state, model, live, version, image)
 
-    def _publish(self, state: ModelState, live: LiveVersion, version: Version, image: Image) -> None:
+    def _publish(
+        self, state: ModelState, model: RegisteredModel, live: LiveVersion, version: Version, image: Image
+    ) -> None:
         """Make a ready version durable, in the background."""
-        model = state.model
+        # the config that the weights were mapped with, whatever has been registered since
+        keys = {file: files_key(model.name, model.files_id, file) for file in model.side_files}
 
         def publish(write_id: str) -> None:
-            head = self._catalog.head(model.name)
-            keys = {file: files_key(model.name, head.files_id, file) for file in head.registration["files"]}
             with image.lease():
                 write_version(
-                    self._catalog.store, model.name, version, model.files, image.read_only_buffers, keys,
-                    head.refs.get(REF_LATEST),
-                )  # fmt: skip
-            publish_version(self._catalog.heads, model.name, version, model.files, head.files_id, write_id)
+                    self._catalog.store,
+                    model.name,
+                    version,
+                    model.files,
+                    image.read_only_buffers,
+                    keys,
+                    live.parent,
+                )
+            publish_version(self._catalog.heads, model.name, version, model.files, model.files_id, write_id)
 
         def on_success() -> None:
             with self._catalog.changed:
                 live.durable_time_ms = time.time_ns() // 1_000_000
                 live.publish_error = None
                 self._release_images(state)
-                self._catalog.changed.notify_all()
+                self._catalog.notify()
             log.info("%s is durable", live.version)
 
         def on_failure(error: WeighbridgeError, last: bool) -> None:
@@ -300,7 +313,7 @@ class Intake:
                 live.publish_error = error
                 live.gave_up = last
                 self._release_images(state)
-                self._catalog.changed.notify_all()
+                self._catalog.notify()
 
         self.publisher.submit(str(version), publish, on_failure=on_failure, on_success=on_success)
 
@@ -322,6 +335,12 @@ class Intake:
     def join(self) -> None:
         """Wait for this object's own thread, after the catalog's `stopping` was set."""
         self._janitor.join()
+
+
+def _allocate(head: Head) -> tuple[Head, tuple[int, Head]]:
+    """Take the next number; gives it, and the head as it was."""
+    changed, number = allocate_version(head)
+    return changed, (number, head)
 
 
 def _forget_old(state: ModelState) -> None:

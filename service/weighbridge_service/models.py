@@ -24,7 +24,7 @@ from weighbridge_service.preparing import PreparedPush, prepare_push
 from weighbridge_service.receiving import KnownSet
 from weighbridge_service.relations import Link, identity_links
 from weighbridge_service.transfers import Transfer
-from weighbridge_service.weight_maps import derive_weight_map, hugging_face_specs
+from weighbridge_service.weight_maps import derive_weight_map, hugging_face_specs, megatron_specs
 from weighbridge_storage.head import Head, register
 from weighbridge_storage.names import ModelName, check_file_name
 from weighbridge_storage.objects import ObjectStore
@@ -32,7 +32,8 @@ from weighbridge_storage.objects import ObjectStore
 V = TypeVar("V")
 _KEPT_SHARDS = 2_000_000
 """Shards of declared layouts, and slices of pulls, that a model remembers: some 1 KB each."""
-_KEPT_PLANS = 64
+_KEPT_PARTS = 1_000_000
+"""Copies in the plans of pulls and restores that a model remembers; a plan itself counts as a thousand."""
 MEGATRON, HUGGING_FACE = "megatron", "hugging_face"
 
 
@@ -69,6 +70,13 @@ class Cache(Generic[V]):
             while self._weight > self._kept and len(self._values) > 1:
                 self._weight -= self._weigh(self._values.popitem(last=False)[1])
 
+    def drop(self, key: Hashable) -> None:
+        """Forget a value, if it is there."""
+        with self._lock:
+            there = self._values.pop(key, None)
+            if there is not None:
+                self._weight -= self._weigh(there)
+
     def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
         """The value, made now if it is not there."""
         found = self.get(key)
@@ -86,19 +94,23 @@ class RegisteredModel:
         config_json: content of its ``config.json``.
         dtype: of its weights.
         files_id: which set of files was registered.
+        side_files: their names.
     """
 
-    def __init__(self, name: ModelName, config_json: bytes, dtype: DType, files_id: str) -> None:
+    def __init__(
+        self, name: ModelName, config_json: bytes, dtype: DType, files_id: str, side_files: Sequence[str]
+    ) -> None:
         self.name = name
         self.dtype = dtype
         self.files_id = files_id
+        self.side_files = tuple(side_files)
         self.config_json = config_json
         self.known_set: KnownSet | None = None
         self._layouts: Cache[tuple[str, Layout]] = Cache(
             _KEPT_SHARDS, lambda entry: 1 + len(entry[1].placements)
         )
         self._pushes: Cache[PreparedPush] = Cache(4)
-        self._reads: Cache[Transfer] = Cache(_KEPT_PLANS)
+        self._reads: Cache[Transfer] = Cache(_KEPT_PARTS, lambda transfer: 1000 + transfer.parts)
         self._requests: Cache[Layout] = Cache(_KEPT_SHARDS // 4, lambda layout: 1 + len(layout.placements))
 
     @cached_property
@@ -115,6 +127,15 @@ class RegisteredModel:
     def files(self) -> FilesLayout:
         """How versions of the model lie in safetensors files."""
         return lay_out_files(list(self.tensors.values()))
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the tensors, and of where each of their elements is in megatron-core.
+
+        Configs that agree in it can stand for each other: the same shards make the same files.
+        """
+        links = derive_weight_map(self.bridge, self.dtype, megatron_specs(self.bridge, self.dtype)).links
+        return hashlib.sha256(f"{self.files.layout.digest}{links!r}".encode()).hexdigest()
 
     def knows_layout(self, digest: str) -> bool:
         """Whether a layout with this digest has been declared."""
@@ -141,7 +162,13 @@ class RegisteredModel:
                 raise InvalidArgument("some ranks push Megatron-core's tensors and others Hugging Face's")
             layouts = [entry[1] for entry in found if entry is not None]
             space = spaces.pop()
-            return prepare_push(layouts, self.files, lambda tensors: self._relate(space, tensors))
+            try:
+                return prepare_push(layouts, self.files, lambda tensors: self._relate(space, tensors))
+            except LayoutError:
+                # a layout may have been declared in the wrong tensor space: let it be sent again
+                for digest in digests:
+                    self._layouts.drop(digest)
+                raise
 
         return self._pushes.get_or_make(tuple(digests), make)
 
@@ -230,37 +257,39 @@ def model_for_registration(name: ModelName, files: Mapping[str, bytes], dtype: s
     config = parse_config(files["config.json"])
     # transformers has written either name, and reads a missing one as float32
     named = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
-    model = RegisteredModel(name, files["config.json"], dtypes.parse(str(named)), files_identity(files))
-    _ = model.tensors  # builds the bridge: what cannot be mapped is refused now, not at the first push
+    model = RegisteredModel(
+        name, files["config.json"], dtypes.parse(str(named)), files_identity(files), sorted(files)
+    )
+    _ = model.identity  # builds the bridge: what cannot be mapped is refused now, not at the first push
     return model
 
 
-def registration_of(model: RegisteredModel, files: Mapping[str, bytes]) -> dict[str, Any]:
+def registration_of(model: RegisteredModel) -> dict[str, Any]:
     """What the head keeps of a registration: enough to list the model without deriving anything."""
     return {
         "model_type": model.bridge.model_type,
         "dtype": model.dtype.name,
         "tensor_count": len(model.tensors),
         "tensor_bytes": model.files.layout.nbytes,
-        "files": sorted(files),
-        "tensors_digest": model.files.layout.digest,
+        "files": list(model.side_files),
+        "identity": model.identity,
     }
 
 
-def registered(head: Head, model: RegisteredModel, files: Mapping[str, bytes]) -> Head:
+def registered(head: Head, model: RegisteredModel) -> Head:
     """The head with this registration.
 
     Raises:
         FailedPrecondition: the model is registered with other tensors.
     """
-    there = head.registration.get("tensors_digest")
-    if there is not None and there != model.files.layout.digest:
+    there = head.registration.get("identity")
+    if there is not None and there != model.identity:
         raise FailedPrecondition(
-            f"{model.name} is registered already, with other tensors: as {head.registration.get('model_type')} in "
+            f"{model.name} is registered already, with other tensors or other heads: as {head.registration.get('model_type')} in "
             f"{head.registration.get('dtype')} with {head.registration.get('tensor_count')} tensors",
             fix="register the new model under another name",
         )
-    return register(head, model.files_id, registration_of(model, files))
+    return register(head, model.files_id, registration_of(model))
 
 
 def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> Model:
@@ -289,6 +318,6 @@ def load_model(store: ObjectStore, name: ModelName, head: Head) -> RegisteredMod
     config, _ = store.get(files_key(name, head.files_id, "config.json"))
     try:
         dtype = dtypes.from_safetensors(head.registration["dtype"])
+        return RegisteredModel(name, config, dtype, head.files_id, head.registration["files"])
     except KeyError as error:
-        raise DataLoss(f"the registration in the head of {name} has no dtype") from error
-    return RegisteredModel(name, config, dtype, head.files_id)
+        raise DataLoss(f"the registration in the head of {name} has no {error}") from error

@@ -81,6 +81,7 @@ class Receiving:
     ) -> None:
         self.request_id = request_id
         self._opened = opened
+        self._name = f"{opened.model}@{opened.number}"
         self._prepare = prepare
         self._acquire_image = acquire_image
         self._known = known if known and len(known.declarations) == opened.ranks else None
@@ -150,12 +151,12 @@ class Receiving:
             there = self._declared.get(rank)
             if there is not None and there.client_id != client_id:
                 raise AlreadyExists(
-                    f"rank {rank} of {self._opened} has been declared by another process",
+                    f"rank {rank} of {self._name} has been declared by another process",
                     fix="if two trainers push this step, give each its own run name; if the trainer was restarted, "
                     f"abort version {self._opened.number} or wait until it times out, and push again",
                 )
             if there is not None and there.digest != digest:
-                raise FailedPrecondition(f"rank {rank} of {self._opened} has declared another layout before")
+                raise FailedPrecondition(f"rank {rank} of {self._name} has declared another layout before")
             self._declared[rank] = declaration
             self._touch()
             contradiction = self._use_known(rank, declaration)
@@ -172,7 +173,7 @@ class Receiving:
                 if left <= 0:
                     absent = [r for r in range(len(self._ranks)) if r not in self._declared]
                     raise DeadlineExceeded(
-                        f"{self._opened}: {len(absent)} of {len(self._ranks)} ranks have not declared their layout",
+                        f"{self._name}: {len(absent)} of {len(self._ranks)} ranks have not declared their layout",
                         details=[f"rank {r}" for r in absent[:_NAMED]],
                         fix="every rank calls push with the same step, run and world_size",
                     )
@@ -190,7 +191,7 @@ class Receiving:
             if expected.digest != declaration.digest:
                 # others are pushing what they were assigned on the strength of this rank's former layout
                 return VersionFailed(
-                    f"rank {rank} of {self._opened} holds other shards than in the push before",
+                    f"rank {rank} of {self._name} holds other shards than in the push before",
                     fix="push again: the shards will be shared out anew",
                 )
         elif (
@@ -226,6 +227,9 @@ class Receiving:
         except WeighbridgeError as error:
             self.fail(error)
             return
+        except Exception as error:  # this thread's last chance: otherwise all ranks would wait in vain
+            self.fail(WeighbridgeError(f"no image could be made for {self._name}: {error!r}"))
+            return
         with self._changed:
             if self._state is VersionState.RECEIVING:
                 self.image, self._buffers = image, image.buffers
@@ -244,12 +248,12 @@ class Receiving:
         with self._writing(rank, client_id) as (prepared, buffers):
             if rpc.checksum(data) != checksum:
                 raise DataLoss(
-                    f"{self._opened}, rank {rank}: the piece at byte {offset} does not agree with its checksum"
+                    f"{self._name}, rank {rank}: the piece at byte {offset} does not agree with its checksum"
                 )
             end = offset + len(data)
             if end > prepared.streams[rank].nbytes:
                 raise InvalidArgument(
-                    f"{self._opened}, rank {rank}: bytes {offset} to {end} lie outside of its stream of "
+                    f"{self._name}, rank {rank}: bytes {offset} to {end} lie outside of its stream of "
                     f"{prepared.streams[rank].nbytes} bytes"
                 )
             with self._changed:
@@ -266,9 +270,9 @@ class Receiving:
             self._check_receiving()
             self._check_client(rank, client_id)
             if self._ranks[rank].sealed:
-                raise FailedPrecondition(f"rank {rank} of {self._opened} is sealed")
+                raise FailedPrecondition(f"rank {rank} of {self._name} is sealed")
             if self._prepared is None or self.image is None:
-                raise FailedPrecondition(f"not all ranks of {self._opened} have declared their layouts")
+                raise FailedPrecondition(f"not all ranks of {self._name} have declared their layouts")
             self._writers += 1
             prepared, buffers = self._prepared, self._buffers
         try:
@@ -288,7 +292,7 @@ class Receiving:
         with self._changed:
             self._check_rank(rank)
             if self._prepared is None:
-                raise FailedPrecondition(f"not all ranks of {self._opened} have declared their layouts")
+                raise FailedPrecondition(f"not all ranks of {self._name} have declared their layouts")
             self._touch()
             state = self._ranks[rank]
             return list(state.received), self._prepared.streams[rank].nbytes, state.sealed
@@ -301,14 +305,14 @@ class Receiving:
         """
         with self._changed:
             self._check_rank(rank)
-            if self._state in (VersionState.READY, VersionState.DURABLE) and self._ranks[rank].sealed:
+            if self._state is VersionState.READY and self._ranks[rank].sealed:
                 return
             self._check_receiving()
             self._check_client(rank, client_id)
             missing = self._missing(rank)
             if missing:
                 raise FailedPrecondition(
-                    f"rank {rank} of {self._opened} cannot be sealed: parts of its stream have not arrived",
+                    f"rank {rank} of {self._name} cannot be sealed: parts of its stream have not arrived",
                     details=missing[:_NAMED],
                     fix="ask for the push state and send the rest",
                 )
@@ -359,7 +363,7 @@ class Receiving:
                 ]
         self.fail(
             VersionFailed(
-                f"{self._opened} was given up: nothing was heard of its ranks for {seconds:g} s",
+                f"{self._name} was given up: nothing was heard of its ranks for {seconds:g} s",
                 details=missing[:_NAMED],
                 fix="push the step again",
             )
@@ -381,21 +385,21 @@ class Receiving:
             raise type(error)(error.message, fix=error.fix, details=error.details)
         if self._state is not VersionState.RECEIVING:
             raise FailedPrecondition(
-                f"{self._opened.model}@{self._opened.number} is sealed",
+                f"{self._name} is sealed",
                 fix="push a new version: another step or run",
             )
 
     def _check_rank(self, rank: int) -> None:
         if rank >= len(self._ranks):
-            raise InvalidArgument(f"{self._opened} has {len(self._ranks)} ranks; rank {rank} does not exist")
+            raise InvalidArgument(f"{self._name} has {len(self._ranks)} ranks; rank {rank} does not exist")
 
     def _check_client(self, rank: int, client_id: str) -> None:
         self._check_rank(rank)
         declaration = self._declared.get(rank)
         if declaration is None:
-            raise FailedPrecondition(f"rank {rank} of {self._opened} has not declared its layout")
+            raise FailedPrecondition(f"rank {rank} of {self._name} has not declared its layout")
         if declaration.client_id != client_id:
-            raise AlreadyExists(f"rank {rank} of {self._opened} belongs to another process")
+            raise AlreadyExists(f"rank {rank} of {self._name} belongs to another process")
 
     def _touch(self) -> None:
         self._last_activity = time.monotonic()

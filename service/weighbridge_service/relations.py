@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from weighbridge.boxes import Box
-from weighbridge.layouts import Layout, TensorSpec
+from weighbridge.layouts import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,3 @@ def identity_links(tensors: Iterable[TensorSpec]) -> tuple[Link, ...]:
         Link(t.name, Box.whole(t.shape), t.name, Box.whole(t.shape), tuple(range(len(t.shape))))
         for t in tensors
     )
-
-
-def spaces_agree(layout: Layout, tensors: Mapping[str, TensorSpec]) -> bool:
-    """Whether every tensor of the layout stands among these with the same dtype and shape."""
-    return all(tensors.get(name) == spec for name, spec in layout.tensors.items())

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import FrameType
@@ -217,6 +218,8 @@ def _keep_freed_memory() -> None:
 
 def _warm_up() -> None:
     """Import what the first registration needs, which takes seconds."""
+    # megatron-core and mbridge say at length what a machine without a GPU lacks, none of which is used here
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|mbridge)(\.|$)")
     try:
         bridge_for(json.dumps(_WARM_UP_CONFIG).encode())
     except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 from weighbridge.errors import FailedPrecondition
@@ -35,6 +36,12 @@ class Serving:
         self._catalog = catalog
         self._opened: Cache[tuple[FilesLayout, Mapping[str, Bytes]]] = Cache(_KEPT_OPEN)
         self.bytes_out = 0
+        self._counting = threading.Lock()
+
+    def count(self, nbytes: int) -> None:
+        """Bytes of weights are being sent."""
+        with self._counting:
+            self.bytes_out += nbytes
 
     def plan_pull(self, name: str, version: str, request: LayoutRequest) -> tuple[Version, Layout]:
         """Which version a pull would read, and which slices it would bring."""

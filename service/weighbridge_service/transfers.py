@@ -21,8 +21,8 @@ from weighbridge.layouts import STREAM
 from weighbridge_service.planning import Plan
 
 Bytes = NDArray[np.uint8]
-_KEPT_RANGES = 65_536
-"""Compiled ranges kept for each transfer: 64 GiB of stream in messages of 1 MiB."""
+_KEPT_RANGES = 16_384
+"""Compiled ranges kept for each transfer: 16 GiB of stream in messages of 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,9 @@ class Transfer:
     Args:
         plan: what to copy.
         scatter: whether the stream is the plan's source (a push) or its target (a pull, a restore).
+
+    Attributes:
+        parts: copies in the plan.
     """
 
     def __init__(self, plan: Plan, *, scatter: bool) -> None:
@@ -70,6 +73,7 @@ class Transfer:
             else:
                 axes = _inverse(copy.axes, len(copy.source_box.offset))
                 self._parts[copy.target].append(_Part(copy.target_box, copy.source, copy.source_box, axes))
+        self.parts = len(plan.copies)
         self._has_zeros = bool(plan.zeros)
         self._order: dict[str, list[int]] = {}
         for index, placement in enumerate(self._stream.placements):

@@ -69,7 +69,6 @@ def derive_weight_map(bridge: Bridge, dtype: DType, declared: Mapping[str, Tenso
     links: list[Link] = []
     padding: list[tuple[str, Box]] = []
     problems: list[str] = []
-    kinds: dict[tuple[str, int], list[Link]] = {}
     shapes: dict[tuple[str, int], tuple[int, ...]] = {}
     for spec in declared.values():
         parts = list(_parts(bridge, spec))
@@ -88,15 +87,16 @@ def derive_weight_map(bridge: Bridge, dtype: DType, declared: Mapping[str, Tenso
         for part in parts:
             rows = spec.shape[0] if part.name in VOCABULARY_TENSORS and spec.shape else bridge.vocab_size
             kind = (kind_of(part.name), rows)
-            if kind not in kinds:
+            if kind not in shapes:
                 shapes[kind] = bridge.megatron_shape(part.name, max(rows, bridge.vocab_size))
-                kinds[kind] = _traced(bridge, part.name, shapes[kind], rows)
+            if kind not in bridge.traces:
+                bridge.traces[kind] = _traced(bridge, part.name, shapes[kind], rows)
             part = _sized(part, shapes[kind])
             expected = (*spec.shape[: len(part.leading)], *part.box.extent)
             if spec.shape != expected:
                 problems.append(f"{spec} has the wrong shape: the model's is {list(expected)}")
                 break
-            of_part = list(_links_of(spec.name, part, kinds[kind], bridge.megatron[part.name]))
+            of_part = list(_links_of(spec.name, part, bridge.traces[kind], bridge.megatron[part.name]))
             links += of_part
             if rows > bridge.vocab_size:
                 left = subtract(Box.whole(spec.shape), (link.source_box for link in of_part))

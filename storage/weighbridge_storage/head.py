@@ -14,6 +14,7 @@ The text is one JSON object::
 from __future__ import annotations
 
 import random
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -304,6 +305,8 @@ class HeadStore:
     def __init__(self, store: ObjectStore, *, patience_s: float = 30.0) -> None:
         self._store = store
         self._patience_s = patience_s
+        self._lock = threading.Lock()
+        self._known: dict[ModelName, tuple[Head, str]] = {}
 
     def read(self, model: ModelName) -> tuple[Head, str] | None:
         """A model's head and its etag; None if there is no such model.
@@ -316,7 +319,14 @@ class HeadStore:
             data, etag = self._store.get(model.head_key)
         except NotFound:
             return None
-        return Head.from_json(data, model.head_key), etag
+        with self._lock:
+            known = self._known.get(model)
+        if known is None or known[1] != etag:
+            # heads grow with history, and are read far more often than they change
+            known = Head.from_json(data, model.head_key), etag
+            with self._lock:
+                self._known[model] = known
+        return known
 
     def update(
         self, model: ModelName, change: Callable[[Head], tuple[Head, T]], *, create: bool = False

@@ -181,7 +181,10 @@ def verify_version(store: ObjectStore, model: ModelName, number: int) -> Verific
             problems.append(f"{name} has {len(data)} bytes instead of {file.size}")
             continue
         for tensor, entry in tensors.items():
-            if xxhash.xxh3_128_hexdigest(data[entry.offset : entry.offset + entry.nbytes].data) != entry.xxh3_128:
+            if (
+                xxhash.xxh3_128_hexdigest(data[entry.offset : entry.offset + entry.nbytes].data)
+                != entry.xxh3_128
+            ):
                 problems.append(f"tensor {tensor} in {name} does not agree with its digest")
             checked += 1
         if xxhash.xxh3_128_hexdigest(data.data) != file.xxh3_128:

@@ -57,6 +57,13 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
     for item in _walk(sharded_state_dict, "", merges):
         if item.data is None:
             raise InvalidArgument(f"the shard of {item.key} has no data")
+        if getattr(item, "flattened_range", None) is not None:
+            raise LayoutError(f"{item.key} is a flattened shard, which is of an optimizer and no weight")
+        if item.data.dtype != item.dtype or tuple(item.data.shape) != tuple(item.local_shape):
+            raise LayoutError(
+                f"the data of {item.key} is {item.data.dtype}{list(item.data.shape)}, and its shard says "
+                f"{item.dtype}{list(item.local_shape)}"
+            )
         spec = TensorSpec(item.key, dtypes.from_torch(item.dtype), tuple(map(int, item.global_shape)))
         if specs.setdefault(item.key, spec) != spec:
             raise LayoutError(f"two shards of one tensor contradict each other: {specs[item.key]} and {spec}")
