@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
+import httpx2 as httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
