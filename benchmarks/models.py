@@ -12,7 +12,7 @@ from weighbridge import dtypes
 from weighbridge.boxes import Box
 from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge_service.bridges import bridge_for
-from weighbridge_service.weight_maps import hugging_face_specs
+from weighbridge_service.model_tensors import ModelTensors
 
 LAYERS = 8
 
@@ -53,7 +53,7 @@ def write_config(config: dict[str, object], folder: Path) -> bytes:
 def hugging_face_tensors(config_json: bytes) -> dict[str, Tensor]:
     """The model's weights: random bits in bf16."""
     generator = torch.Generator().manual_seed(0)
-    specs = hugging_face_specs(bridge_for(config_json), dtypes.parse("bf16"))
+    specs = ModelTensors(dtypes.parse("bf16")).specs(bridge_for(config_json))
     return {name: random_bits(spec.shape, generator) for name, spec in specs.items()}
 
 

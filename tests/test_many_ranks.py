@@ -17,7 +17,7 @@ from weighbridge.errors import ResourceExhausted
 from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge.push_sources import StagingPool, StreamSource
 from weighbridge_service.bridges import bridge_for
-from weighbridge_service.weight_maps import hugging_face_specs
+from weighbridge_service.model_tensors import ModelTensors
 
 MODEL = "tests/many"
 RANKS, WORKERS = 24, 6
@@ -29,7 +29,7 @@ def test_more_ranks_than_threads_can_push_one_version(tmp_path: Path, workers: i
     model.save_pretrained(tmp_path / "hf")
     state = model.state_dict()
     bridge = bridge_for((tmp_path / "hf" / "config.json").read_bytes())
-    specs = list(hugging_face_specs(bridge, dtypes.parse("fp32")).values())
+    specs = list(ModelTensors(dtypes.parse("fp32")).specs(bridge).values())
 
     def rank_push(rank: int, address: str) -> int:
         mine: list[TensorSpec] = specs[rank::RANKS]

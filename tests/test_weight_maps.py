@@ -15,11 +15,13 @@ from weighbridge.boxes import Box
 from weighbridge.errors import InvalidArgument, LayoutError
 from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge.safetensors_files import lay_out_files
-from weighbridge_service.bridges import FAMILIES, bridge_for
+from weighbridge_service.bridges import Target, bridge_for
+from weighbridge_service.families import model_types
+from weighbridge_service.model_tensors import ModelTensors
 from weighbridge_service.planning import make_plan
 from weighbridge_service.tracing import trace
 from weighbridge_service.transfers import Transfer
-from weighbridge_service.weight_maps import derive_weight_map, hugging_face_specs, megatron_specs
+from weighbridge_service.weight_maps import derive_weight_map, megatron_specs
 
 F32 = dtypes.parse("fp32")
 CASES = [(family, tied) for family in TINY_FAMILIES for tied in (True, False)]
@@ -34,9 +36,9 @@ def test_hugging_face_to_megatron_is_what_mbridge_makes_of_the_weights(family: s
     config = tiny_config(family, tied=tied)
     state = tiny_model(config, seed=5).state_dict()
     bridge = _bridge(config)
-    specs = megatron_specs(bridge, F32)
-    weight_map = derive_weight_map(bridge, F32, specs)
-    files = lay_out_files(list(hugging_face_specs(bridge, F32).values()))
+    specs = megatron_specs(bridge, ModelTensors(F32).specs(bridge))
+    weight_map = derive_weight_map(bridge, ModelTensors(F32).specs(bridge), specs)
+    files = lay_out_files(list(ModelTensors(F32).specs(bridge).values()))
     image = {f.name: np.zeros(f.nbytes, np.uint8) for f in files.files}
     for p in files.layout.placements:
         image[p.buffer][p.offset : p.offset + p.nbytes] = (
@@ -47,7 +49,7 @@ def test_hugging_face_to_megatron_is_what_mbridge_makes_of_the_weights(family: s
     reference = make_bridge(config, torch.float32)
     for p in target.placements:
         found = torch.frombuffer(bytearray(transfer.gather(p.offset, p.nbytes, image)), dtype=torch.float32)
-        sources = [state[name] for name in bridge.megatron[p.shard.tensor]]
+        sources = [state[target.name] for target in bridge.megatron[p.shard.tensor].targets]
         expected = reference._weight_to_mcore_format(p.shard.tensor, sources)
         assert torch.equal(found.view(expected.shape), expected), p.shard.tensor
 
@@ -59,10 +61,8 @@ def test_the_map_covers_every_tensor_that_transformers_has(family: str, tied: bo
     if tied:
         del state["lm_head.weight"]
     bridge = _bridge(config)
-    assert {name: tuple(t.shape) for name, t in state.items()} == {
-        name: spec.shape for name, spec in bridge.hugging_face.items()
-    }
-    assert sorted(name for names in bridge.megatron.values() for name in names) == sorted(state)
+    assert {name: tuple(t.shape) for name, t in state.items()} == bridge.hugging_face
+    assert sorted(t.name for entry in bridge.megatron.values() for t in entry.targets) == sorted(state)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -70,27 +70,27 @@ def test_a_tied_and_an_untied_model_of_one_family_do_not_disturb_each_other(fami
     untied_before = _bridge(tiny_config(family, tied=False, max_position_embeddings=64))
     tied = _bridge(tiny_config(family, tied=True, max_position_embeddings=64))
     untied_after = _bridge(tiny_config(family, tied=False, max_position_embeddings=32))
-    assert untied_before.megatron["output_layer.weight"] == ("lm_head.weight",)
-    assert untied_after.megatron == untied_before.megatron
+    assert untied_before.megatron["output_layer.weight"].targets == (Target("lm_head.weight"),)
+    assert untied_after.megatron.keys() == untied_before.megatron.keys()
     assert "output_layer.weight" not in tied.megatron
 
 
 def test_a_model_type_without_a_map_is_refused_with_the_list() -> None:
     with pytest.raises(InvalidArgument) as error:
         bridge_for(json.dumps({"model_type": "gpt2"}).encode())
-    assert all(family in error.value.fix for family in FAMILIES)
+    assert all(family in error.value.fix for family in model_types())
 
 
 def test_a_trainer_with_unknown_misshapen_or_miscast_tensors_is_told_of_each() -> None:
     bridge = _bridge(tiny_config("llama", tied=False))
-    specs = dict(megatron_specs(bridge, F32))
+    specs = dict(megatron_specs(bridge, ModelTensors(F32).specs(bridge)))
     norm = "decoder.final_layernorm.weight"
     specs[norm] = TensorSpec(norm, dtypes.parse("bf16"), specs[norm].shape)
     fc2 = "decoder.layers.0.mlp.linear_fc2.weight"
     specs[fc2] = TensorSpec(fc2, F32, (specs[fc2].shape[0] + 1, specs[fc2].shape[1]))
     specs["optimizer.state.exp_avg.x"] = TensorSpec("optimizer.state.exp_avg.x", F32, (3,))
     with pytest.raises(LayoutError) as error:
-        derive_weight_map(bridge, F32, specs)
+        derive_weight_map(bridge, ModelTensors(F32).specs(bridge), specs)
     text = str(error.value)
     assert f"{norm} BF16" in text
     assert "wrong dtype" in text

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weighbridge.errors import WeighbridgeError
     from weighbridge.layouts import Layout, Shard, TensorSpec
     from weighbridge.resources import Model, Version, VersionState
-    from weighbridge.slices import Boxes, FullTensors, TensorParallel
+    from weighbridge.slices import Boxes, ExpertParallel, FullTensors, TensorParallel
     from weighbridge.trainer import PushHandle, TrainerClient
 
 __version__ = "0.1.0"
@@ -23,6 +23,7 @@ __all__ = [
     "Box",
     "Boxes",
     "EngineClient",
+    "ExpertParallel",
     "FullTensors",
     "Layout",
     "Model",
@@ -40,6 +41,7 @@ _MODULES = {
     "Box": "boxes",
     "Boxes": "slices",
     "EngineClient": "engine",
+    "ExpertParallel": "slices",
     "FullTensors": "slices",
     "Layout": "layouts",
     "Model": "resources",

@@ -59,6 +59,10 @@ class Box:
         """The same region, counted from another origin."""
         return Box(tuple(o - p for o, p in zip(self.offset, origin, strict=True)), self.extent)
 
+    def under(self, leading: tuple[int, ...]) -> Box:
+        """The same region of a tensor that is stacked under leading axes, at this index of them."""
+        return Box((*leading, *self.offset), ((1,) * len(leading)) + self.extent)
+
     def __str__(self) -> str:
         return "[" + ", ".join(f"{o}:{o + e}" for o, e in zip(self.offset, self.extent, strict=True)) + "]"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -20,6 +20,7 @@ from weighbridge.errors import (
     Unavailable,
     WeighbridgeError,
 )
+from weighbridge.layouts import TensorSpec
 from weighbridge.resources import Model, Verification, Version, VersionState
 from weighbridge.v1 import model_service_pb2, model_service_pb2_grpc, resources_pb2
 
@@ -74,8 +75,20 @@ class Client:
 
         return rpc.retried(once, seconds=self.retry_seconds)
 
-    def register_files(self, model: str, files: Mapping[str, bytes], dtype: str = "") -> Model:
+    def register_files(
+        self,
+        model: str,
+        files: Mapping[str, bytes],
+        dtype: str = "",
+        tensors: Iterable[TensorSpec] = (),
+    ) -> Model:
         """Register a model by the content of its files, ``config.json`` among them. Repeating it is harmless.
+
+        Args:
+            model: ``namespace/name``.
+            files: content of the files besides the weights, by name.
+            dtype: of the weights; by default what ``tensors`` says, or else ``config.json``.
+            tensors: the tensors in its files of weights, if there are such files.
 
         Raises:
             InvalidArgument: its model type has no weight map, or a name or a file is wrong.
@@ -88,7 +101,11 @@ class Client:
             )
         messages = [resources_pb2.ModelFile(name=name, content=content) for name, content in files.items()]
         request = model_service_pb2.RegisterModelRequest(
-            model=model, files=messages, dtype=dtype, request_id=str(uuid.uuid4())
+            model=model,
+            files=messages,
+            dtype=dtype,
+            request_id=str(uuid.uuid4()),
+            tensors=map(wire.spec_to_proto, tensors),
         )
         return wire.model_from_proto(self._call(self._models.RegisterModel, request).model)
 

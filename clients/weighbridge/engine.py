@@ -32,13 +32,14 @@ class Pull:
     """
 
     def __init__(
-        self, client: EngineClient, version: Version, layout: Layout, request: LayoutRequest
+        self, client: EngineClient, version: Version, layout: Layout, request: LayoutRequest, dtype: str = ""
     ) -> None:
         self.version = version
         self.layout = layout
         self.nbytes = layout.nbytes
         self._client = client
         self._request = wire.request_to_proto(request)
+        self._dtype = dtype
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
@@ -75,6 +76,7 @@ class Pull:
                     version=str(self.version.number),
                     layout=self._request,
                     offset=offset,
+                    dtype=self._dtype,
                 )
             )
 
@@ -117,30 +119,48 @@ class EngineClient(Client):
         )
         return method
 
-    def pull(self, model: str, version: str | int = "latest", layout: LayoutRequest | None = None) -> Pull:
+    def pull(
+        self,
+        model: str,
+        version: str | int = "latest",
+        layout: LayoutRequest | None = None,
+        *,
+        dtype: str | None = None,
+    ) -> Pull:
         """Pull slices of a version; only their bytes come over the wire.
 
         Args:
             model: ``namespace/name``.
             version: a number or a ref.
             layout: `FullTensors` (the default), `TensorParallel` or `Boxes`.
+            dtype: the service casts floating-point tensors to it before it sends them, such as ``bf16``; None keeps
+                them as they are.
 
         Returns:
             Iterate over it to get ``(name, tensor)``.
 
         Raises:
             NotFound: no such model, version, ref or tensor.
-            InvalidArgument: the layout does not fit the model; names the tensor.
+            InvalidArgument: the layout does not fit the model, or a tensor cannot be cast; names the tensor.
             FailedPrecondition: the version is not ready.
         """
         request = layout or FullTensors()
         plan = self._call(
             self._weights.PlanPull,
             weight_service_pb2.PlanPullRequest(
-                model=model, version=str(version), layout=wire.request_to_proto(request)
+                model=model,
+                version=str(version),
+                layout=wire.request_to_proto(request),
+                dtype=dtype or "",
             ),
         )
-        return Pull(self, wire.version_from_proto(plan.version), wire.layout_from_proto(plan.layout), request)
+        return Pull(
+            self,
+            wire.version_from_proto(plan.version),
+            wire.layout_from_proto(plan.layout),
+            request,
+            dtype or "",
+        )
 
     def export(
         self,

@@ -171,14 +171,19 @@ class TrainerClient(Client):
 
         Args:
             model: ``namespace/name``.
-            hf_dir: the folder.
-            dtype: of the weights, such as ``bf16``; by default what ``config.json`` says.
+            hf_dir: the folder. If it has weights, their headers are compared with ``config.json``.
+            dtype: of the weights, such as ``bf16``; by default each tensor's own if the folder has weights, and
+                otherwise what ``config.json`` says.
 
         Raises:
-            InvalidArgument: its model type has no weight map; lists those that have one.
+            InvalidArgument: its model type has no weight map (lists those that have one), or its weights are not what
+                ``config.json`` describes (names the tensors).
+            DataLoss: a file of weights is damaged.
             FailedPrecondition: the model is registered already, with other tensors.
         """
-        return self.register_files(model, hf_folder.side_files(Path(hf_dir)), dtype)
+        folder = Path(hf_dir)
+        files = hf_folder.side_files(folder)
+        return self.register_files(model, files, dtype, safetensors_files.specs_in(folder))
 
     def push(
         self,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from weighbridge import dtypes
 from weighbridge.boxes import Box
-from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge.errors import LayoutError
 from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge.resources import Model, Version, VersionState
-from weighbridge.slices import Boxes, FullTensors, LayoutRequest, TensorParallel
+from weighbridge.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
 from weighbridge.v1 import resources_pb2, weight_service_pb2
 
 MEGATRON = resources_pb2.TENSOR_SPACE_MEGATRON
@@ -22,15 +22,22 @@ _STATES = {
 _STATES_BACK = {number: state for state, number in _STATES.items()}
 
 
+def spec_to_proto(spec: TensorSpec) -> resources_pb2.TensorSpec:
+    """A tensor's name, dtype and shape as a message."""
+    return resources_pb2.TensorSpec(name=spec.name, dtype=spec.dtype.name, shape=spec.shape)
+
+
+def spec_from_proto(message: resources_pb2.TensorSpec) -> TensorSpec:
+    """A message as a tensor's name, dtype and shape. Raises InvalidArgument if there is no such dtype."""
+    return TensorSpec(message.name, dtypes.from_safetensors(message.dtype), tuple(message.shape))
+
+
 def layout_to_proto(layout: Layout, space: resources_pb2.TensorSpace.ValueType) -> resources_pb2.Layout:
     """A stream's layout as a message."""
     numbers = {name: number for number, name in enumerate(layout.tensors)}
     return resources_pb2.Layout(
         space=space,
-        tensors=[
-            resources_pb2.TensorSpec(name=t.name, dtype=t.dtype.name, shape=t.shape)
-            for t in layout.tensors.values()
-        ],
+        tensors=[spec_to_proto(spec) for spec in layout.tensors.values()],
         shards=[
             resources_pb2.Shard(
                 tensor=numbers[p.shard.tensor],
@@ -49,7 +56,7 @@ def layout_from_proto(message: resources_pb2.Layout) -> Layout:
     Raises:
         LayoutError: it contradicts itself.
     """
-    specs = [TensorSpec(t.name, dtypes.from_safetensors(t.dtype), tuple(t.shape)) for t in message.tensors]
+    specs = [spec_from_proto(spec) for spec in message.tensors]
     shards = []
     for shard in message.shards:
         if shard.tensor >= len(specs):
@@ -60,19 +67,16 @@ def layout_from_proto(message: resources_pb2.Layout) -> Layout:
 
 
 def request_to_proto(request: LayoutRequest) -> weight_service_pb2.LayoutRequest:
-    """What an engine asks for, as a message."""
+    """What an engine asks for, as a message.
+
+    Raises:
+        InvalidArgument: it fits no model.
+    """
     match request:
         case FullTensors(names=names):
             return weight_service_pb2.LayoutRequest(full=weight_service_pb2.FullTensors(names=names))
-        case TensorParallel(size=size, rank=rank):
-            if size < 1 or not 0 <= rank < size:
-                raise InvalidArgument(
-                    f"tensor-parallel rank {rank} of {size} does not exist",
-                    fix="ranks count from 0 to size - 1",
-                )
-            return weight_service_pb2.LayoutRequest(
-                tensor_parallel=weight_service_pb2.TensorParallel(size=size, rank=rank)
-            )
+        case TensorParallel():
+            return weight_service_pb2.LayoutRequest(tensor_parallel=_parallel_to_proto(request))
         case Boxes(boxes=boxes):
             messages = [
                 weight_service_pb2.BoxRequest(tensor=name, offset=offset, extent=extent)
@@ -81,11 +85,45 @@ def request_to_proto(request: LayoutRequest) -> weight_service_pb2.LayoutRequest
             return weight_service_pb2.LayoutRequest(boxes=weight_service_pb2.Boxes(boxes=messages))
 
 
+def _parallel_to_proto(request: TensorParallel) -> weight_service_pb2.TensorParallel:
+    request.check()
+    message = weight_service_pb2.TensorParallel(size=request.size, rank=request.rank)
+    if request.experts is not None:
+        experts = request.experts
+        message.experts.size, message.experts.rank = experts.size, experts.rank
+        message.experts.tp_size, message.experts.tp_rank = experts.tp_size, experts.tp_rank
+    if request.layers is not None:
+        message.layers.first, message.layers.end = request.layers
+    if request.vocab_multiple != 1:
+        message.vocab_multiple = request.vocab_multiple
+    return message
+
+
+def _parallel_from_proto(message: weight_service_pb2.TensorParallel) -> TensorParallel:
+    experts = message.experts
+    return TensorParallel(
+        message.size,
+        message.rank,
+        experts=(
+            ExpertParallel(
+                experts.size,
+                experts.rank,
+                experts.tp_size if experts.HasField("tp_size") else 1,
+                experts.tp_rank,
+            )
+            if message.HasField("experts")
+            else None
+        ),
+        layers=(message.layers.first, message.layers.end) if message.HasField("layers") else None,
+        vocab_multiple=message.vocab_multiple if message.HasField("vocab_multiple") else 1,
+    )
+
+
 def request_from_proto(message: weight_service_pb2.LayoutRequest) -> LayoutRequest:
     """A message as what an engine asks for. No layout at all means all tensors, whole."""
     kind = message.WhichOneof("layout")
     if kind == "tensor_parallel":
-        return TensorParallel(message.tensor_parallel.size, message.tensor_parallel.rank)
+        return _parallel_from_proto(message.tensor_parallel)
     if kind == "boxes":
         return Boxes(tuple((box.tensor, tuple(box.offset), tuple(box.extent)) for box in message.boxes.boxes))
     return FullTensors(tuple(message.full.names))

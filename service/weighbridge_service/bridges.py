@@ -1,96 +1,252 @@
-"""What mbridge knows, behind one small interface, so that another provider can take its place.
-
-mbridge is run on tensors without weights: on meta tensors for shapes, on index tensors for placement. It never sees a
-weight, a process group or a device.
-"""
+"""A model's tensors on both sides, by what its family says: names, shapes, and which element is where."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
-
-from weighbridge import dtypes
-from weighbridge.errors import InvalidArgument
-from weighbridge.layouts import TensorSpec
+from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge_service.families import Family, Rule, family_of
+from weighbridge_service.families.rules import Shape
 from weighbridge_service.relations import Link
+from weighbridge_service.tracing import trace
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Model types whose maps are tested, end to end, against real Megatron-core models."""
-
-VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Megatron-core tensors whose first axis is the vocabulary, and may be padded."""
-
-# mbridge's tables have the biases of QKV only; llama and qwen3 configs can ask for these as well
-_ATTENTION_BIASES = {"self_attention.linear_proj.bias": ["model.layers.{layer_number}.self_attn.o_proj.bias"]}
-_MLP_BIASES = {
-    "mlp.linear_fc1.bias": [
-        "model.layers.{layer_number}.mlp.gate_proj.bias",
-        "model.layers.{layer_number}.mlp.up_proj.bias",
-    ],
-    "mlp.linear_fc2.bias": ["model.layers.{layer_number}.mlp.down_proj.bias"],
-}
-
-_LARGEST = {
-    # far above any model there is: what is larger would only eat the service's memory
-    "num_hidden_layers": 1 << 10,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
-    "head_dim": 1 << 14,
-    "vocab_size": 1 << 24,
-}
-
-_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_FIELD = re.compile(r"\{(layer|expert)(?:\+(\d+))?\}")
+_INDEXED = re.compile(r"^(.+)\[(.+)\]$")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_SAME_NORM = (
+    # the norm in front of the MLP: the Transformer Engine spec fuses it into dense layers only, the local one names it so
+    # in layers with experts as well
+    (".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight"),
+    (".self_attention.q_layernorm.weight", ".self_attention.linear_q_up_proj.layer_norm_weight"),
+    (".self_attention.kv_layernorm.weight", ".self_attention.linear_kv_up_proj.layer_norm_weight"),
+    (".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight"),
+)
+"""Names that different layer specs of Megatron-core give to one tensor."""
 
 
-class Bridge(Protocol):
-    """Names, shapes and conversions between megatron-core's tensors, one per layer, and Hugging Face's.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A Hugging Face tensor, or one index of its first axis.
 
     Attributes:
-        model_type: of the Hugging Face config.
-        hugging_face: the model's tensors in the order of its state dict, tied ones once.
-        megatron: for each megatron-core tensor, named per layer as with Transformer Engine, its Hugging Face tensors.
-        num_layers: decoder layers.
-        vocab_size: rows of the embedding, without padding.
-        traces: links of the kinds of tensors that have been traced so far, by kind and rows of the vocabulary.
+        name: of the tensor.
+        leading: that index; empty for the whole tensor.
     """
 
-    model_type: str
-    hugging_face: dict[str, TensorSpec]
-    megatron: dict[str, tuple[str, ...]]
-    num_layers: int
-    vocab_size: int
-    traces: dict[tuple[str, int], list[Link]]
+    name: str
+    leading: tuple[int, ...] = ()
 
-    def megatron_shape(self, name: str, padded_vocab_size: int) -> tuple[int, ...]:
-        """Global shape of a megatron-core tensor."""
 
-    def conversion(
-        self, name: str, padded_vocab_size: int
-    ) -> Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]:
-        """How the full megatron-core tensor becomes Hugging Face tensors."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A Megatron-core tensor of one layer and expert.
+
+    Attributes:
+        name: by the rule.
+        rule: which kind of tensor it is.
+        targets: what it becomes.
+        shape: without padding.
+    """
+
+    name: str
+    rule: Rule
+    targets: tuple[Target, ...]
+    shape: Shape
+
+
+class Bridge:
+    """A model as its family describes it, without its weights.
+
+    Args:
+        family: the family, with the model's config.
+        absent: optional parts that the model lacks.
+
+    Attributes:
+        model_type: of the config.
+        hugging_face: shapes of the model's tensors in the order of their files, tied ones once.
+        megatron: Megatron-core's tensors, by their names with a key for each layer and expert.
+        num_layers: decoder layers.
+        vocab_size: rows of the embedding, without padding.
+        experts: routed experts in a layer; 0 if there are none.
+        parts: the optional parts that the family has for this config, with their Hugging Face tensors.
+        keep_in_fp32: what names of Hugging Face tensors end with that are float32 whatever the model's dtype.
+
+    Raises:
+        InvalidArgument: the family's rules do not reach every tensor.
+    """
+
+    def __init__(self, family: Family, absent: Sequence[str] = ()) -> None:
+        self._family = family
+        self.model_type: str = family.config["model_type"]
+        self.num_layers = family.num_layers
+        self.vocab_size = family.vocab_size
+        self.experts = family.experts
+        self.keep_in_fp32 = family.keep_in_fp32
+        self.hugging_face: dict[str, Shape] = dict(family.hugging_face_shapes())
+        self._links: dict[tuple[str, Shape], list[Link]] = {}
+        self.megatron: dict[str, Entry] = {}
+        self.parts: dict[str, list[str]] = {}
+        for entry in _entries(family.all_rules(), self.hugging_face):
+            rule = entry.rule
+            if rule.part:
+                self.parts.setdefault(rule.part, []).extend(target.name for target in entry.targets)
+            if rule.copies and rule.part_of_copies:
+                self.parts.setdefault(rule.part_of_copies, []).extend(rule.copies)
+            if rule.copies and rule.part_of_copies in absent:
+                entry = replace(entry, rule=replace(rule, copies=()))
+            if not rule.part or rule.part not in absent:
+                self.megatron[entry.name] = entry
+        self.megatron = {name: e for e in self.megatron.values() for name in [self._by_te_spec(e)]}
+        for name in (name for part in absent for name in self.parts.get(part, ())):
+            del self.hugging_face[name]
+        reached = {target.name for entry in self.megatron.values() for target in entry.targets}
+        reached |= {copy for entry in self.megatron.values() for copy in entry.rule.copies}
+        missing = [name for name in self.hugging_face if name not in reached]
+        if missing:
+            raise InvalidArgument(
+                f"the weight map of {self.model_type} does not know {len(missing)} tensors of this config",
+                details=missing[:10],
+                fix="check config.json for options that the family does not have in Megatron-core",
+            )
+
+    def _by_te_spec(self, entry: Entry) -> str:
+        """The tensor's name by the Transformer Engine layer spec, where families name the norm of the MLP otherwise."""
+        dense, moe = _SAME_NORM[0]
+        for suffix in (dense, moe):
+            if entry.name.endswith(suffix):
+                layer = entry.name.removesuffix(suffix)
+                return layer + (moe if f"{layer}.mlp.router.weight" in self.megatron else dense)
+        return entry.name
+
+    def find(self, name: str) -> Entry | None:
+        """The tensor of a name by any layer spec; None if the model has none."""
+        found = self.megatron.get(name)
+        if found is None:
+            for one, other in _SAME_NORM:
+                for mine, theirs in ((one, other), (other, one)):
+                    if name.endswith(mine):
+                        found = found or self.megatron.get(name.removesuffix(mine) + theirs)
+        return found
+
+    def links(self, entry: Entry) -> list[Link]:
+        """Where the elements of a tensor go. The targets are numbers into those of the entry, for all of a kind alike."""
+        key = (entry.rule.megatron, entry.shape)
+        found = self._links.get(key)
+        if found is None:
+            conversion = entry.rule.conversion
+            found = trace(
+                entry.name,
+                entry.shape,
+                lambda tensor: [(str(i), part) for i, part in enumerate(conversion.split(tensor))],
+            )
+            for link in found:
+                target = entry.targets[int(link.target)]
+                shape = self.hugging_face[target.name][len(target.leading) :]
+                if any(end > size for end, size in zip(link.target_box.end, shape, strict=True)):
+                    raise LayoutError(f"{entry.name} does not fit into {target.name}{list(shape)}")
+            self._links[key] = found
+        return found
 
     def parallel_plan(self) -> Mapping[str, str]:
         """How each Hugging Face tensor is cut for tensor parallelism: ``colwise`` or ``rowwise``; the rest is not."""
+        # patterns such as `model.layers.*.self_attn.q_proj`
+        patterns = [
+            (re.compile(re.escape(k).replace(r"\*", r"\d+")), v)
+            for k, v in self._family.parallel_plan().items()
+        ]
+        styles: dict[str, str | None] = {}
+        plan = {}
+        for name in self.hugging_face:
+            module = name.rpartition(".")[0]
+            kind = kind_of(f"{module}.")
+            if kind not in styles:
+                styles[kind] = next(
+                    (v for pattern, v in reversed(patterns) if pattern.fullmatch(module)), None
+                )
+            style = styles[kind]
+            if style is not None:
+                plan[name] = {"colwise_rep": "colwise", "rowwise_rep": "rowwise"}.get(style, style)
+        return plan
 
     def head_counts(self) -> tuple[int, int]:
         """Attention heads and key-value heads."""
+        return self._family.head_counts()
 
 
 def kind_of(name: str) -> str:
-    """The name with the layer's number taken out: layers of one kind are converted alike."""
-    return _LAYER.sub("{layer}", name)
+    """The name with its numbers taken out: tensors of one kind are alike."""
+    return _NUMBER.sub("*", name)
+
+
+def _entries(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Iterator[Entry]:
+    """The tensors that the rules speak of, wherever all of their Hugging Face tensors exist; each of those once."""
+    by_kind: dict[str, list[tuple[int, ...]]] = {}
+    for name in shapes:
+        numbers = tuple(int(n) for n in _NUMBER.findall(name))
+        by_kind.setdefault(kind_of(name), []).append(numbers)
+    reached: set[Target] = set()
+    megatron_shapes: dict[tuple[str, tuple[Shape, ...]], Shape] = {}
+    for rule in rules:
+        for layer, expert in _numbers(rule, shapes, by_kind):
+            targets = tuple(_target(name, layer, expert) for name in rule.hugging_face)
+            if not reached.isdisjoint(targets) or any(t.name not in shapes for t in targets):
+                # a family's table also lists what only some of its models have (biases, an untied output layer)
+                continue
+            reached.update(targets)
+            of_targets = tuple(shapes[t.name][len(t.leading) :] for t in targets)
+            key = (rule.megatron, of_targets)
+            if key not in megatron_shapes:
+                megatron_shapes[key] = rule.conversion.megatron_shape(of_targets)
+            copies = tuple(copy for copy in rule.copies if copy in shapes)
+            made = rule if copies == rule.copies else replace(rule, copies=copies)
+            yield Entry(_filled(rule.megatron, layer, expert), made, targets, megatron_shapes[key])
+
+
+def _numbers(
+    rule: Rule, shapes: Mapping[str, Shape], by_kind: Mapping[str, Sequence[tuple[int, ...]]]
+) -> Iterator[tuple[int, int]]:
+    """Layer and expert of each tensor that the rule may speak of; 0 where it has none."""
+    indexed = _INDEXED.match(rule.hugging_face[0])
+    template = indexed[1] if indexed else rule.hugging_face[0]
+    fields = _FIELD.findall(template)
+    for numbers in by_kind.get(kind_of(_FIELD.sub("0", template)), ()):
+        values = {"layer": 0, "expert": 0}
+        written = iter(numbers)
+        # numbers that stand in the rule itself take part in the kind as well
+        for literal, what, start in re.findall(
+            r"(?<=\.)(\d+)(?=\.)|\{(layer|expert)(?:\+(\d+))?\}", template
+        ):
+            number = next(written)
+            if literal:
+                if number != int(literal):
+                    break
+            else:
+                values[what] = number - int(start or 0)
+        else:
+            if min(values.values()) < 0:
+                continue
+            if indexed and "{expert}" in indexed[2]:
+                name = _filled(template, values["layer"], 0) if fields else template
+                yield from ((values["layer"], expert) for expert in range(shapes[name][0]))
+            else:
+                yield values["layer"], values["expert"]
+
+
+def _filled(template: str, layer: int, expert: int) -> str:
+    values = {"layer": layer, "expert": expert}
+    return _FIELD.sub(lambda field: str(values[field[1]] + int(field[2] or 0)), template)
+
+
+def _target(template: str, layer: int, expert: int) -> Target:
+    name = _filled(template, layer, expert)
+    indexed = _INDEXED.match(name)
+    return Target(indexed[1], (int(indexed[2]),)) if indexed else Target(name)
 
 
 def parse_config(config_json: bytes) -> dict[str, Any]:
@@ -105,196 +261,43 @@ def parse_config(config_json: bytes) -> dict[str, Any]:
         raise InvalidArgument(f"config.json cannot be read: {error}"[:300]) from error
     if not isinstance(config, dict):
         raise InvalidArgument("config.json does not hold a JSON object")
-    model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise InvalidArgument(
-            f"there is no weight map for the model type {str(model_type)[:80]!r}",
-            fix=f"model types that have one: {', '.join(FAMILIES)}",
-        )
+    family_of(config)
     return config
 
 
-def _check_sizes(config: Mapping[str, Any]) -> None:
-    """Refuse sizes that no model has, before anything is made of them.
-
-    Raises:
-        InvalidArgument: names the field.
-    """
-    for name, largest in _LARGEST.items():
-        value = config.get(name)
-        if value is not None and (type(value) is not int or not 1 <= value <= largest):
-            raise InvalidArgument(
-                f"config.json has {name} = {str(value)[:40]}, not an integer from 1 to {largest}"
-            )
-
-
-def bridge_for(config_json: bytes) -> Bridge:
+def bridge_for(config_json: bytes, absent: Sequence[str] = ()) -> Bridge:
     """The bridge for a Hugging Face config; made once for each config and process.
 
     Takes about 5 s the first time in a process (mbridge imports transformers and megatron-core).
+
+    Args:
+        config_json: the config.
+        absent: optional parts that the model lacks.
 
     Raises:
         InvalidArgument: the config has no map, or transformers cannot make a model of it.
     """
     parse_config(config_json)
     with _making:
-        return _cached_bridge(config_json)
+        return _cached_bridge(config_json, tuple(sorted(absent)))
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_bridge(config_json: bytes) -> Bridge:
-    return MBridge(parse_config(config_json))
+def _cached_bridge(config_json: bytes, absent: tuple[str, ...]) -> Bridge:
+    config = parse_config(config_json)
+    try:
+        family = family_of(config)(config)
+        heads, kv_heads = family.head_counts()
+        if heads % kv_heads:
+            raise ValueError(f"{heads} attention heads cannot share {kv_heads} key-value heads")
+        return Bridge(family, absent)
+    except InvalidArgument:
+        raise
+    except Exception as error:  # transformers raises whatever a wrong value leads to
+        raise InvalidArgument(
+            f"transformers cannot make a {config['model_type']} model of this config.json: {error}"[:500]
+        ) from error
 
 
 _making = threading.Lock()
 """transformers cannot be imported by two threads at once, and makes models by changing torch's default device."""
-
-
-class MBridge:
-    """A `Bridge` that asks mbridge 0.15 and transformers."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        import transformers
-
-        self.model_type: str = config["model_type"]
-        _check_sizes(config)
-        try:
-            # only the family's own fields: others name code to run (`auto_map`, `attn_implementation`), replace
-            # methods, or make transformers fill memory (`num_labels`), and none of them has a say in the weights
-            family = transformers.CONFIG_MAPPING[self.model_type]
-            parameters = inspect.signature(family.__init__).parameters.values()
-            known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
-            self._config = family(**{name: config[name] for name in known if name in config})
-            heads, kv_heads = self.head_counts()
-            if heads % kv_heads:
-                raise ValueError(f"{heads} attention heads cannot share {kv_heads} key-value heads")
-            self._model = self._meta_model()
-            self._bridge = _offline_bridge(self._config)
-        except Exception as error:  # transformers raises whatever a wrong value leads to
-            raise InvalidArgument(
-                f"transformers cannot make a {self.model_type} model of this config.json: {error}"[:500]
-            ) from error
-        self.num_layers: int = self._config.num_hidden_layers
-        self.vocab_size: int = self._config.vocab_size
-        self.hugging_face: dict[str, TensorSpec] = self._hugging_face_specs()
-        self._lock = threading.Lock()
-        self.traces: dict[tuple[str, int], list[Link]] = {}
-        self.megatron: dict[str, tuple[str, ...]] = self._megatron_names()
-        reached = {name for names in self.megatron.values() for name in names}
-        missing = [name for name in self.hugging_face if name not in reached]
-        if missing:
-            raise InvalidArgument(
-                f"the weight map of {self.model_type} does not know {len(missing)} tensors of this config",
-                details=missing[:10],
-                fix="check config.json for options that the family does not have in Megatron-core",
-            )
-
-    def _meta_model(self) -> Any:
-        import transformers
-
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(self._config)
-
-    def _hugging_face_specs(self) -> dict[str, TensorSpec]:
-        # the order of the state dict, each tied tensor under the first of its names only
-        seen: set[int] = set()
-        specs = {}
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                specs[name] = TensorSpec(name, dtypes.from_torch(tensor.dtype), tuple(tensor.shape))
-        return specs
-
-    def _megatron_names(self) -> dict[str, tuple[str, ...]]:
-        bridge = self._bridge
-        suffixes = [*bridge._ATTENTION_MAPPING, *bridge._MLP_MAPPING]
-        layers = [
-            f"decoder.layers.{layer}.{suffix}" for layer in range(self.num_layers) for suffix in suffixes
-        ]
-        found: dict[str, tuple[str, ...]] = {}
-        reached: set[str] = set()
-        for name in [*bridge._DIRECT_MAPPING, *layers]:
-            targets = tuple(bridge._weight_name_mapping_mcore_to_hf(name))
-            # a family's table also lists what only some of its models have (biases, QK norm, an untied output layer)
-            if all(target in self.hugging_face for target in targets) and reached.isdisjoint(targets):
-                found[name] = targets
-                reached.update(targets)
-        return found
-
-    def megatron_shape(self, name: str, padded_vocab_size: int) -> tuple[int, ...]:
-        """Global shape of a megatron-core tensor."""
-        sources = [torch.empty(self.hugging_face[n].shape, device="meta") for n in self.megatron[name]]
-        with self._vocabulary(padded_vocab_size):
-            return tuple(self._bridge._weight_to_mcore_format(name, sources).shape)
-
-    def conversion(
-        self, name: str, padded_vocab_size: int
-    ) -> Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]:
-        """How the full megatron-core tensor becomes Hugging Face tensors."""
-
-        def convert(tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
-            with self._vocabulary(padded_vocab_size):
-                names, tensors = self._bridge._weight_to_hf_format(name, tensor)
-            return list(zip(names, tensors, strict=True))
-
-        return convert
-
-    @contextmanager
-    def _vocabulary(self, padded_vocab_size: int) -> Iterator[None]:
-        """mbridge takes the sizes from the bridge itself: no other thread may set them until it is done."""
-        with self._lock:
-            self._bridge.vocab_size = self.vocab_size
-            self._bridge.padded_vocab_size = padded_vocab_size
-            yield
-
-    def parallel_plan(self) -> Mapping[str, str]:
-        """How each Hugging Face tensor is cut for tensor parallelism, by transformers' own plan for the model."""
-        # `tp_plan` of the whole model: patterns such as `model.layers.*.self_attn.q_proj` -> `colwise`
-        patterns = {
-            re.compile(re.escape(k).replace(r"\*", r"\d+")): v for k, v in self._model.tp_plan.items()
-        }
-        patterns |= {re.compile(re.escape(k)): v for k, v in (type(self._model)._tp_plan or {}).items()}
-        plan = {}
-        for name in self.hugging_face:
-            module = name.rpartition(".")[0]
-            for pattern, style in patterns.items():
-                if pattern.fullmatch(module):
-                    plan[name] = {"colwise_rep": "colwise", "rowwise_rep": "rowwise"}.get(style, style)
-        return plan
-
-    def head_counts(self) -> tuple[int, int]:
-        """Attention heads and key-value heads."""
-        return self._config.num_attention_heads, self._config.num_key_value_heads
-
-
-def _offline_bridge(config: Any) -> Any:
-    """An mbridge bridge that needs no process group and shares nothing with others of its class."""
-    import mbridge  # noqa: F401  (registers the families)
-    from mbridge.core.bridge import _MODEL_REGISTRY
-    from mbridge.core.parallel_states import ParallelStates
-
-    family = _MODEL_REGISTRY[config.model_type]
-    config = copy.deepcopy(config)
-    if getattr(config, "head_dim", None) is None:
-        config.head_dim = config.hidden_size // config.num_attention_heads
-
-    class Offline(family):  # type: ignore[misc, valid-type]
-        def _build_config(self) -> SimpleNamespace:
-            # mbridge writes the names of tied weights into tables of the class: give this instance its own
-            for table in ("_DIRECT_MAPPING", "_ATTENTION_MAPPING", "_MLP_MAPPING", "_OTHER_MAPPING"):
-                setattr(self, table, copy.deepcopy(getattr(self, table)))
-            self._ATTENTION_MAPPING |= _ATTENTION_BIASES
-            self._MLP_MAPPING |= _MLP_BIASES
-            return SimpleNamespace(
-                num_layers=config.num_hidden_layers,
-                mtp_num_layers=None,
-                gated_linear_unit=True,
-                num_moe_experts=None,
-            )
-
-    return Offline(
-        config,
-        dtype=None,  # no cast: placement only
-        parallel_states=ParallelStates(vpp_size=None),
-        make_vocab_size_divisible_by=1,  # any value: it makes mbridge heed vocab_size and padded_vocab_size
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weighbridge.errors import (
@@ -16,6 +16,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
+from weighbridge.layouts import TensorSpec
 from weighbridge.resources import REF_LATEST, REF_LIVE, Model, Verification, Version, VersionState
 from weighbridge_service.models import (
     RegisteredModel,
@@ -112,19 +113,28 @@ class Catalog:
         self._states: dict[ModelName, ModelState] = {}
         self._changes = 0
 
-    def register_model(self, name: str, files: Mapping[str, bytes], dtype: str = "") -> Model:
+    def register_model(
+        self, name: str, files: Mapping[str, bytes], dtype: str = "", found: Sequence[TensorSpec] = ()
+    ) -> Model:
         """Register a model, or replace its files where its tensors stay the same.
 
+        Args:
+            name: ``namespace/name``.
+            files: the files besides the weights.
+            dtype: of the weights; empty takes what ``found`` says, or else the config.
+            found: the tensors in the files of weights, if there are such files.
+
         Raises:
-            InvalidArgument: the name, a file or the config is wrong, or its model type has no weight map.
+            InvalidArgument: the name, a file or the config is wrong, its model type has no weight map, or the tensors are
+                not those of the config.
             FailedPrecondition: the model is registered with other tensors.
         """
         model_name = ModelName.parse(name)
-        model = model_for_registration(model_name, files, dtype)
-        found = self.heads.read(model_name)
-        if found is not None:
-            registered(found[0], model)  # refuse before anything is written
-        if found is None or found[0].files_id != model.files_id:
+        model = model_for_registration(model_name, files, dtype, found)
+        there = self.heads.read(model_name)
+        if there is not None:
+            registered(there[0], model)  # refuse before anything is written
+        if there is None or there[0].files_id != model.files_id:
             for file, content in files.items():
                 self.store.put(files_key(model_name, model.files_id, file), content, mode="overwrite")
         head = self.heads.update(model_name, lambda h: ((new := registered(h, model)), new), create=True)

@@ -94,7 +94,8 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
         self, request: model_service_pb2.RegisterModelRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.RegisterModelResponse:
         files = {file.name: file.content for file in request.files}
-        model = self._catalog.register_model(request.model, files, request.dtype)
+        found = [wire.spec_from_proto(spec) for spec in request.tensors]
+        model = self._catalog.register_model(request.model, files, request.dtype, found)
         return model_service_pb2.RegisterModelResponse(model=wire.model_to_proto(model))
 
     def GetModel(
@@ -298,7 +299,7 @@ class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):
         self, request: weight_service_pb2.PlanPullRequest, context: grpc.ServicerContext
     ) -> weight_service_pb2.PlanPullResponse:
         version, layout = self._serving.plan_pull(
-            request.model, request.version, wire.request_from_proto(request.layout)
+            request.model, request.version, wire.request_from_proto(request.layout), request.dtype
         )
         return weight_service_pb2.PlanPullResponse(
             version=wire.version_to_proto(version),
@@ -310,7 +311,11 @@ class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):
         self, request: weight_service_pb2.PullRequest, context: grpc.ServicerContext
     ) -> Iterator[weight_service_pb2.PullResponse | bytes]:
         reading = self._serving.pull(
-            request.model, request.version, wire.request_from_proto(request.layout), request.offset
+            request.model,
+            request.version,
+            wire.request_from_proto(request.layout),
+            request.offset,
+            request.dtype,
         )
         yield from _stream(reading, weight_service_pb2.PullResponse, self._serving)
 

@@ -6,25 +6,25 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from weighbridge import dtypes
-from weighbridge.boxes import Box
-from weighbridge.dtypes import DType
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, LayoutError
 from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.resources import Model
 from weighbridge.safetensors_files import FilesLayout, lay_out_files
 from weighbridge.slices import LayoutRequest
 from weighbridge_service.bridges import Bridge, bridge_for, parse_config
-from weighbridge_service.parallel_plans import engine_layout
+from weighbridge_service.engine_layouts import EngineLayouts, padding_of
+from weighbridge_service.model_tensors import ModelTensors, tensors_found
 from weighbridge_service.planning import make_plan
 from weighbridge_service.preparing import PreparedPush, prepare_push
 from weighbridge_service.receiving import KnownSet
-from weighbridge_service.relations import Link, identity_links
+from weighbridge_service.relations import WeightMap, identity_links
 from weighbridge_service.transfers import Transfer
-from weighbridge_service.weight_maps import derive_weight_map, hugging_face_specs, megatron_specs
+from weighbridge_service.weight_maps import derive_weight_map
 from weighbridge_storage.head import Head, register
 from weighbridge_storage.names import ModelName, check_file_name
 from weighbridge_storage.objects import ObjectStore
@@ -92,16 +92,21 @@ class RegisteredModel:
     Args:
         name: the model's name.
         config_json: content of its ``config.json``.
-        dtype: of its weights.
+        kept: what the config leaves open about its tensors.
         files_id: which set of files was registered.
         side_files: their names.
     """
 
     def __init__(
-        self, name: ModelName, config_json: bytes, dtype: DType, files_id: str, side_files: Sequence[str]
+        self,
+        name: ModelName,
+        config_json: bytes,
+        kept: ModelTensors,
+        files_id: str,
+        side_files: Sequence[str],
     ) -> None:
         self.name = name
-        self.dtype = dtype
+        self.kept = kept
         self.files_id = files_id
         self.side_files = tuple(side_files)
         self.config_json = config_json
@@ -116,12 +121,12 @@ class RegisteredModel:
     @cached_property
     def bridge(self) -> Bridge:
         """What is known about the model's family; takes seconds the first time in a process."""
-        return bridge_for(self.config_json)
+        return bridge_for(self.config_json, self.kept.absent)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The model's tensors in Hugging Face's space."""
-        return hugging_face_specs(self.bridge, self.dtype)
+        return self.kept.specs(self.bridge)
 
     @cached_property
     def files(self) -> FilesLayout:
@@ -134,8 +139,18 @@ class RegisteredModel:
 
         Configs that agree in it can stand for each other: the same shards make the same files.
         """
-        links = derive_weight_map(self.bridge, self.dtype, megatron_specs(self.bridge, self.dtype)).links
-        return hashlib.sha256(f"{self.files.layout.digest}{links!r}".encode()).hexdigest()
+        digest = hashlib.sha256(self.files.layout.digest.encode())
+        links: dict[int, str] = {}  # of a kind; most tensors share theirs with those of other layers
+        for name, entry in self.bridge.megatron.items():
+            of_kind = self.bridge.links(entry)
+            if id(of_kind) not in links:
+                links[id(of_kind)] = repr([(k.source_box, k.target, k.target_box, k.axes) for k in of_kind])
+            digest.update(f"{name}{entry.targets}{entry.rule.copies}{links[id(of_kind)]}".encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def _engine_layouts(self) -> EngineLayouts:
+        return EngineLayouts(self.bridge, self.tensors)
 
     def knows_layout(self, digest: str) -> bool:
         """Whether a layout with this digest has been declared."""
@@ -172,12 +187,9 @@ class RegisteredModel:
 
         return self._pushes.get_or_make(tuple(digests), make)
 
-    def _relate(
-        self, space: str, tensors: Mapping[str, TensorSpec]
-    ) -> tuple[Sequence[Link], Sequence[tuple[str, Box]]]:
+    def _relate(self, space: str, tensors: Mapping[str, TensorSpec]) -> WeightMap:
         if space == MEGATRON:
-            weight_map = derive_weight_map(self.bridge, self.dtype, tensors)
-            return weight_map.links, weight_map.padding
+            return derive_weight_map(self.bridge, self.tensors, tensors)
         problems = [
             f"{spec}: "
             + (f"the model has {self.tensors[name]}" if name in self.tensors else "no tensor of the model")
@@ -190,7 +202,7 @@ class RegisteredModel:
                 details=problems[:20],
                 fix="register the model with the folder's own config.json, and with the dtype its weights have",
             )
-        return identity_links(tensors.values()), ()
+        return WeightMap(tensors, self.tensors, identity_links(tensors.values()), ())
 
     def restore_transfer(self, source: Layout, target: Layout) -> Transfer:
         """From a version's files to the shards of a trainer rank.
@@ -200,7 +212,7 @@ class RegisteredModel:
         """
 
         def make() -> Transfer:
-            weight_map = derive_weight_map(self.bridge, self.dtype, target.tensors)
+            weight_map = derive_weight_map(self.bridge, self.tensors, target.tensors)
             plan = make_plan(source, target, weight_map.inverse_links, padding=weight_map.padding)
             return Transfer(plan, scatter=False)
 
@@ -212,15 +224,14 @@ class RegisteredModel:
         Raises:
             InvalidArgument: they do not fit the model.
         """
-        return self._requests.get_or_make(
-            repr(request), lambda: engine_layout(self.bridge, self.tensors, request)
-        )
+        return self._requests.get_or_make(repr(request), lambda: self._engine_layouts.layout(request))
 
     def pull_transfer(self, source: Layout, target: Layout) -> Transfer:
         """From a version's files to an engine's slices."""
 
         def make() -> Transfer:
-            plan = make_plan(source, target, identity_links(target.tensors.values()))
+            links = identity_links(source.tensors[name] for name in target.tensors)
+            plan = make_plan(source, target, links, padding=padding_of(source, target))
             return Transfer(plan, scatter=False)
 
         return self._reads.get_or_make(("pull", source.digest, target.digest), make)
@@ -240,12 +251,20 @@ def files_identity(files: Mapping[str, bytes]) -> str:
     return digest.hexdigest()[:32]
 
 
-def model_for_registration(name: ModelName, files: Mapping[str, bytes], dtype: str) -> RegisteredModel:
+def model_for_registration(
+    name: ModelName, files: Mapping[str, bytes], dtype: str, found: Sequence[TensorSpec] = ()
+) -> RegisteredModel:
     """Check a registration, and derive the model's tensors from it.
 
+    Args:
+        name: the model's name.
+        files: its files besides the weights.
+        dtype: of its weights; empty takes what ``found`` says, or else the config.
+        found: the tensors in its files of weights, if there are such files.
+
     Raises:
-        InvalidArgument: a file's name is not allowed, there is no ``config.json``, its model type has no weight map, or
-            the dtype is not known.
+        InvalidArgument: a file's name is not allowed, there is no ``config.json``, its model type has no weight map, the
+            dtype is not known, or the tensors are not those of the config.
     """
     for file in files:
         check_file_name(file)
@@ -257,9 +276,11 @@ def model_for_registration(name: ModelName, files: Mapping[str, bytes], dtype: s
     config = parse_config(files["config.json"])
     # transformers has written either name, and reads a missing one as float32
     named = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
-    model = RegisteredModel(
-        name, files["config.json"], dtypes.parse(str(named)), files_identity(files), sorted(files)
-    )
+    kept = ModelTensors(dtypes.parse(str(named)))
+    if found:
+        there = tensors_found(bridge_for(files["config.json"]), config, found)
+        kept = replace(kept, absent=there.absent) if dtype else there
+    model = RegisteredModel(name, files["config.json"], kept, files_identity(files), sorted(files))
     _ = model.identity  # builds the bridge: what cannot be mapped is refused now, not at the first push
     return model
 
@@ -268,7 +289,7 @@ def registration_of(model: RegisteredModel) -> dict[str, Any]:
     """What the head keeps of a registration: enough to list the model without deriving anything."""
     return {
         "model_type": model.bridge.model_type,
-        "dtype": model.dtype.name,
+        **model.kept.to_json(),
         "tensor_count": len(model.tensors),
         "tensor_bytes": model.files.layout.nbytes,
         "files": list(model.side_files),
@@ -317,7 +338,7 @@ def load_model(store: ObjectStore, name: ModelName, head: Head) -> RegisteredMod
     """A model that was registered before, perhaps by another process."""
     config, _ = store.get(files_key(name, head.files_id, "config.json"))
     try:
-        dtype = dtypes.from_safetensors(head.registration["dtype"])
-        return RegisteredModel(name, config, dtype, head.files_id, head.registration["files"])
-    except KeyError as error:
-        raise DataLoss(f"the registration in the head of {name} has no {error}") from error
+        kept = ModelTensors.from_json(head.registration)
+        return RegisteredModel(name, config, kept, head.files_id, head.registration["files"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataLoss(f"the registration in the head of {name} is damaged: {error!r}") from error

@@ -6,8 +6,9 @@ Pure: no I/O, no torch, no clock. Whatever is wrong with two layouts is found he
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from weighbridge.boxes import Box, first_overlap, subtract
@@ -55,22 +56,30 @@ class Plan:
     zeros: tuple[tuple[int, Box], ...]
 
 
-class _ByFirstAxis:
+class _Finder:
     """Finds the placements of a tensor that can meet a box, by their range on the first axis."""
 
-    def __init__(self, placements: Sequence[Placement], indexes: Sequence[int]) -> None:
-        def start(index: int) -> int:
-            return placements[index].shard.box.offset[0] if placements[index].shard.box.offset else 0
+    def __init__(self, layout: Layout) -> None:
+        self._placements = layout.placements
+        self._by_tensor = layout.by_tensor
+        self._sorted: dict[str, tuple[list[int], list[int], int]] = {}
 
-        self._order = sorted(indexes, key=start)
-        self._starts = [start(i) for i in self._order]
-        self._longest = max((sum(placements[i].shard.box.extent[:1]) for i in indexes), default=0)
+    def near(self, tensor: str, box: Box) -> Sequence[int]:
+        indexes = self._by_tensor.get(tensor, ())
+        if len(indexes) < 2 or not box.offset:
+            return indexes
+        found = self._sorted.get(tensor)
+        if found is None:
+            found = self._sorted[tensor] = self._sort(indexes)
+        order, starts, longest = found
+        first = bisect.bisect_right(starts, box.offset[0] - longest)
+        return order[first : bisect.bisect_left(starts, box.offset[0] + box.extent[0])]
 
-    def near(self, box: Box) -> Sequence[int]:
-        if not box.offset:
-            return self._order
-        first = bisect.bisect_right(self._starts, box.offset[0] - self._longest)
-        return self._order[first : bisect.bisect_left(self._starts, box.end[0])]
+    def _sort(self, indexes: Sequence[int]) -> tuple[list[int], list[int], int]:
+        boxes = {index: self._placements[index].shard.box for index in indexes}
+        order = sorted(indexes, key=lambda index: boxes[index].offset[0])
+        starts = [boxes[index].offset[0] for index in order]
+        return order, starts, max(box.extent[0] for box in boxes.values())
 
 
 def make_plan(
@@ -78,6 +87,7 @@ def make_plan(
     target: Layout,
     links: Iterable[Link],
     *,
+    copies: Iterable[Link] = (),
     padding: Iterable[tuple[str, Box]] = (),
     use_all: bool = False,
 ) -> Plan:
@@ -87,6 +97,7 @@ def make_plan(
         source: shards without replicas (see `share_out`).
         target: what is to be filled.
         links: how the tensor spaces relate, from source to target.
+        copies: the same for what goes to a further place besides that.
         padding: parts of tensors that have no counterpart in the other space: zero where they are in the target, left
             behind where they are in the source.
         use_all: refuse a source of which a part would go nowhere.
@@ -95,39 +106,52 @@ def make_plan(
         LayoutError: a part of the target has no source or two, or (with ``use_all``) a part of the source is not
             used; names the tensors and boxes.
     """
-    near_source = {name: _ByFirstAxis(source.placements, i) for name, i in source.by_tensor.items()}
-    near_target = {name: _ByFirstAxis(target.placements, i) for name, i in target.by_tensor.items()}
-    copies: list[Copy] = []
-    for link in links:
-        if link.source not in near_source or link.target not in near_target:
-            continue
-        for s in near_source[link.source].near(link.source_box):
-            source_shard = source.placements[s].shard
-            offered = source_shard.box.intersect(link.source_box)
-            if offered is None:
-                continue
-            offered = link.to_target(offered)
-            for t in near_target[link.target].near(offered):
-                target_shard = target.placements[t].shard
-                taken = target_shard.box.intersect(offered)
-                if taken is not None:
-                    copies.append(
-                        Copy(
-                            s,
-                            link.to_source(taken).relative_to(source_shard.box.offset),
-                            t,
-                            taken.relative_to(target_shard.box.offset),
-                            link.axes,
-                        )
-                    )
+    finders = _Finder(source), _Finder(target)
+    found = list(_copies(source, target, *finders, links))
+    further = list(_copies(source, target, *finders, copies))
     padding = tuple(padding)
     zeros = tuple(_parts(target, padding))
-    written = [(copy.target, copy.target_box) for copy in copies]
+    written = [(copy.target, copy.target_box) for copy in (*found, *further)]
     _prove(target, [*written, *zeros], "has no source", "would be written twice")
     if use_all:
-        read = [(copy.source, copy.source_box) for copy in copies]
+        read = [(copy.source, copy.source_box) for copy in found]
         _prove(source, [*read, *_parts(source, padding)], "would go nowhere", "would go to two places")
-    return Plan(source, target, tuple(copies), zeros)
+    return Plan(source, target, (*found, *further), zeros)
+
+
+def _copies(
+    source: Layout,
+    target: Layout,
+    sources: _Finder,
+    targets: _Finder,
+    links: Iterable[Link],
+) -> Iterator[Copy]:
+    for link in links:
+        for s in sources.near(link.source, link.source_box):
+            source_box = source.placements[s].shard.box
+            whole = source_box == link.source_box
+            common = source_box if whole else source_box.intersect(link.source_box)
+            if common is None:
+                continue
+            offered = link.target_box if whole else link.to_target(common)
+            for t in targets.near(link.target, offered):
+                target_box = target.placements[t].shard.box
+                taken = offered if target_box == offered else target_box.intersect(offered)
+                if taken is offered and whole:  # most copies of a large model: all of both shards
+                    yield Copy(s, _whole(common.extent), t, _whole(taken.extent), link.axes)
+                elif taken is not None:
+                    read = common if taken is offered else link.to_source(taken)
+                    yield Copy(
+                        s,
+                        read.relative_to(source_box.offset),
+                        t,
+                        taken.relative_to(target_box.offset),
+                        link.axes,
+                    )
+
+
+_whole = functools.lru_cache(maxsize=4096)(Box.whole)
+"""Boxes that cover a shard; shards of a model have few extents."""
 
 
 def _parts(layout: Layout, boxes: Iterable[tuple[str, Box]]) -> Iterator[tuple[int, Box]]:
@@ -147,6 +171,8 @@ def _prove(layout: Layout, parts: Iterable[tuple[int, Box]], gap: str, overlap: 
     problems: list[str] = []
     for placement, boxes in zip(layout.placements, of_shard, strict=True):
         shard, spec = placement.shard, layout.tensors[placement.shard.tensor]
+        if len(boxes) == 1 and boxes[0].extent == shard.box.extent:
+            continue
         common = first_overlap(boxes)
         if common is not None:
             problems.append(f"{spec}: box {_moved(common[2], shard.box)} {overlap}")
@@ -194,20 +220,20 @@ def share_out(layouts: Mapping[int, Layout]) -> dict[int, tuple[int, ...]]:
             the main replica.
     """
     holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
-    mains: dict[tuple[str, Box], int] = {}
     for rank, layout in sorted(layouts.items()):
         for index, placement in enumerate(layout.placements):
             shard = placement.shard
             holders.setdefault((shard.tensor, shard.box), []).append((rank, index))
-            mains[shard.tensor, shard.box] = mains.get((shard.tensor, shard.box), 0) + shard.main
     specs = merge_specs(layouts.values())
-    problems = [
-        f"{specs[tensor]}: box {box} is held by rank {', '.join(str(r) for r, _ in holders[tensor, box][:8])}, "
-        + ("none of them" if count == 0 else f"{count} of them")
-        + " as main replica"
-        for (tensor, box), count in mains.items()
-        if count != 1
-    ]
+    problems = []
+    for (tensor, box), held in holders.items():
+        count = sum(layouts[rank].placements[index].shard.main for rank, index in held)
+        if count != 1:
+            problems.append(
+                f"{specs[tensor]}: box {box} is held by rank {', '.join(str(r) for r, _ in held[:8])}, "
+                + ("none of them" if count == 0 else f"{count} of them")
+                + " as main replica"
+            )
     boxes: dict[str, list[Box]] = {}
     for tensor, box in holders:
         boxes.setdefault(tensor, []).append(box)
@@ -242,7 +268,7 @@ def share_out(layouts: Mapping[int, Layout]) -> dict[int, tuple[int, ...]]:
 def join_streams(streams: Mapping[int, Layout]) -> Layout:
     """The streams of several ranks as one layout, each in a buffer named like its rank."""
     placements = [
-        replace(placement, buffer=str(rank))
+        Placement(placement.shard, str(rank), placement.offset, placement.nbytes)
         for rank, stream in streams.items()
         for placement in stream.placements
     ]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weighbridge.boxes import Box
 from weighbridge.errors import LayoutError
 from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge_service.planning import join_streams, make_plan, share_out
-from weighbridge_service.relations import Link
+from weighbridge_service.relations import WeightMap
 from weighbridge_service.transfers import Transfer
 
 
@@ -29,8 +28,8 @@ class PreparedPush:
     transfer: Transfer
 
 
-Relate = Callable[[Mapping[str, TensorSpec]], tuple[Sequence[Link], Sequence[tuple[str, Box]]]]
-"""Gives links and padding between the ranks' tensor space and the files'."""
+Relate = Callable[[Mapping[str, TensorSpec]], WeightMap]
+"""Gives the map between the ranks' tensor space and the files'."""
 
 
 def prepare_push(
@@ -43,7 +42,7 @@ def prepare_push(
     Args:
         layouts: of all ranks, in their order.
         files: what is to be written.
-        relate: gives links and padding between the ranks' tensor space and the files'.
+        relate: gives the map between the ranks' tensor space and the files'.
 
     Raises:
         LayoutError: names the tensors and boxes that are wrong, missing or there twice.
@@ -52,9 +51,16 @@ def prepare_push(
     assigned = share_out(by_rank)
     streams = {rank: layout.select(assigned[rank]) for rank, layout in by_rank.items()}
     source = join_streams(streams)
-    links, padding = relate(source.tensors)
+    relation = relate(source.tensors)
     try:
-        plan = make_plan(source, files.layout, links, padding=padding, use_all=True)
+        plan = make_plan(
+            source,
+            files.layout,
+            relation.links,
+            copies=relation.copies,
+            padding=relation.padding,
+            use_all=True,
+        )
     except LayoutError as error:
         raise LayoutError(
             f"the ranks together do not hold the model: {error.message}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from weighbridge.layouts import Layout
 from weighbridge.pieces import Buffer
 from weighbridge.resources import Version
 from weighbridge.safetensors_files import FilesLayout
-from weighbridge_service.transfers import Bytes, Transfer
+from weighbridge_service.transfers import Bytes
 from weighbridge_storage.images import Lease
 
 
@@ -74,7 +74,7 @@ class Reading:
     layout: Layout
     offset: int
     _opened: OpenVersion
-    _transfer: Transfer
+    _gather: Callable[[int, int], Buffer]
 
     def __post_init__(self) -> None:
         if self.offset > self.layout.nbytes:
@@ -89,10 +89,10 @@ class Reading:
 
     def pieces(self) -> Iterator[Piece]:
         """The rest of the stream from its offset on; the version stays open until the last piece is taken."""
-        with self._opened.closing() as opened:
+        with self._opened.closing():
             position, end = self.offset, self.layout.nbytes
             while position < end:
                 length = min(rpc.MESSAGE_BYTES, end - position)
-                data = self._transfer.gather(position, length, opened.buffers)
+                data = self._gather(position, length)
                 yield Piece(position, data, rpc.checksum(data))
                 position += length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from weighbridge.boxes import Box
@@ -61,9 +61,15 @@ class Link:
         """The same link for a source that is stacked under leading axes, at this index of them."""
         if not leading:
             return self
-        box = Box((*leading, *self.source_box.offset), ((1,) * len(leading)) + self.source_box.extent)
         axes = tuple(None if axis is None else axis + len(leading) for axis in self.axes)
-        return replace(self, source_box=box, axes=axes)
+        return Link(self.source, self.source_box.under(leading), self.target, self.target_box, axes)
+
+    def onto(self, leading: tuple[int, ...]) -> Link:
+        """The same link for a target that is stacked under leading axes, at this index of them."""
+        if not leading:
+            return self
+        axes = (*(None for _ in leading), *self.axes)
+        return Link(self.source, self.source_box, self.target, self.target_box.under(leading), axes)
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class WeightMap:
         megatron: the trainer's tensors.
         hugging_face: the model's tensors.
         links: from megatron-core to Hugging Face.
+        copies: the same for tensors that Hugging Face has a second time: they are written, and not read on the way back.
         padding: parts of the trainer's tensors that have no counterpart (padded vocabulary), as name and box. Dropped
             on the way to Hugging Face, zero on the way back.
     """
@@ -82,6 +89,7 @@ class WeightMap:
     hugging_face: Mapping[str, TensorSpec]
     links: tuple[Link, ...]
     padding: tuple[tuple[str, Box], ...]
+    copies: tuple[Link, ...] = ()
 
     @cached_property
     def inverse_links(self) -> tuple[Link, ...]:

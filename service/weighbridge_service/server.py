@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from weighbridge_service.exports import Exports
 from weighbridge_service.grpc_server import GrpcServer
 from weighbridge_service.http_app import create_app
 from weighbridge_service.metrics import Metrics
+from weighbridge_service.process_memory import collect_rarely, keep_freed_memory
 from weighbridge_service.service import Weighbridge
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,6 @@ _GRPC_GRACE_SECONDS = 10.0
 """How long pulls may go on; after a drain that did not end in time they get no more of it."""
 _HTTP_GRACE_SECONDS = 5
 _BACKLOG = 1024
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-_KEEP_BYTES = 256 << 20
 _WARM_UP_CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 1,
@@ -142,7 +140,8 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
     logging.basicConfig(
         stream=sys.stderr, level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    _keep_freed_memory()
+    keep_freed_memory()
+    collect_rarely()
     with _first_signal() as wait_for_signal, contextlib.ExitStack() as stack:
         try:
             _host_and_port(grpc)
@@ -203,17 +202,6 @@ def _first_signal() -> Iterator[Callable[[], int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _keep_freed_memory() -> None:
-    """Let the allocator keep what messages of a megabyte free, instead of handing it back after each.
-
-    Otherwise each message is copied into pages that are fresh, which costs more than the copy. Only glibc has this.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
 
 
 def _warm_up() -> None:

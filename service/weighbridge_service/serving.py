@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 
+from weighbridge import dtypes
 from weighbridge.errors import FailedPrecondition
 from weighbridge.layouts import Layout
 from weighbridge.resources import Version, VersionState
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge.slices import LayoutRequest
+from weighbridge_service.casting import Casting
 from weighbridge_service.catalog import Catalog
+from weighbridge_service.megatron_layouts import TrainerRank, megatron_layout
 from weighbridge_service.models import Cache
-from weighbridge_service.parallel_plans import megatron_layout
 from weighbridge_service.reading import OpenVersion, Reading
 from weighbridge_service.transfers import Bytes
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.versions import open_version
 
+_KEPT_CASTS = 250_000
+"""Slices of pulls in another dtype that are remembered, over all models."""
 _KEPT_OPEN = 16
 """Durable versions whose files stay mapped after a pull."""
 
@@ -35,6 +40,7 @@ class Serving:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._opened: Cache[tuple[FilesLayout, Mapping[str, Bytes]]] = Cache(_KEPT_OPEN)
+        self._casts: Cache[Casting] = Cache(_KEPT_CASTS, lambda cast: 1 + len(cast.layout.placements))
         self.bytes_out = 0
         self._counting = threading.Lock()
 
@@ -43,24 +49,35 @@ class Serving:
         with self._counting:
             self.bytes_out += nbytes
 
-    def plan_pull(self, name: str, version: str, request: LayoutRequest) -> tuple[Version, Layout]:
-        """Which version a pull would read, and which slices it would bring."""
+    def plan_pull(
+        self, name: str, version: str, request: LayoutRequest, dtype: str = ""
+    ) -> tuple[Version, Layout]:
+        """Which version a pull would read, and which slices it would bring; cast, if a dtype is named."""
         model_name = ModelName.parse(name)
         found = self._catalog.resolve(model_name, version)
-        return found, self._catalog.state(model_name).model.pull_layout(request)
+        layout = self._catalog.state(model_name).model.pull_layout(request)
+        return found, self._casting(layout, dtype).layout if dtype else layout
 
-    def pull(self, name: str, version: str, request: LayoutRequest, offset: int) -> Reading:
-        """Slices of a version as a stream, from byte ``offset`` on."""
+    def pull(self, name: str, version: str, request: LayoutRequest, offset: int, dtype: str = "") -> Reading:
+        """Slices of a version as a stream, from byte ``offset`` on; cast, if a dtype is named."""
         model_name = ModelName.parse(name)
         model = self._catalog.state(model_name).model
         layout = model.pull_layout(request)
+        casting = self._casting(layout, dtype) if dtype else None
         opened = self._open(model_name, version)
         try:
             transfer = model.pull_transfer(opened.files.layout, layout)
         except BaseException:
             opened.close()
             raise
-        return Reading(opened.version, layout, offset, opened, transfer)
+        gather = partial(transfer.gather, files=opened.buffers)
+        if casting is None:
+            return Reading(opened.version, layout, offset, opened, gather)
+        return Reading(opened.version, casting.layout, offset, opened, partial(casting.gather, gather))
+
+    def _casting(self, layout: Layout, dtype: str) -> Casting:
+        target = dtypes.parse(dtype)
+        return self._casts.get_or_make((layout.digest, target), lambda: Casting(layout, target))
 
     def restore(self, name: str, version: str, layout: Layout, offset: int) -> Reading:
         """The shards of a trainer rank as a stream, from byte ``offset`` on."""
@@ -72,7 +89,7 @@ class Serving:
         except BaseException:
             opened.close()
             raise
-        return Reading(opened.version, layout, offset, opened, transfer)
+        return Reading(opened.version, layout, offset, opened, partial(transfer.gather, files=opened.buffers))
 
     def open(self, name: str, version: str) -> OpenVersion:
         """A visible version's bytes; close it after use."""
@@ -81,7 +98,8 @@ class Serving:
     def describe_shards(self, name: str, tp_size: int, tp_rank: int, pp_size: int, pp_rank: int) -> Layout:
         """The shards that a Megatron-core rank holds."""
         model = self._catalog.state(ModelName.parse(name)).model
-        return megatron_layout(model.bridge, model.dtype, tp_size, tp_rank, pp_size, pp_rank)
+        rank = TrainerRank((tp_rank, tp_size), (pp_rank, pp_size))
+        return megatron_layout(model.bridge, model.tensors, rank)
 
     def _open(self, name: ModelName, version: str) -> OpenVersion:
         found = self._catalog.resolve(name, version)

@@ -26,8 +26,17 @@ _KEPT_RANGES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """One strided copy between a range of the stream and a file; all in bytes."""
+class Piece:
+    """One strided copy between a range of the stream and a file; all in bytes.
+
+    Attributes:
+        shape: how many bytes on each axis; those of the last one are next to each other on both sides.
+        stream_offset: first byte, counted from the beginning of the range.
+        stream_strides: distances in the stream.
+        file: the file.
+        file_offset: first byte in it.
+        file_strides: distances in it.
+    """
 
     shape: tuple[int, ...]
     stream_offset: int
@@ -83,7 +92,7 @@ class Transfer:
             buffer: [self._stream.placements[i].offset for i in order]
             for buffer, order in self._order.items()
         }
-        self._ranges: dict[tuple[str, int, int], tuple[_Piece, ...]] = {}
+        self._ranges: dict[tuple[str, int, int], tuple[Piece, ...]] = {}
 
     def scatter(self, data: Any, offset: int, files: Mapping[str, Bytes], buffer: str = STREAM) -> None:
         """Copy a range of a stream to its places in the files.
@@ -115,7 +124,17 @@ class Transfer:
             np.copyto(_view_stream(piece, stream), _view_file(piece, files))
         return stream.data
 
-    def _pieces(self, buffer: str, start: int, stop: int) -> tuple[_Piece, ...]:
+    def pieces(self, start: int, stop: int, buffer: str = STREAM) -> list[Piece]:
+        """The copies that belong to a range of a stream, for one who carries them out elsewhere.
+
+        Args:
+            start: first byte of the range.
+            stop: one past its last.
+            buffer: which stream, where there are several.
+        """
+        return list(self._compile(buffer, start, stop))
+
+    def _pieces(self, buffer: str, start: int, stop: int) -> tuple[Piece, ...]:
         found = self._ranges.get((buffer, start, stop))
         if found is None:
             found = tuple(self._compile(buffer, start, stop))
@@ -123,7 +142,7 @@ class Transfer:
                 self._ranges[buffer, start, stop] = found
         return found
 
-    def _compile(self, buffer: str, start: int, stop: int) -> Iterator[_Piece]:
+    def _compile(self, buffer: str, start: int, stop: int) -> Iterator[Piece]:
         order = self._order.get(buffer, [])
         first = bisect.bisect_right(self._starts.get(buffer, []), start) - 1
         for index in order[max(first, 0) :]:
@@ -141,7 +160,7 @@ class Transfer:
                     if common is not None:
                         yield self._piece(common, part, extent, placement.offset - start)
 
-    def _piece(self, box: Box, part: _Part, extent: tuple[int, ...], stream_base: int) -> _Piece:
+    def _piece(self, box: Box, part: _Part, extent: tuple[int, ...], stream_base: int) -> Piece:
         other = self._files.placements[part.other]
         stream_strides = _row_major(extent)
         file_axis_strides = _row_major((*other.shard.box.extent, extent[-1]))
@@ -156,7 +175,7 @@ class Transfer:
             file_offset += into * file_axis_strides[axis]
         stream_offset = stream_base + sum(o * s for o, s in zip(box.offset, stream_strides, strict=True))
         shape, ours, theirs = _merged(box.extent, stream_strides, file_strides)
-        return _Piece(shape, stream_offset, ours, other.buffer, file_offset, theirs)
+        return Piece(shape, stream_offset, ours, other.buffer, file_offset, theirs)
 
 
 def _inverse(axes: tuple[int | None, ...], rank: int) -> tuple[int | None, ...]:
@@ -188,9 +207,9 @@ def _merged(
     return tuple(m[0] for m in merged), tuple(m[1] for m in merged), tuple(m[2] for m in merged)
 
 
-def _view_stream(piece: _Piece, stream: Bytes) -> Bytes:
+def _view_stream(piece: Piece, stream: Bytes) -> Bytes:
     return np.ndarray(piece.shape, np.uint8, stream, piece.stream_offset, piece.stream_strides)
 
 
-def _view_file(piece: _Piece, files: Mapping[str, Bytes]) -> Bytes:
+def _view_file(piece: Piece, files: Mapping[str, Bytes]) -> Bytes:
     return np.ndarray(piece.shape, np.uint8, files[piece.file], piece.file_offset, piece.file_strides)

@@ -1,9 +1,10 @@
 """Which weight map belongs to the tensors that a trainer declares.
 
 Megatron-core names the same weight in several ways: one tensor for all layers with the layer as its first axis
-(``decoder.layers.mlp.linear_fc2.weight``), one for each layer (``decoder.layers.3.mlp.linear_fc2.weight``), and with
-``singleton_local_shards`` the two halves of a SwiGLU projection apart (``...linear_fc1.weight_w`` and ``_v``). A
-bridge knows the per-layer names; this module puts the others in relation to them.
+(``decoder.layers.mlp.linear_fc2.weight``), one for each layer (``decoder.layers.3.mlp.linear_fc2.weight``); experts as an axis
+(``mlp.experts.experts.linear_fc1.weight``) or one by one (``mlp.experts.experts.7.linear_fc1.weight``); and with
+``singleton_local_shards`` the two halves of a SwiGLU projection apart (``...linear_fc1.weight_w`` and ``_v``). A bridge knows
+them one by one; this module puts the others in relation to that.
 """
 
 from __future__ import annotations
@@ -16,144 +17,171 @@ from weighbridge.boxes import Box, subtract
 from weighbridge.dtypes import DType
 from weighbridge.errors import LayoutError
 from weighbridge.layouts import TensorSpec
-from weighbridge_service.bridges import VOCABULARY_TENSORS, Bridge, kind_of
+from weighbridge_service.bridges import Bridge, Entry
+from weighbridge_service.families.rules import Shape
 from weighbridge_service.relations import Link, WeightMap
-from weighbridge_service.tracing import trace
 
-_STACKED = re.compile(r"^(decoder\.layers\.)(?!\d)(.+)$")
+_LAYERS = re.compile(r"^(.*\blayers\.)(?!\d)(.+)$")
+_EXPERTS = re.compile(r"^(.*\.experts\.experts\.)(?!\d)(.+)$")
 _MOST_PADDING, _PADDING = 2, 1 << 20
-"""Padding that is believed: the vocabulary may double, and a small one grow to a million rows; tracing needs memory for each."""
+"""Padding that is believed: the vocabulary may double, and a small one grow to a million rows."""
 _HALVES = {"_w": 0, "_v": 1}
+_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A declared tensor, or one layer of it, as a part of a per-layer tensor.
+    """A declared tensor, or one layer and expert of it, as a part of a tensor that the bridge knows.
 
     Attributes:
-        name: the per-layer name.
+        entry: that tensor.
         leading: index on the leading axes of the declared tensor, empty if there are none.
-        box: which part of the per-layer tensor it is.
+        half: which half of its rows it is; None if it is all of it.
     """
 
-    name: str
+    entry: Entry
     leading: tuple[int, ...]
-    box: Box
+    half: int | None
+
+    @property
+    def box(self) -> Box:
+        """Which part of the bridge's tensor it is, padding not counted."""
+        shape = self.entry.shape
+        if self.half is None:
+            return Box.whole(shape)
+        rows = shape[0] // len(_HALVES)
+        return Box((self.half * rows, *(0 for _ in shape[1:])), (rows, *shape[1:]))
 
 
-def hugging_face_specs(bridge: Bridge, dtype: DType) -> dict[str, TensorSpec]:
-    """The model's tensors in Hugging Face's space, with weights of this dtype."""
-    return {name: replace(spec, dtype=dtype) for name, spec in bridge.hugging_face.items()}
+def megatron_specs(bridge: Bridge, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The model's tensors in megatron-core's space, one for each layer and expert, without padding.
 
-
-def megatron_specs(bridge: Bridge, dtype: DType) -> dict[str, TensorSpec]:
-    """The model's tensors in megatron-core's space, one for each layer, without padding."""
+    Args:
+        bridge: knows the model's family and config.
+        tensors: the model's tensors in Hugging Face's space; their dtypes are those of the trainer's.
+    """
     return {
-        name: TensorSpec(name, dtype, bridge.megatron_shape(name, bridge.vocab_size))
-        for name in bridge.megatron
+        name: TensorSpec(name, tensors[entry.targets[0].name].dtype, entry.shape)
+        for name, entry in bridge.megatron.items()
     }
 
 
-def derive_weight_map(bridge: Bridge, dtype: DType, declared: Mapping[str, TensorSpec]) -> WeightMap:
+def derive_weight_map(
+    bridge: Bridge, tensors: Mapping[str, TensorSpec], declared: Mapping[str, TensorSpec]
+) -> WeightMap:
     """The map between what trainers declare and the Hugging Face model.
 
     Args:
         bridge: knows the model's family and config.
-        dtype: of the model's weights.
+        tensors: the model's tensors in Hugging Face's space.
         declared: the union of what all ranks declare.
 
     Raises:
         LayoutError: a declared tensor is unknown, or has another shape or dtype than the model.
     """
-    target = hugging_face_specs(bridge, dtype)
     links: list[Link] = []
+    copies: list[Link] = []
     padding: list[tuple[str, Box]] = []
     problems: list[str] = []
-    shapes: dict[tuple[str, int], tuple[int, ...]] = {}
+    of_kind: dict[tuple[str, Shape, int | None], list[Link]] = {}
     for spec in declared.values():
         parts = list(_parts(bridge, spec))
-        if not parts:
-            problems.append(f"{spec} is no tensor of this {bridge.model_type} model")
-            continue
-        if spec.dtype != dtype:
-            problems.append(f"{spec} has the wrong dtype: the model is registered as {dtype}")
-            continue
-        if (
-            parts[0].name in VOCABULARY_TENSORS
-            and sum(spec.shape[:1]) > _MOST_PADDING * bridge.vocab_size + _PADDING
-        ):
-            problems.append(f"{spec} pads the vocabulary of {bridge.vocab_size} to too many rows")
+        problem = _problem(bridge, tensors, spec, parts)
+        if problem:
+            problems.append(problem)
             continue
         for part in parts:
-            rows = spec.shape[0] if part.name in VOCABULARY_TENSORS and spec.shape else bridge.vocab_size
-            kind = (kind_of(part.name), rows)
-            if kind not in shapes:
-                shapes[kind] = bridge.megatron_shape(part.name, max(rows, bridge.vocab_size))
-            if kind not in bridge.traces:
-                bridge.traces[kind] = _traced(bridge, part.name, shapes[kind], rows)
-            part = _sized(part, shapes[kind])
-            expected = (*spec.shape[: len(part.leading)], *part.box.extent)
-            if spec.shape != expected:
-                problems.append(f"{spec} has the wrong shape: the model's is {list(expected)}")
-                break
-            of_part = list(_links_of(spec.name, part, bridge.traces[kind], bridge.megatron[part.name]))
-            links += of_part
-            if rows > bridge.vocab_size:
-                left = subtract(Box.whole(spec.shape), (link.source_box for link in of_part))
-                padding += [(spec.name, box) for box in left]
+            entry = part.entry
+            key = (entry.rule.megatron, entry.shape, part.half)
+            cut = of_kind.get(key)
+            if cut is None:
+                cut = of_kind[key] = list(_cut(bridge.links(entry), part.box))
+            for link in cut:
+                target = entry.targets[int(link.target)]
+                made = Link(spec.name, link.source_box, target.name, link.target_box, link.axes)
+                links.append(made.under(part.leading).onto(target.leading))
+            for copy in entry.rule.copies:
+                copies += [replace(link, source=spec.name, target=copy).under(part.leading) for link in cut]
+        if parts[0].entry.rule.vocabulary and spec.shape != parts[0].entry.shape:
+            held = Box.whole(parts[0].entry.shape)
+            padding += [(spec.name, box) for box in subtract(Box.whole(spec.shape), [held])]
     if problems:
         raise LayoutError(
             f"{len(problems)} declared tensors contradict the model",
-            details=problems[:20],
+            details=problems[:_NAMED],
             fix="push the model's own sharded_state_dict() (no optimizer state), of the model that was registered, "
             "in the dtype it was registered with",
         )
-    return WeightMap(declared, target, tuple(links), tuple(padding))
+    return WeightMap(declared, tensors, tuple(links), tuple(padding), tuple(copies))
+
+
+def _problem(
+    bridge: Bridge, tensors: Mapping[str, TensorSpec], spec: TensorSpec, parts: list[_Part]
+) -> str | None:
+    """What is wrong with a declared tensor, if anything is."""
+    if not parts:
+        return f"{spec} is no tensor of this {bridge.model_type} model"
+    wanted = _dtypes(tensors, parts)
+    if wanted != {spec.dtype}:
+        names = " and ".join(sorted(str(dtype) for dtype in wanted))
+        return f"{spec} has the wrong dtype: the model is registered with {names} there"
+    entry = parts[0].entry
+    if entry.rule.vocabulary and spec.shape[1:] == entry.shape[1:] and len(spec.shape) == len(entry.shape):
+        if spec.shape[0] > _MOST_PADDING * entry.shape[0] + _PADDING:
+            return f"{spec} pads the vocabulary of {entry.shape[0]} to too many rows"
+        if spec.shape[0] >= entry.shape[0]:
+            return None
+    for part in parts:
+        expected = (*spec.shape[: len(part.leading)], *part.box.extent)
+        if spec.shape != expected:
+            return f"{spec} has the wrong shape: the model's is {list(expected)}"
+    return None
+
+
+def _dtypes(tensors: Mapping[str, TensorSpec], parts: list[_Part]) -> set[DType]:
+    return {tensors[target.name].dtype for part in parts for target in part.entry.targets}
 
 
 def _parts(bridge: Bridge, spec: TensorSpec) -> Iterator[_Part]:
-    """The per-layer tensors that a declared tensor is made of; none if it is unknown. Boxes are still empty."""
-    for suffix in ("", *_HALVES):
-        name = spec.name.removesuffix(suffix) if spec.name.endswith(suffix) else None
-        if name is None:
+    """The bridge's tensors that a declared tensor is made of; none if it is unknown."""
+    for suffix, half in ((None, None), *_HALVES.items()):
+        if suffix is not None and not spec.name.endswith(suffix):
             continue
-        half = Box((_HALVES[suffix],), ()) if suffix else Box((), ())
-        if name in bridge.megatron:
-            yield _Part(name, (), half)
-            return
-        stacked = _STACKED.match(name)
-        if stacked is None or spec.shape[:1] != (bridge.num_layers,):
-            continue
-        names = [f"{stacked[1]}{layer}.{stacked[2]}" for layer in range(bridge.num_layers)]
-        if all(n in bridge.megatron for n in names):
-            yield from (_Part(n, (layer,), half) for layer, n in enumerate(names))
+        name = spec.name if suffix is None else spec.name.removesuffix(suffix)
+        found = list(_stacked(bridge, name, spec.shape))
+        if found and all(entry is not None and (half is None or entry.rule.halves) for _, entry in found):
+            yield from (_Part(entry, leading, half) for leading, entry in found if entry is not None)
             return
 
 
-def _sized(part: _Part, shape: tuple[int, ...]) -> _Part:
-    """The part with its box, now that the per-layer tensor's shape is known."""
-    if not part.box.offset:
-        return replace(part, box=Box.whole(shape))
-    rows = shape[0] // len(_HALVES)
-    return replace(part, box=Box((part.box.offset[0] * rows, *(0 for _ in shape[1:])), (rows, *shape[1:])))
+def _stacked(bridge: Bridge, name: str, shape: Shape) -> Iterator[tuple[tuple[int, ...], Entry | None]]:
+    """Each index of the leading axes that a name leaves open, with its tensor; None where the model has none."""
+    by_layer, by_expert = _LAYERS.match(name), _EXPERTS.match(name)
+    if not by_layer and not by_expert:
+        yield (), bridge.find(name)
+    elif by_layer and shape:
+        for layer in range(shape[0]):
+            of_layer = _stacked(bridge, f"{by_layer[1]}{layer}.{by_layer[2]}", shape[1:])
+            yield from (((layer, *rest), entry) for rest, entry in of_layer)
+        # all layers or none: a tensor that leaves some out is another one
+        if bridge.find(_first(f"{by_layer[1]}{shape[0]}.{by_layer[2]}")) is not None:
+            yield (), None
+    elif by_expert and shape:
+        for expert in range(shape[0]):
+            yield (expert,), bridge.find(f"{by_expert[1]}{expert}.{by_expert[2]}")
+        if bridge.find(f"{by_expert[1]}{shape[0]}.{by_expert[2]}") is not None:
+            yield (), None
 
 
-def _traced(bridge: Bridge, name: str, shape: tuple[int, ...], rows: int) -> list[Link]:
-    """Links of one kind of tensor; their targets are numbered, because the names differ from layer to layer."""
-    numbers = {target: str(number) for number, target in enumerate(bridge.megatron[name])}
-    links = trace(name, shape, bridge.conversion(name, max(rows, bridge.vocab_size)))
-    return [replace(link, target=numbers[link.target]) for link in links]
+def _first(name: str) -> str:
+    """The name of the first expert's tensor, if the name leaves that open."""
+    found = _EXPERTS.match(name)
+    return f"{found[1]}0.{found[2]}" if found else name
 
 
-def _links_of(declared: str, part: _Part, kind: list[Link], targets: tuple[str, ...]) -> Iterator[Link]:
-    for link in kind:
-        common = link.source_box.intersect(part.box)
-        if common is None:
-            continue
-        yield Link(
-            declared,
-            common.relative_to(part.box.offset),
-            targets[int(link.target)],
-            link.to_target(common),
-            link.axes,
-        ).under(part.leading)
+def _cut(links: list[Link], box: Box) -> Iterator[Link]:
+    """The links of a part of a tensor, counted from that part's origin."""
+    for link in links:
+        common = link.source_box.intersect(box)
+        if common is not None:
+            yield replace(link, source_box=common.relative_to(box.offset), target_box=link.to_target(common))

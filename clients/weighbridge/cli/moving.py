@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from weighbridge.engine import EngineClient
     from weighbridge.layouts import Layout
     from weighbridge.resources import Version
+    from weighbridge.slices import TensorParallel
     from weighbridge.trainer import TrainerClient
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -117,31 +118,85 @@ def _report_pushed(version: Version, as_json: bool) -> None:
 # -- out of the service --------------------------------------------------------------------------------------------------
 
 
+def _layer_range(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, int] | None:
+    """Callback of the option ``A:B``."""
+    if text is None:
+        return None
+    first, _, end = text.partition(":")
+    if not (text.isascii() and first.isdigit() and end.isdigit()):
+        raise click.BadParameter(f"{text!r} is no range of layers: write it like 0:16", ctx, param)
+    return int(first), int(end)
+
+
 @click.command("pull", cls=Command)
 @click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
 @click.option(
     "--out",
     type=_FOLDER,
     required=True,
-    help="A new folder; with --tp-size one that other ranks write to as well.",
+    help="A new folder; for one rank's slices one that other ranks write to as well.",
 )
 @click.option("--tp-size", type=_SIZE, help="Only the slices of one rank of so many tensor-parallel ranks.")
 @click.option("--tp-rank", type=_RANK, help="Which rank, from 0.")
+@click.option("--ep-size", type=_SIZE, help="Only the experts of one rank of so many.")
+@click.option("--ep-rank", type=_RANK, help="Which of them, from 0.")
+@click.option("--etp-size", type=_SIZE, help="Ranks that share the matrices of each expert.  [default: 1]")
+@click.option("--etp-rank", type=_RANK, help="Which of them, from 0.")
+@click.option(
+    "--layers",
+    metavar="A:B",
+    callback=_layer_range,
+    help="Only a pipeline stage: its first layer, from 0, and one past its last.",
+)
+@click.option(
+    "--vocab-multiple",
+    type=_SIZE,
+    help="Pad embedding and output layer with zeros to a multiple of it, and cut both; engines use 64.",
+)
+@click.option("--dtype", help="Cast floating-point tensors, e.g. to bf16.  [default: keep them as they are]")
 @client_options
 def pull_command(
-    reference: Reference, out: Path, tp_size: int | None, tp_rank: int | None, server: str, as_json: bool
+    reference: Reference,
+    out: Path,
+    tp_size: int | None,
+    tp_rank: int | None,
+    ep_size: int | None,
+    ep_rank: int | None,
+    etp_size: int | None,
+    etp_rank: int | None,
+    layers: tuple[int, int] | None,
+    vocab_multiple: int | None,
+    dtype: str | None,
+    server: str,
+    as_json: bool,
 ) -> None:
     """Pull a version, or one rank's slices of it.
 
-    The whole version becomes a Hugging Face folder that transformers loads. One rank's slices go to the file model-tp{RANK}-of-{SIZE}.safetensors, with Hugging Face's names, and config.json
-    beside it. Its __metadata__ says which part of each tensor they are.
+    The whole version becomes a Hugging Face folder that transformers loads. One rank's slices go to the file
+    model-tp{RANK}-of-{SIZE}.safetensors (-ep{RANK}-of-{SIZE}, -etp{RANK}-of-{SIZE}, -layers{A}-{B} follow where they are
+    asked for), with Hugging Face's names, and config.json beside it. Its __metadata__ says which part of each tensor they
+    are.
     """
     _check_together(tp_size=tp_size, tp_rank=tp_rank)
+    _check_together(ep_size=ep_size, ep_rank=ep_rank)
+    _check_together(etp_size=etp_size, etp_rank=etp_rank)
     with _engine(server) as client:
-        if tp_size is None or tp_rank is None:
-            _write_folder(client, reference, out, as_json, "pulling", {})
-        else:
-            _pull_rank(client, reference, out, tp_size, tp_rank, as_json)
+        if all(option is None for option in (tp_size, ep_size, etp_size, layers, vocab_multiple)):
+            _write_folder(client, reference, out, as_json, "pulling", {"dtype": dtype})
+            return
+        from weighbridge.slices import ExpertParallel, TensorParallel
+
+        experts = None
+        if ep_size is not None or etp_size is not None:
+            experts = ExpertParallel(ep_size or 1, ep_rank or 0, etp_size or 1, etp_rank or 0)
+        part = TensorParallel(
+            tp_size or 1,
+            tp_rank or 0,
+            experts=experts,
+            layers=layers,
+            vocab_multiple=1 if vocab_multiple is None else vocab_multiple,
+        )
+        _pull_rank(client, reference, out, part, dtype, as_json)
 
 
 @click.command("export", cls=Command)
@@ -256,14 +311,18 @@ def _write_folder(
 
 
 def _pull_rank(
-    client: EngineClient, reference: Reference, out: Path, tp_size: int, tp_rank: int, as_json: bool
+    client: EngineClient,
+    reference: Reference,
+    out: Path,
+    part: TensorParallel,
+    dtype: str | None,
+    as_json: bool,
 ) -> None:
-    from weighbridge.slices import TensorParallel
+    from weighbridge.cli.rank_files import describe
 
-    pull = client.pull(reference.model, reference.version, TensorParallel(tp_size, tp_rank))
+    pull = client.pull(reference.model, reference.version, part, dtype=dtype)
     files = client.model_files(reference.model, pull.version.number)
-    about = {"tensor_parallel_size": str(tp_size), "tensor_parallel_rank": str(tp_rank)}
-    name = f"model-tp{tp_rank}-of-{tp_size}.safetensors"
+    name, about = describe(part, dtype)
     beside = {"config.json": files["config.json"]}
     _write_rank(out / name, pull.version, pull.layout, pull.stream(), about, beside, as_json, "pulling")
 

@@ -1,8 +1,8 @@
 """What one rank holds, as one safetensors file.
 
 Tensors have the names of the layout that they come from, and the shape of the rank's part. A tensor of which the rank
-holds several boxes (Megatron-core's gate and up) is those boxes, concatenated in order along axis 0, as the rank's own
-parameter is. The header's ``__metadata__`` has, under ``shards``, the JSON text ``{name: {"shape": [...], "boxes":
+holds several boxes (gate and up) is those boxes, concatenated in order along the axis on which they lie apart, as the
+rank's own parameter is. The header's ``__metadata__`` has, under ``shards``, the JSON text ``{name: {"shape": [...], "boxes":
 [{"offset": [...], "extent": [...]}, ...]}}``: the tensor's global shape, and where in it the boxes lie.
 """
 
@@ -13,12 +13,29 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import IO
 
 from weighbridge.errors import DataLoss, FailedPrecondition, LayoutError
 from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.safetensors_files import TensorFile, lay_out_files
+from weighbridge.slices import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a file the bytes of a shard lie: in runs of one length, at one distance from each other.
+
+    Attributes:
+        offset: of the first run.
+        run: bytes of a run.
+        distance: from the beginning of a run to that of the next, in bytes.
+    """
+
+    offset: int
+    run: int
+    distance: int
 
 
 @dataclass(frozen=True)
@@ -27,13 +44,42 @@ class RankFile:
 
     Attributes:
         header: the file's first bytes.
-        offsets: where in the file each placement of the stream begins.
+        places: where in the file each placement of the stream lies.
         nbytes: size of the file.
     """
 
     header: bytes
-    offsets: tuple[int, ...]
+    places: tuple[Place, ...]
     nbytes: int
+
+
+def describe(part: TensorParallel, dtype: str | None) -> tuple[str, dict[str, str]]:
+    """Name of the file of an engine's rank, and what its ``__metadata__`` says about the rank.
+
+    Args:
+        part: what the rank holds.
+        dtype: what its floating-point tensors were cast to, if they were.
+    """
+    name = f"model-tp{part.rank}-of-{part.size}"
+    about = {"tensor_parallel_size": str(part.size), "tensor_parallel_rank": str(part.rank)}
+    if part.experts is not None:
+        experts = part.experts
+        name += f"-ep{experts.rank}-of-{experts.size}"
+        about |= {"expert_parallel_size": str(experts.size), "expert_parallel_rank": str(experts.rank)}
+        if experts.tp_size > 1:
+            name += f"-etp{experts.tp_rank}-of-{experts.tp_size}"
+        about |= {
+            "expert_tensor_parallel_size": str(experts.tp_size),
+            "expert_tensor_parallel_rank": str(experts.tp_rank),
+        }
+    if part.layers is not None:
+        name += "-layers{}-{}".format(*part.layers)
+        about["layers"] = "{}:{}".format(*part.layers)
+    if part.vocab_multiple > 1:
+        about["vocab_multiple"] = str(part.vocab_multiple)
+    if dtype is not None:
+        about["cast_to"] = dtype
+    return f"{name}.safetensors", about
 
 
 def lay_out_rank_file(layout: Layout, about: Mapping[str, str]) -> RankFile:
@@ -44,9 +90,10 @@ def lay_out_rank_file(layout: Layout, about: Mapping[str, str]) -> RankFile:
         about: further entries of ``__metadata__``.
 
     Raises:
-        LayoutError: the boxes of one tensor do not follow each other along axis 0.
+        LayoutError: the boxes of one tensor cannot be concatenated.
     """
-    local = [_local_spec(layout, name) for name in layout.by_tensor]
+    axes = {name: _axis(layout, name) for name in layout.by_tensor}
+    local = [_local_spec(layout, name, axis) for name, axis in axes.items()]
     laid_out = lay_out_files(local, max(layout.nbytes, 1))
     (file,) = laid_out.files
     shards = {
@@ -61,22 +108,36 @@ def lay_out_rank_file(layout: Layout, about: Mapping[str, str]) -> RankFile:
     }
     header = _with_metadata(file, {**about, "shards": json.dumps(shards, separators=(",", ":"))})
     longer = len(header) - len(file.header)
-    offsets = [0] * len(layout.placements)
+    places = [Place(0, 0, 0)] * len(layout.placements)
     for placement in laid_out.layout.placements:
-        position = placement.offset + longer
-        for index in layout.by_tensor[placement.shard.tensor]:
-            offsets[index] = position
-            position += layout.placements[index].nbytes
-    return RankFile(header, tuple(offsets), file.nbytes + longer)
+        name = placement.shard.tensor
+        rows = prod(placement.shard.box.extent[: axes[name]])
+        position, distance = placement.offset + longer, placement.nbytes // max(rows, 1)
+        for index in layout.by_tensor[name]:
+            run = layout.placements[index].nbytes // max(rows, 1)
+            places[index] = Place(position, run, distance)
+            position += run
+    return RankFile(header, tuple(places), file.nbytes + longer)
 
 
-def _local_spec(layout: Layout, name: str) -> TensorSpec:
+def _axis(layout: Layout, name: str) -> int:
+    """The axis along which the boxes of a tensor are concatenated."""
+    boxes = [layout.placements[index].shard.box for index in layout.by_tensor[name]]
+    apart = [axis for axis in range(len(boxes[0].offset)) if len({box.offset[axis] for box in boxes}) > 1]
+    axis = apart[0] if apart else 0
+    shapes = {box.extent[:axis] + box.extent[axis + 1 :] for box in boxes}
+    if len(boxes) > 1 and (len(apart) != 1 or len(shapes) > 1):
+        raise LayoutError(f"the boxes of {name} cannot be concatenated along one axis")
+    return axis
+
+
+def _local_spec(layout: Layout, name: str, axis: int) -> TensorSpec:
     """A tensor as the rank has it."""
     extents = [layout.placements[index].shard.box.extent for index in layout.by_tensor[name]]
-    if len(extents) > 1 and (not extents[0] or len({extent[1:] for extent in extents}) > 1):
-        raise LayoutError(f"the boxes of {name} cannot be concatenated along axis 0")
-    shape = (sum(extent[0] for extent in extents), *extents[0][1:]) if extents[0] else ()
-    return TensorSpec(name, layout.tensors[name].dtype, shape)
+    shape = list(extents[0])
+    if shape:
+        shape[axis] = sum(extent[axis] for extent in extents)
+    return TensorSpec(name, layout.tensors[name].dtype, tuple(shape))
 
 
 def _with_metadata(file: TensorFile, metadata: Mapping[str, str]) -> bytes:
@@ -105,21 +166,23 @@ def write_rank_file(
         out.write(file.header)
         pieces = iter(stream)
         piece = memoryview(b"")
-        for placement, offset in zip(layout.placements, file.offsets, strict=True):
-            out.seek(offset)
-            left = placement.nbytes
-            while left:
+        for placement, place in zip(layout.placements, file.places, strict=True):
+            written = 0
+            while written < placement.nbytes:
                 while not piece:  # a stream may begin with an empty piece
                     following = next(pieces, None)
                     if following is None:
                         raise DataLoss(f"the stream ended after {done} of {layout.nbytes} bytes")
                     piece = memoryview(following)
-                count = min(left, len(piece))
+                    on_progress(done, layout.nbytes)
+                row, into = divmod(written, place.run)
+                out.seek(place.offset + row * place.distance + into)
+                count = min(place.run - into, len(piece))
                 out.write(piece[:count])
                 piece = piece[count:]
-                left -= count
+                written += count
                 done += count
-                on_progress(done, layout.nbytes)
+        on_progress(done, layout.nbytes)
         if piece or any(map(len, pieces)):
             raise DataLoss(f"the stream has more than its {layout.nbytes} bytes")
 

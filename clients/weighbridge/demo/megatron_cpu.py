@@ -15,11 +15,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import megatron.core.tensor_parallel
 import megatron.core.tensor_parallel.random
+import megatron.core.transformer.moe.moe_utils
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -40,17 +41,36 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 class Parallel:
     """How many ways a job is cut.
 
-    Ranks are numbered tensor first, then data, then pipeline, as Megatron does by default.
+    Ranks are numbered tensor first, then context, then data, then pipeline, as Megatron does by default.
+
+    Attributes:
+        tp: tensor parallelism.
+        pp: pipeline parallelism.
+        dp: data parallelism, of everything but experts.
+        ep: expert parallelism; experts are spread over the ranks of one pipeline stage, whatever these hold of
+            the other layers, so `ep * expert_tp` divides `tp * cp * dp`.
+        etp: tensor parallelism of experts; None is that of the other layers, as in Megatron.
+        cp: context parallelism. It has ranks and process groups, but the local layer spec cannot run it.
+        vpp: virtual pipeline stages of each rank, or None.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    cp: int = 1
+    vpp: int | None = None
 
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallelism of experts."""
+        return self.tp if self.etp is None else self.etp
 
 
 class _NoRngTracker:
@@ -96,9 +116,13 @@ def patch_for_cpu() -> None:
         (megatron.core.tensor_parallel.random, "get_cuda_rng_tracker", _rng_tracker),
         # Tied embeddings on different pipeline stages call `.cuda()` on the shared weight.
         (torch.Tensor, "cuda", _stay),
+        # Routers look whether this exists, but it is not even defined without Transformer Engine.
+        (megatron.core.transformer.moe.moe_utils, "te_general_gemm", None),
     )
     for owner, name, replacement in patches:
         setattr(owner, name, replacement)
+    # Megatron has torch.compile fuse small functions, which takes longer than running them and a C++ compiler.
+    torch.compiler.set_stance("force_eager")
 
 
 def init_rank(parallel: Parallel, rank: int, store_path: str) -> None:
@@ -117,6 +141,10 @@ def init_rank(parallel: Parallel, rank: int, store_path: str) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
         # Its gloo copies of the groups would be gloo beside gloo.
         create_gloo_process_groups=False,
     )
@@ -128,14 +156,18 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
-def _check_joined(parallel: Parallel) -> None:
+def check_joined(parallel: Parallel) -> None:
     """Raise ValueError when Megatron's groups are of another shape: the ranks would wait for ever."""
     joined = Parallel(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
         dp=parallel_state.get_data_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+        etp=parallel_state.get_expert_tensor_parallel_world_size(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
     )
-    if joined != parallel:
+    if joined != replace(parallel, etp=parallel.expert_tp):
         raise ValueError(f"this rank has joined a job of {joined}, not of {parallel}")
 
 
@@ -198,6 +230,36 @@ def _refuse_uneven(hf_config: PretrainedConfig, parallel: Parallel, padded_vocab
         )
 
 
+def common_config(hf_config: PretrainedConfig, parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
+    """Fields of a `TransformerConfig` that all families share, those that keep it off CUDA among them."""
+    return {
+        "num_layers": hf_config.num_hidden_layers,
+        "hidden_size": hf_config.hidden_size,
+        "ffn_hidden_size": hf_config.intermediate_size,
+        "num_attention_heads": hf_config.num_attention_heads,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": hf_config.initializer_range,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        # The fused kernels, and norms that know sequence parallelism, are for CUDA.
+        "use_cpu_initialization": True,
+        "sequence_parallel": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+
+
 def build_model(
     hf_config: PretrainedConfig,
     parallel: Parallel,
@@ -220,7 +282,11 @@ def build_model(
         ValueError: heads, vocabulary or layers do not divide by the parallelism, or `parallel` is not the job
             that this rank has joined.
     """
-    _check_joined(parallel)
+    check_joined(parallel)
+    if parallel.vpp is not None or parallel.cp != 1:
+        raise NotImplementedError(
+            f"cannot build this model with megatron-core on CPU: {parallel} has vpp or cp"
+        )
     _refuse_unsupported(hf_config)
     rows = hf_config.vocab_size if padded_vocab_size is None else padded_vocab_size
     _refuse_uneven(hf_config, parallel, rows)
@@ -228,35 +294,12 @@ def build_model(
     biases = _Biases.of(hf_config)
     qk_layernorm = hf_config.model_type == "qwen3"
     config = TransformerConfig(
-        num_layers=hf_config.num_hidden_layers,
-        hidden_size=hf_config.hidden_size,
-        ffn_hidden_size=hf_config.intermediate_size,
-        num_attention_heads=hf_config.num_attention_heads,
+        **common_config(hf_config, parallel, dtype),
         num_query_groups=hf_config.num_key_value_heads,
         kv_channels=head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf_config.rms_norm_eps,
         qk_layernorm=qk_layernorm,
-        activation_func=torch.nn.functional.silu,
-        gated_linear_unit=True,
         add_bias_linear=biases.mlp,
         add_qkv_bias=biases.qkv,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=hf_config.initializer_range,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        fp16=dtype is torch.float16,
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        # What follows keeps off CUDA: the fused kernels, and norms that know sequence parallelism.
-        use_cpu_initialization=True,
-        sequence_parallel=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
     )
     spec = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm"))
     if biases.attention_output:
@@ -325,7 +368,7 @@ def forward_logits(model: GPTModel, input_ids: Tensor, parallel: Parallel) -> Te
     Raises:
         ValueError: `parallel` is not the job that this rank has joined.
     """
-    _check_joined(parallel)
+    check_joined(parallel)
     previous_rank = parallel_state.get_pipeline_model_parallel_prev_rank()
     received = None if model.pre_process else _receive(model, input_ids, previous_rank)
     output = _run_stage(model, input_ids, received)
@@ -361,7 +404,7 @@ def train_step(
     Raises:
         ValueError: `parallel` is not the job that this rank has joined.
     """
-    _check_joined(parallel)
+    check_joined(parallel)
     previous_rank = parallel_state.get_pipeline_model_parallel_prev_rank()
     next_rank = parallel_state.get_pipeline_model_parallel_next_rank()
     optimizer.zero_grad(set_to_none=True)

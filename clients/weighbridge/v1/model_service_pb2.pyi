@@ -27,6 +27,7 @@ class RegisterModelRequest(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dtype: _builtins.str
     """Element type of the weights; empty takes what config.json says."""
@@ -35,6 +36,12 @@ class RegisterModelRequest(_message.Message):
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.ModelFile]:
         """config.json must be among them."""
 
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorSpec]:
+        """The tensors of the folder's files, if it has weights: they are compared with config.json, and say which dtype each
+        one has and which optional parts the model lacks.
+        """
+
     def __init__(
         self,
         *,
@@ -42,10 +49,11 @@ class RegisterModelRequest(_message.Message):
         files: _abc.Iterable[_resources_pb2.ModelFile] | None = ...,
         dtype: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        tensors: _abc.Iterable[_resources_pb2.TensorSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "files", b"files", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "files", b"files", "model", b"model", "request_id", b"request_id", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,27 +76,104 @@ Global___FullTensors: _TypeAlias = FullTensors  # noqa: Y015
 
 @_typing.final
 class TensorParallel(_message.Message):
-    """What one rank of a tensor-parallel engine holds, by the model's own parallel plan."""
+    """What one rank of an engine holds, by the model's own parallel plan."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SIZE_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    VOCAB_MULTIPLE_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     rank: _builtins.int
+    vocab_multiple: _builtins.int
+    """Embedding and output layer are padded with rows of zeros to a multiple of it, and then cut. Absent or 1: the
+    vocabulary is left to the model's own plan.
+    """
+    @_builtins.property
+    def experts(self) -> Global___ExpertParallel:
+        """How experts are spread; absent if they are not, and each is cut like everything else."""
+
+    @_builtins.property
+    def layers(self) -> Global___LayerRange:
+        """A pipeline stage; absent for all layers."""
+
     def __init__(
         self,
         *,
         size: _builtins.int = ...,
         rank: _builtins.int = ...,
+        experts: Global___ExpertParallel | None = ...,
+        layers: Global___LayerRange | None = ...,
+        vocab_multiple: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_vocab_multiple", b"_vocab_multiple", "experts", b"experts", "layers", b"layers", "vocab_multiple", b"vocab_multiple"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_vocab_multiple", b"_vocab_multiple", "experts", b"experts", "layers", b"layers", "rank", b"rank", "size", b"size", "vocab_multiple", b"vocab_multiple"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__vocab_multiple: _TypeAlias = _typing.Literal["vocab_multiple"]  # noqa: Y015
+    _WhichOneofArgType__vocab_multiple: _TypeAlias = _typing.Literal["_vocab_multiple", b"_vocab_multiple"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__vocab_multiple) -> _WhichOneofReturnType__vocab_multiple | None: ...
+
+Global___TensorParallel: _TypeAlias = TensorParallel  # noqa: Y015
+
+@_typing.final
+class ExpertParallel(_message.Message):
+    """Experts in contiguous blocks, one for each rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TP_SIZE_FIELD_NUMBER: _builtins.int
+    TP_RANK_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    rank: _builtins.int
+    tp_size: _builtins.int
+    """Ranks that share the matrices of each expert; absent is 1."""
+    tp_rank: _builtins.int
+    def __init__(
+        self,
+        *,
+        size: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        tp_size: _builtins.int | None = ...,
+        tp_rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tp_size", b"_tp_size", "tp_size", b"tp_size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tp_size", b"_tp_size", "rank", b"rank", "size", b"size", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tp_size: _TypeAlias = _typing.Literal["tp_size"]  # noqa: Y015
+    _WhichOneofArgType__tp_size: _TypeAlias = _typing.Literal["_tp_size", b"_tp_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tp_size) -> _WhichOneofReturnType__tp_size | None: ...
+
+Global___ExpertParallel: _TypeAlias = ExpertParallel  # noqa: Y015
+
+@_typing.final
+class LayerRange(_message.Message):
+    """Decoder layers, from the first to one before the end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    end: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "first", b"first"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TensorParallel: _TypeAlias = TensorParallel  # noqa: Y015
+Global___LayerRange: _TypeAlias = LayerRange  # noqa: Y015
 
 @_typing.final
 class Boxes(_message.Message):
@@ -154,9 +231,12 @@ class PlanPullRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A number or a ref."""
+    dtype: _builtins.str
+    """Floating-point tensors are cast to it before they are sent, such as "bf16"; empty keeps them as they are."""
     @_builtins.property
     def layout(self) -> Global___LayoutRequest: ...
     def __init__(
@@ -165,10 +245,11 @@ class PlanPullRequest(_message.Message):
         model: _builtins.str = ...,
         version: _builtins.str = ...,
         layout: Global___LayoutRequest | None = ...,
+        dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "layout", b"layout", "model", b"model", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -209,10 +290,13 @@ class PullRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     offset: _builtins.int
     """Where in the stream to begin."""
+    dtype: _builtins.str
+    """As in PlanPullRequest; the offset counts bytes of the cast stream."""
     @_builtins.property
     def layout(self) -> Global___LayoutRequest: ...
     def __init__(
@@ -222,10 +306,11 @@ class PullRequest(_message.Message):
         version: _builtins.str = ...,
         layout: Global___LayoutRequest | None = ...,
         offset: _builtins.int = ...,
+        dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model", "offset", b"offset", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "layout", b"layout", "model", b"model", "offset", b"offset", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

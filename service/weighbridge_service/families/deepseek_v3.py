@@ -1,0 +1,91 @@
+"""DeepSeek-V3 and what is built like it: multi-head latent attention, shared experts, layers for multi-token prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from weighbridge_service.families.family import MTP, mtp_rules
+from weighbridge_service.families.from_mbridge import MBridgeFamily
+from weighbridge_service.families.rules import Rule, Shape
+
+_OWN = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "final_layernorm.weight": "shared_head.norm.weight",
+}
+_SHARED = {
+    # each layer's file has the embedding and the output layer again
+    "embedding.word_embeddings.weight": "embed_tokens.weight",
+    "output_layer.weight": "shared_head.head.weight",
+}
+
+
+class LayersForPrediction(MBridgeFamily):
+    """A family whose files have layers for multi-token prediction behind the decoder's, which transformers leaves out."""
+
+    keep_in_fp32 = ("e_score_correction_bias",)
+
+    @property
+    def mtp_layers(self) -> int:
+        """Layers for multi-token prediction."""
+        return int(self.config.get("num_nextn_predict_layers") or 0)
+
+    def rules(self) -> Sequence[Rule]:
+        """What mbridge's tables say, and the same for the layers of prediction, any number of them."""
+        found = list(super().rules())
+        first = self.num_layers
+        with_copies = [
+            dataclasses.replace(
+                rule,
+                copies=tuple(
+                    f"model.layers.{first + layer}.{_SHARED[rule.megatron]}"
+                    for layer in range(self.mtp_layers)
+                ),
+                part_of_copies=MTP,
+            )
+            if rule.megatron in _SHARED
+            else rule
+            for rule in found
+        ]
+        # first, because the decoder's rules would take these layers for further ones of the decoder
+        return [*mtp_rules(found, f"model.layers.{{layer+{first}}}", _OWN), *with_copies]
+
+    def hugging_face_shapes(self) -> dict[str, Shape]:
+        """The shapes that transformers knows, and those of the layers of prediction."""
+        shapes = super().hugging_face_shapes()
+        hidden, last = self.text_config.hidden_size, f"model.layers.{self.num_layers - 1}."
+        of_layer = {name.removeprefix(last): s for name, s in shapes.items() if name.startswith(last)}
+        own = {
+            "embed_tokens.weight": (self.vocab_size, hidden),
+            "enorm.weight": (hidden,),
+            "hnorm.weight": (hidden,),
+            "eh_proj.weight": (hidden, 2 * hidden),
+        }
+        behind = {"shared_head.norm.weight": (hidden,), "shared_head.head.weight": (self.vocab_size, hidden)}
+        mtp = {
+            f"model.layers.{self.num_layers + layer}.{name}": shape
+            for layer in range(self.mtp_layers)
+            for name, shape in (own | of_layer | behind).items()
+        }
+        return _behind_the_layers(shapes, mtp)
+
+
+def _behind_the_layers(shapes: dict[str, Shape], further: dict[str, Shape]) -> dict[str, Shape]:
+    """The further tensors behind the last one of a layer."""
+    names = list(shapes)
+    last = max(index for index, name in enumerate(names) if name.startswith("model.layers."))
+    return (
+        {name: shapes[name] for name in names[: last + 1]}
+        | further
+        | {name: shapes[name] for name in names[last + 1 :]}
+    )
+
+
+class DeepseekV3(LayersForPrediction):
+    """DeepSeek-V3 and R1; by ``model_type`` kimi_k2 also Kimi K2."""
+
+    transformers_type = "deepseek_v3"
+    mbridge_type = "deepseek_v3"
+    experts_field = "n_routed_experts"

@@ -1,0 +1,156 @@
+"""The words in which a family says which Hugging Face tensors a Megatron-core tensor becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Shape = tuple[int, ...]
+
+
+class Conversion(Protocol):
+    """How one whole Megatron-core tensor becomes Hugging Face tensors.
+
+    It is never run on weights: once on shapes, and a few times on tensors of element numbers, to find out which element
+    goes where. It may only place elements. One that scales, shifts or mixes them is found out and refused.
+    """
+
+    def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
+
+    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The Hugging Face tensors, in the order in which the rule names them."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tensors of one kind: all layers and experts whose tensors are made in the same way.
+
+    In names, ``{layer}`` and ``{expert}`` stand for numbers; ``{layer+61}`` is one that begins elsewhere.
+
+    Attributes:
+        megatron: Megatron-core's name, as its distributed checkpoints spell it with a key for each layer and expert,
+            by the Transformer Engine layer spec: ``decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight``.
+        hugging_face: the tensors that it becomes. ``name[{expert}]`` is one index of the first axis of a tensor that
+            Hugging Face stacks.
+        conversion: how.
+        copies: further tensors that hold the same elements as the first one. They are written on the way to Hugging
+            Face, and not read on the way back.
+        part_of_copies: the optional part that the copies belong to.
+        vocabulary: whether the first axis is the vocabulary, which trainers may pad.
+        halves: whether the Megatron-core tensor is two halves above each other (all gate rows, then all up rows), of which
+            tensor parallelism cuts each by itself.
+        part: name of an optional part of the model, such as ``mtp``, that a checkpoint has whole or not at all; empty
+            if the tensor belongs to every checkpoint.
+    """
+
+    megatron: str
+    hugging_face: tuple[str, ...]
+    conversion: Conversion
+    copies: tuple[str, ...] = ()
+    part_of_copies: str = ""
+    vocabulary: bool = False
+    halves: bool = False
+    part: str = ""
+
+
+class _Whole:
+    """One tensor, the same on both sides."""
+
+    def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
+        return shapes[0]
+
+    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [tensor]
+
+
+WHOLE: Conversion = _Whole()
+"""One tensor, the same on both sides."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Two tensors of one shape above each other, such as all gate rows and then all up rows.
+
+    Attributes:
+        axis: of the Megatron-core tensor that the halves share.
+    """
+
+    axis: int = 0
+
+    def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
+        shape = list(shapes[0])
+        shape[self.axis] *= 2
+        return tuple(shape)
+
+    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The Hugging Face tensors, in the order in which the rule names them."""
+        return tensor.chunk(2, dim=self.axis)
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """The two halves of an axis in the other order.
+
+    Attributes:
+        axis: the axis.
+    """
+
+    axis: int = 0
+
+    def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
+        return shapes[0]
+
+    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The Hugging Face tensors, in the order in which the rule names them."""
+        import torch
+
+        first, second = tensor.chunk(2, dim=self.axis)
+        return [torch.cat([second, first], dim=self.axis)]
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """One matrix, with rows and columns exchanged."""
+
+    def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
+        rows, columns = shapes[0]
+        return (columns, rows)
+
+    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The Hugging Face tensors, in the order in which the rule names them."""
+        return [tensor.t()]
+
+
+@dataclass(frozen=True)
+class GroupedQKV:
+    """Query, key and value projections, which Megatron-core interleaves by key-value head.
+
+    Attributes:
+        heads: attention heads.
+        kv_heads: key-value heads.
+    """
+
+    heads: int
+    kv_heads: int
+
+    def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The Hugging Face tensors, in the order in which the rule names them."""
+        per_group = self.heads // self.kv_heads
+        rest = tuple(tensor.shape[1:])
+        head_dim = tensor.shape[0] // (self.kv_heads * (per_group + 2))
+        grouped = tensor.reshape(self.kv_heads, per_group + 2, head_dim, *rest)
+        parts = (grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1])
+        return [part.reshape(math.prod(part.shape) // math.prod(rest), *rest) for part in parts]

@@ -1,0 +1,300 @@
+"""Which shards a Megatron-core rank holds, by the conventions of its distributed checkpoints.
+
+For restoring without a model at hand, for converting folders, and for planning on paper. A trainer that runs declares what its
+own ``sharded_state_dict()`` says instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from weighbridge.boxes import Box
+from weighbridge.errors import InvalidArgument
+from weighbridge.layouts import Layout, Shard, TensorSpec
+from weighbridge_service.bridges import Bridge, Entry
+
+_ROWS, _COLUMNS = 0, 1
+_CUTS = {
+    # modules that tensor parallelism cuts, and along which axis of the weight; all others are replicated
+    "word_embeddings": _ROWS,
+    "output_layer": _ROWS,
+    "linear_qkv": _ROWS,
+    "linear_q_proj": _ROWS,
+    "linear_q_up_proj": _ROWS,
+    "linear_kv_up_proj": _ROWS,
+    "linear_fc1": _ROWS,
+    "eh_proj": _ROWS,
+    "linear_proj": _COLUMNS,
+    "linear_fc2": _COLUMNS,
+}
+_IN_LAYER = re.compile(r"^(?:language_model\.)?decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.experts\.(\d+)\.")
+_LAST_STAGE = re.compile(r"(^|\.)(decoder\.final_layernorm|output_layer|mtp)\.")
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How the decoder's layers are spread over pipeline stages.
+
+    Attributes:
+        layers: for each stage the layers it holds, ascending.
+    """
+
+    layers: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def spread(
+        num_layers: int,
+        size: int,
+        *,
+        virtual: int = 1,
+        first: int | None = None,
+        last: int | None = None,
+        embedding_counts: bool = False,
+        loss_counts: bool = False,
+    ) -> Stages:
+        """Spread layers as Megatron-core does.
+
+        Args:
+            num_layers: decoder layers.
+            size: pipeline stages.
+            virtual: chunks on each stage (``virtual_pipeline_model_parallel_size``); they go round the stages.
+            first: layers on the first stage (``num_layers_in_first_pipeline_stage``), where it has another number.
+            last: layers on the last stage (``num_layers_in_last_pipeline_stage``), likewise.
+            embedding_counts: the embedding counts as a layer (``account_for_embedding_in_pipeline_split``).
+            loss_counts: the loss counts as a layer (``account_for_loss_in_pipeline_split``).
+
+        Raises:
+            InvalidArgument: the layers cannot be spread so.
+        """
+        counted = num_layers + embedding_counts + loss_counts
+        uneven = [n for n in (first, last) if n is not None]
+        middle = size - len(uneven)
+        rest = counted - sum(uneven)
+        if size < 1 or virtual < 1 or middle < 0 or rest < 0 or (middle and rest % (middle * virtual)):
+            raise InvalidArgument(
+                f"{counted} layers cannot be spread evenly over {size} pipeline stages",
+                fix="name the layers of the first or of the last stage, or count embedding and loss as layers",
+            )
+        each = rest // middle if middle else 0
+        per_stage = [each] * size
+        if first is not None:
+            per_stage[0] = first
+        if last is not None:
+            per_stage[-1] = last
+        if any(n % virtual for n in per_stage) or (not middle and rest):
+            raise InvalidArgument(
+                f"{per_stage} layers on the stages cannot be cut into {virtual} chunks each"
+            )
+        held: list[list[int]] = [[] for _ in range(size)]
+        layer = 0
+        for chunk, stage in itertools.product(range(virtual), range(size)):
+            count = per_stage[stage] // virtual
+            count -= embedding_counts and chunk == 0 and stage == 0
+            count -= loss_counts and chunk == virtual - 1 and stage == size - 1
+            held[stage] += range(layer, layer + count)
+            layer += count
+        return Stages(tuple(map(tuple, held)))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRank:
+    """Where a rank stands in the grids of a training job. Context and sequence parallelism do not cut weights.
+
+    Attributes:
+        tp: rank and size of tensor parallelism.
+        pp: rank and size of pipeline parallelism.
+        ep: rank and size of expert parallelism.
+        etp: rank and size of tensor parallelism inside of experts.
+        dp: rank among those that hold the same; the first holds the main replica.
+        expert_dp: the same for experts.
+    """
+
+    tp: tuple[int, int] = (0, 1)
+    pp: tuple[int, int] = (0, 1)
+    ep: tuple[int, int] = (0, 1)
+    etp: tuple[int, int] = (0, 1)
+    dp: int = 0
+    expert_dp: int = 0
+
+    @staticmethod
+    def of_world(
+        rank: int, world: int, *, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1
+    ) -> TrainerRank:
+        """A rank of a job of ``world`` ranks, in Megatron-core's default order (tp, cp, ep, dp, pp)."""
+        if world % (tp * pp) or world % (etp * ep * pp) or not 0 <= rank < world:
+            raise InvalidArgument(
+                f"rank {rank} of {world} does not fit TP {tp}, PP {pp}, EP {ep} and expert TP {etp}"
+            )
+        stage, within = divmod(rank, world // pp)
+        return TrainerRank(
+            (within % tp, tp), (stage, pp), (within // etp % ep, ep), (within % etp, etp),
+            within // tp, within // (etp * ep),
+        )  # fmt: skip
+
+
+def megatron_layout(
+    bridge: Bridge,
+    tensors: Mapping[str, TensorSpec],
+    rank: TrainerRank,
+    stages: Stages | None = None,
+    *,
+    vocab_multiple: int | None = None,
+) -> Layout:
+    """The shards that a Megatron-core rank holds, with a key for each layer and the experts of a layer in one tensor.
+
+    Args:
+        bridge: knows the model's family and config.
+        tensors: the model's tensors in Hugging Face's space, which give the dtypes.
+        rank: which rank.
+        stages: how layers are spread; evenly by default.
+        vocab_multiple: the vocabulary is padded to a multiple of it; by default of the tensor-parallel size.
+
+    Raises:
+        InvalidArgument: the sizes do not divide the model, or the rank does not exist.
+    """
+    for what, (index, size) in (
+        ("tensor", rank.tp),
+        ("pipeline", rank.pp),
+        ("expert", rank.ep),
+        ("expert tensor", rank.etp),
+    ):
+        if size < 1 or not 0 <= index < size:
+            raise InvalidArgument(
+                f"{what}-parallel rank {index} of {size} does not exist", fix="ranks count from 0"
+            )
+    heads, kv_heads = bridge.head_counts()
+    if heads % rank.tp[1] or kv_heads % rank.tp[1]:
+        raise InvalidArgument(
+            f"{heads} heads with {kv_heads} key-value heads cannot be shared by {rank.tp[1]} ranks"
+        )
+    if bridge.experts % rank.ep[1]:
+        raise InvalidArgument(f"{bridge.experts} experts cannot be spread over {rank.ep[1]} ranks")
+    stages = stages or Stages.spread(bridge.num_layers, rank.pp[1])
+    multiple = vocab_multiple or rank.tp[1]
+    each = bridge.experts // rank.ep[1]
+    experts = range(rank.ep[0] * each, (rank.ep[0] + 1) * each)
+    specs: dict[str, TensorSpec] = {}
+    shards: list[Shard] = []
+    for entry in _held(_groups(bridge), rank, stages.layers[rank.pp[0]], experts):
+        spec, found = _shards(bridge, entry, tensors[entry.targets[0].name], rank, multiple)
+        specs[spec.name] = spec
+        shards += found
+    return Layout.stream(specs.values(), shards)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """A model's tensors by where they are held."""
+
+    first: list[Entry]  # before the decoder
+    last: list[Entry]  # behind it
+    tied: list[Entry]  # on the last stage once more
+    layers: dict[int, list[Entry]]
+    of_experts: dict[tuple[int, int], list[Entry]]  # by layer, -1 for those behind the decoder, and expert
+
+
+@functools.lru_cache(maxsize=8)
+def _groups(bridge: Bridge) -> _Groups:
+    groups = _Groups([], [], [], {}, {})
+    untied = any(name.endswith("output_layer.weight") for name in bridge.megatron)
+    for name, entry in bridge.megatron.items():
+        of_layer, of_expert = _IN_LAYER.match(name), _EXPERT.search(name)
+        layer = int(of_layer[1]) if of_layer else -1
+        if of_expert:
+            groups.of_experts.setdefault((layer, int(of_expert[1])), []).append(entry)
+        elif of_layer:
+            groups.layers.setdefault(layer, []).append(entry)
+        elif _LAST_STAGE.search(name) and not name.startswith("vision"):
+            groups.last.append(entry)
+        else:
+            groups.first.append(entry)
+            if name.endswith("word_embeddings.weight") and not untied:
+                groups.tied.append(entry)
+    return groups
+
+
+def _held(groups: _Groups, rank: TrainerRank, layers: Sequence[int], experts: range) -> Iterator[Entry]:
+    stage, size = rank.pp
+    last = stage == size - 1
+    if stage == 0:
+        yield from groups.first
+    for layer in (*layers, -1) if last else layers:
+        yield from groups.layers.get(layer, ())
+        for expert in experts:
+            yield from groups.of_experts.get((layer, expert), ())
+    if last:
+        yield from groups.last
+        yield from groups.tied if stage else ()
+
+
+def _shards(
+    bridge: Bridge, entry: Entry, like: TensorSpec, rank: TrainerRank, multiple: int
+) -> tuple[TensorSpec, list[Shard]]:
+    of_expert = _EXPERT.search(entry.name)
+    index, size = rank.etp if of_expert else rank.tp
+    shape = entry.shape
+    if entry.rule.vocabulary:
+        shape = (math.ceil(shape[0] / multiple) * multiple, *shape[1:])
+    boxes = list(_boxes(entry, shape, index, size))
+    cut = size > 1 and boxes[0].extent != shape
+    # a tied output layer is the embedding again
+    tied_copy = entry.rule.vocabulary and rank.pp[0] > 0 and "word_embeddings" in entry.name
+    main = not (rank.expert_dp if of_expert else rank.dp) and (cut or index == 0) and not tied_copy
+    if not of_expert:
+        return TensorSpec(entry.name, like.dtype, shape), [Shard(entry.name, box, main) for box in boxes]
+    name = entry.name.replace(of_expert[0], ".experts.experts.", 1)
+    spec = TensorSpec(name, like.dtype, (bridge.experts, *shape))
+    return spec, [Shard(name, box.under((int(of_expert[1]),)), main) for box in boxes]
+
+
+def _boxes(entry: Entry, shape: Sequence[int], index: int, size: int) -> Iterator[Box]:
+    module, _, kind = entry.name.rpartition(".")
+    axis = _CUTS.get(module.rpartition(".")[2])
+    replicated = "norm" in kind or (axis == _COLUMNS and kind == "bias")
+    if axis is None or replicated or (module == "output_layer" and not entry.rule.vocabulary):
+        yield Box.whole(shape)
+        return
+    parts = 2 if entry.rule.halves else 1
+    length, rest = divmod(shape[axis] // parts, size)
+    if rest or shape[axis] % parts:
+        raise InvalidArgument(
+            f"{entry.name}: axis {axis} with {shape[axis] // parts} elements cannot be cut into {size}"
+        )
+    for part in range(parts):
+        offset, extent = [0] * len(shape), list(shape)
+        offset[axis], extent[axis] = part * (shape[axis] // parts) + index * length, length
+        yield Box(tuple(offset), tuple(extent))
+
+
+def all_ranks(
+    bridge: Bridge,
+    tensors: Mapping[str, TensorSpec],
+    world: int,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    stages: Stages | None = None,
+) -> dict[int, Layout]:
+    """The layouts of all ranks of a training job.
+
+    Raises:
+        InvalidArgument: the sizes do not divide the model.
+    """
+    made: dict[TrainerRank, Layout] = {}
+    layouts = {}
+    for rank in range(world):
+        at = TrainerRank.of_world(rank, world, tp=tp, pp=pp, ep=ep, etp=etp)
+        # of replicas all but the main one are alike
+        key = replace(at, dp=min(at.dp, 1), expert_dp=min(at.expert_dp, 1))
+        if key not in made:
+            made[key] = megatron_layout(bridge, tensors, key, stages)
+        layouts[rank] = made[key]
+    return layouts
