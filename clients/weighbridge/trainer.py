@@ -13,9 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weighbridge import hf_folder, pieces, rpc, safetensors_files, wire
+from weighbridge import dtypes, hf_folder, pieces, rpc, safetensors_files, wire
 from weighbridge.client import Client
-from weighbridge.errors import AlreadyExists, DataLoss, DeadlineExceeded, Unavailable, WeighbridgeError
+from weighbridge.dequantizing import Dequantized
+from weighbridge.errors import (
+    AlreadyExists,
+    DataLoss,
+    DeadlineExceeded,
+    InvalidArgument,
+    Unavailable,
+    WeighbridgeError,
+)
 from weighbridge.layouts import Layout
 from weighbridge.push_sources import MappedSource, OpenSource, StagingPool, StreamSource
 from weighbridge.resources import Model, Version, VersionState
@@ -225,6 +233,40 @@ class TrainerClient(Client):
         return self.push_shards(
             model, shards.layout, wire.MEGATRON, stage, step=step, rank=rank, world_size=world_size, run=run,
             request_id=request_id,
+        )  # fmt: skip
+
+    def import_folder(
+        self, model: str, hf_dir: str | Path, *, dequantize: str = "", step: int = 0, run: str | None = None
+    ) -> PushHandle:
+        """Register a model by a Hugging Face folder, and push its weights.
+
+        Args:
+            model: ``namespace/name``.
+            hf_dir: the folder.
+            dequantize: the dtype, such as ``bf16``, that block-quantised fp8 weights are turned into on the way; by default
+                they are kept as they are.
+            step: recorded with the version.
+            run: overrides the client's.
+
+        Raises:
+            As `register_model` and `push_folder` do, and:
+            InvalidArgument: ``dequantize`` is given, and there is nothing to dequantise or a scale is missing.
+        """
+        if not dequantize:
+            self.register_model(model, hf_dir)
+            return self.push_folder(model, hf_dir, step=step, run=run)
+        dtype = dtypes.parse(dequantize)
+        if not hf_folder.is_float(dtype):
+            raise InvalidArgument(f"fp8 weights cannot become {dtype}", fix="use bf16, fp16 or fp32")
+        side_files = hf_folder.side_files(Path(hf_dir))
+        buffers = safetensors_files.map_folder(Path(hf_dir))
+        files = safetensors_files.layout_of_files({name: data.data for name, data in buffers.items()})
+        weights = Dequantized(files.layout, buffers, side_files["config.json"], dtype)
+        side_files["config.json"] = weights.config_json
+        self.register_files(model, side_files, "", weights.layout.tensors.values())
+        return self.push_shards(
+            model, weights.layout, wire.HUGGING_FACE, weights.open_source, step=step, rank=0, world_size=1, run=run,
+            request_id=str(uuid.uuid4()),
         )  # fmt: skip
 
     def push_folder(

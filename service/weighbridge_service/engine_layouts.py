@@ -50,8 +50,6 @@ _STYLES = {
     "local_rowwise": _ROWWISE,
 }
 _SCALE = "_scale_inv"
-_BLOCK = 128
-"""Rows and columns of an fp8 weight that share a scale."""
 
 _DECODER = r"(?:model\.|language_model\.)*"
 _LAYER = re.compile(_DECODER + r"layers\.(\d+)\.")
@@ -70,15 +68,19 @@ class EngineLayouts:
     Args:
         bridge: knows the model's parallel plan.
         tensors: the model's tensors, by name.
+        block: rows and columns of an fp8 weight that share a scale.
     """
 
-    def __init__(self, bridge: Bridge, tensors: Mapping[str, TensorSpec]) -> None:
+    def __init__(
+        self, bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, int] = (128, 128)
+    ) -> None:
         self._bridge = bridge
         self._tensors = tensors
+        self._block = block
 
     @cached_property
     def _facts(self) -> _Facts:
-        return _facts(self._bridge, self._tensors)
+        return _facts(self._bridge, self._tensors, self._block)
 
     def layout(self, request: LayoutRequest) -> Layout:
         """The stream of slices that a request asks for.
@@ -150,6 +152,7 @@ class _Facts:
         styles: how each tensor is cut.
         latent: where attention is multi-head latent attention, as the names of its modules.
         tied: whether the embedding is the output layer too.
+        block: rows and columns of an fp8 weight that share a scale.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -165,9 +168,10 @@ class _Facts:
     styles: dict[str, str]
     latent: frozenset[str]
     tied: bool
+    block: tuple[int, int]
 
 
-def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec]) -> _Facts:
+def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, int]) -> _Facts:
     experts: dict[str, int] = {}
     of_expert: dict[tuple[str, int], list[tuple[int, str]]] = {}
     common: list[tuple[int, str]] = []
@@ -194,6 +198,7 @@ def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec]) -> _Facts:
         {},
         frozenset(latent),
         tied=not any(_OUTPUT.match(name) for name in tensors),
+        block=block,
     )
 
 
@@ -214,7 +219,7 @@ def _rank(facts: _Facts, request: TensorParallel) -> Iterator[tuple[TensorSpec, 
         if weight is spec:
             yield from ((padded, box) for box in boxes)
         else:
-            yield from ((spec, _in_blocks(spec, weight, box)) for box in boxes)
+            yield from ((spec, _in_blocks(spec, weight, box, facts.block)) for box in boxes)
 
 
 def _held(facts: _Facts, experts: ExpertParallel | None) -> Iterable[TensorSpec]:
@@ -253,14 +258,14 @@ def _slices(facts: _Facts, spec: TensorSpec, request: TensorParallel) -> tuple[T
     one = not stacked and ".experts." in spec.name and _EXPERT.fullmatch(spec.name) is not None
     if experts is not None and (stacked or one):
         size, rank = experts.tp_size, experts.tp_rank
-    block = Box.whole(spec.shape)
+    block = None
     if stacked and len(spec.shape) == 3 and experts is not None:
         block = _cut(spec, 0, experts.size, experts.rank, what="experts")
     if _VOCABULARY.fullmatch(spec.name) and spec.shape[0] == facts.vocab_size:
         return _vocabulary(spec, style, request)
     if style == _GATE_AND_UP and len(spec.shape) == 3:
         if size == 1:
-            return spec, [block]
+            return spec, [block or Box.whole(spec.shape)]
         half = replace(spec, shape=(*spec.shape[:2], spec.shape[2] // 2))
         gate = _cut(half, 2, size, rank)
         up = Box((*gate.offset[:2], gate.offset[2] + half.shape[2]), gate.extent)
@@ -333,27 +338,30 @@ def _cut(spec: TensorSpec, axis: int, size: int, rank: int, what: str = "element
     return Box(tuple(offset), tuple(extent))
 
 
-def _common(one: Box, other: Box) -> Box:
-    """Two cuts of one tensor along different axes, both made."""
+def _common(one: Box | None, other: Box) -> Box:
+    """Two cuts of one tensor along different axes, both made; the first one may be none."""
+    if one is None:
+        return other
     offset = tuple(map(max, one.offset, other.offset))
     return Box(offset, tuple(map(min, one.extent, other.extent)))
 
 
-def _in_blocks(scale: TensorSpec, weight: TensorSpec, box: Box) -> Box:
+def _in_blocks(scale: TensorSpec, weight: TensorSpec, box: Box, block: tuple[int, int]) -> Box:
     """Where the scales of a part of an fp8 weight are.
 
     Raises:
         InvalidArgument: the part ends inside a block, or the scales are not one for each block.
     """
-    blocks = [1] * (len(weight.shape) - 2) + [_BLOCK] * 2 if len(weight.shape) >= 2 else [_BLOCK]
-    if scale.shape != tuple(math.ceil(n / block) for n, block in zip(weight.shape, blocks, strict=True)):
-        raise InvalidArgument(f"{scale} is not one scale for each {_BLOCK} x {_BLOCK} block of {weight}")
-    for start, end, n, block in zip(box.offset, box.end, weight.shape, blocks, strict=True):
-        if start % block or (end % block and end != n):
+    blocks = [1] * (len(weight.shape) - 2) + list(block[-len(weight.shape) :])
+    shown = " x ".join(map(str, block))
+    if scale.shape != tuple(math.ceil(n / b) for n, b in zip(weight.shape, blocks, strict=True)):
+        raise InvalidArgument(f"{scale} is not one scale for each {shown} block of {weight}")
+    for start, end, n, b in zip(box.offset, box.end, weight.shape, blocks, strict=True):
+        if start % b or (end % b and end != n):
             raise InvalidArgument(
-                f"{scale}: the part {box} of {weight} ends inside a block of {_BLOCK} x {_BLOCK} that has one scale",
+                f"{scale}: the part {box} of {weight} ends inside a block of {shown} that has one scale",
                 fix="use fewer ranks",
             )
-    ends = [math.ceil(end / block) for end, block in zip(box.end, blocks, strict=True)]
-    offset = tuple(start // block for start, block in zip(box.offset, blocks, strict=True))
+    ends = [math.ceil(end / b) for end, b in zip(box.end, blocks, strict=True)]
+    offset = tuple(start // b for start, b in zip(box.offset, blocks, strict=True))
     return Box(offset, tuple(end - start for end, start in zip(ends, offset, strict=True)))

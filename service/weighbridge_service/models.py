@@ -150,7 +150,7 @@ class RegisteredModel:
 
     @cached_property
     def _engine_layouts(self) -> EngineLayouts:
-        return EngineLayouts(self.bridge, self.tensors)
+        return EngineLayouts(self.bridge, self.tensors, self.kept.block)
 
     def knows_layout(self, digest: str) -> bool:
         """Whether a layout with this digest has been declared."""

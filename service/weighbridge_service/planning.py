@@ -252,15 +252,18 @@ def share_out(layouts: Mapping[int, Layout]) -> dict[int, tuple[int, ...]]:
         )
     load = dict.fromkeys(layouts, 0)
     chosen: dict[int, list[int]] = {rank: [] for rank in layouts}
-
-    def size(item: tuple[tuple[str, Box], list[tuple[int, int]]]) -> int:
-        (tensor, box), _ = item
-        return box.volume * specs[tensor].dtype.itemsize
-
-    # what has one holder only is no choice: count it first
-    for item in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -size(item))):
-        rank, index = min(item[1], key=lambda holder: (load[holder[0]], holder))
-        load[rank] += size(item)
+    shared = []
+    for (tensor, box), held in holders.items():
+        nbytes = box.volume * specs[tensor].dtype.itemsize
+        if len(held) > 1:
+            shared.append((nbytes, held))
+        else:  # no choice: counted before the others are given out
+            rank, index = held[0]
+            load[rank] += nbytes
+            chosen[rank].append(index)
+    for nbytes, held in sorted(shared, key=lambda item: -item[0]):
+        rank, index = min(held, key=lambda holder: (load[holder[0]], holder))
+        load[rank] += nbytes
         chosen[rank].append(index)
     return {rank: tuple(sorted(indexes)) for rank, indexes in chosen.items()}
 

@@ -99,7 +99,5 @@ class WeightMap:
 
 def identity_links(tensors: Iterable[TensorSpec]) -> tuple[Link, ...]:
     """The links of a tensor space with itself."""
-    return tuple(
-        Link(t.name, Box.whole(t.shape), t.name, Box.whole(t.shape), tuple(range(len(t.shape))))
-        for t in tensors
-    )
+    boxes = ((t, Box.whole(t.shape)) for t in tensors)
+    return tuple(Link(t.name, box, t.name, box, tuple(range(len(t.shape)))) for t, box in boxes)

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from weighbridge_service.families.from_mbridge import MBridgeFamily
 
 
 class Qwen25VL(MBridgeFamily):
     """Qwen2.5-VL."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        if "text_config" not in config:
+            # as published: the language model's fields stand beside `vision_config`
+            config = {**config, "text_config": config}
+        super().__init__(config)
