@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.reference import tiny_config, tiny_model
 from tests.services import RunningService, running_service
 from weighbridge import EngineClient, TensorParallel, TrainerClient, dtypes
+from weighbridge.cli import commands
 from weighbridge.dequantizing import Dequantized
 from weighbridge.errors import InvalidArgument
 from weighbridge.safetensors_files import layout_of_files, map_folder
@@ -128,6 +130,17 @@ def test_dequantised_weights_are_the_products_that_the_format_says(
         expected = tensor if scales is None else dequantise(tensor, scales, dtypes.parse(dtype).torch)
         assert torch.equal(bits(pulled[name]), bits(expected)), name
     assert "quantization_config" not in config
+
+
+def test_the_command_line_imports_fp8_either_way(running: RunningService, folder: Path) -> None:
+    for options, dtype in (([], "F8_E4M3"), (["--dequantize", "fp16"], "F16")):
+        model = f"fp8/typed-{dtype.lower().replace('_', '-')}"
+        command = ["import", str(folder), model, *options, "--server", running.address, "--json"]
+        result = CliRunner().invoke(commands, command, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        with EngineClient(running.address) as engine:
+            pulled = dict(engine.pull(model, version="latest"))
+        assert pulled["model.layers.0.mlp.up_proj.weight"].dtype == dtypes.from_safetensors(dtype).torch
 
 
 def test_a_stream_of_dequantised_weights_can_be_read_from_anywhere(folder: Path) -> None:

@@ -515,7 +515,8 @@ class TrainerClient(Client):
 
         Args:
             model: ``namespace/name``.
-            parallel: ``tensor_parallel_size`` and ``_rank``, ``pipeline_parallel_size`` and ``_rank``.
+            parallel: ``tensor_parallel_size`` and ``_rank``, and the same for ``pipeline_parallel``, ``expert_parallel`` and
+                ``expert_tensor_parallel``; experts may be left out.
 
         Raises:
             InvalidArgument: the sizes do not divide the model.

@@ -48,7 +48,7 @@ class Entry:
     """A Megatron-core tensor of one layer and expert.
 
     Attributes:
-        name: by the rule.
+        name: by the Transformer Engine layer spec.
         rule: which kind of tensor it is.
         targets: what it becomes.
         shape: without padding.
@@ -102,7 +102,8 @@ class Bridge:
                 entry = replace(entry, rule=replace(rule, copies=()))
             if not rule.part or rule.part not in absent:
                 self.megatron[entry.name] = entry
-        self.megatron = {name: e for e in self.megatron.values() for name in [self._by_te_spec(e)]}
+        by_te_spec = [replace(entry, name=self._by_te_spec(entry)) for entry in self.megatron.values()]
+        self.megatron = {entry.name: entry for entry in by_te_spec}
         for name in (name for part in absent for name in self.parts.get(part, ())):
             del self.hugging_face[name]
         reached = {target.name for entry in self.megatron.values() for target in entry.targets}

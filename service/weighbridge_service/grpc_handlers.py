@@ -19,6 +19,7 @@ from weighbridge.v1 import (
     weight_service_pb2,
     weight_service_pb2_grpc,
 )
+from weighbridge_service.megatron_layouts import TrainerRank
 from weighbridge_service.models import HUGGING_FACE, MEGATRON
 from weighbridge_service.reading import Reading
 from weighbridge_service.service import Weighbridge
@@ -279,10 +280,12 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
     ) -> checkpoint_service_pb2.DescribeShardsResponse:
         layout = self._serving.describe_shards(
             request.model,
-            request.tensor_parallel_size,
-            request.tensor_parallel_rank,
-            request.pipeline_parallel_size,
-            request.pipeline_parallel_rank,
+            TrainerRank(
+                (request.tensor_parallel_rank, request.tensor_parallel_size),
+                (request.pipeline_parallel_rank, request.pipeline_parallel_size),
+                (request.expert_parallel_rank, request.expert_parallel_size or 1),
+                (request.expert_tensor_parallel_rank, request.expert_tensor_parallel_size or 1),
+            ),
         )
         return checkpoint_service_pb2.DescribeShardsResponse(
             layout=wire.layout_to_proto(layout, wire.MEGATRON)

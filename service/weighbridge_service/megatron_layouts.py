@@ -145,8 +145,9 @@ def megatron_layout(
     stages: Stages | None = None,
     *,
     vocab_multiple: int | None = None,
+    experts_apart: bool = False,
 ) -> Layout:
-    """The shards that a Megatron-core rank holds, with a key for each layer and the experts of a layer in one tensor.
+    """The shards that a Megatron-core rank holds, with a key for each layer.
 
     Args:
         bridge: knows the model's family and config.
@@ -154,6 +155,7 @@ def megatron_layout(
         rank: which rank.
         stages: how layers are spread; evenly by default.
         vocab_multiple: the vocabulary is padded to a multiple of it; by default of the tensor-parallel size.
+        experts_apart: whether each expert has a key too, and not all of a layer one tensor.
 
     Raises:
         InvalidArgument: the sizes do not divide the model, or the rank does not exist.
@@ -182,7 +184,7 @@ def megatron_layout(
     specs: dict[str, TensorSpec] = {}
     shards: list[Shard] = []
     for entry in _held(_groups(bridge), rank, stages.layers[rank.pp[0]], experts):
-        spec, found = _shards(bridge, entry, tensors[entry.targets[0].name], rank, multiple)
+        spec, found = _shards(bridge, entry, tensors[entry.targets[0].name], rank, multiple, experts_apart)
         specs[spec.name] = spec
         shards += found
     return Layout.stream(specs.values(), shards)
@@ -234,7 +236,7 @@ def _held(groups: _Groups, rank: TrainerRank, layers: Sequence[int], experts: ra
 
 
 def _shards(
-    bridge: Bridge, entry: Entry, like: TensorSpec, rank: TrainerRank, multiple: int
+    bridge: Bridge, entry: Entry, like: TensorSpec, rank: TrainerRank, multiple: int, experts_apart: bool
 ) -> tuple[TensorSpec, list[Shard]]:
     of_expert = _EXPERT.search(entry.name)
     index, size = rank.etp if of_expert else rank.tp
@@ -246,7 +248,7 @@ def _shards(
     # a tied output layer is the embedding again
     tied_copy = entry.rule.vocabulary and rank.pp[0] > 0 and "word_embeddings" in entry.name
     main = not (rank.expert_dp if of_expert else rank.dp) and (cut or index == 0) and not tied_copy
-    if not of_expert:
+    if not of_expert or experts_apart:
         return TensorSpec(entry.name, like.dtype, shape), [Shard(entry.name, box, main) for box in boxes]
     name = entry.name.replace(of_expert[0], ".experts.experts.", 1)
     spec = TensorSpec(name, like.dtype, (bridge.experts, *shape))

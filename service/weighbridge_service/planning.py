@@ -227,7 +227,7 @@ def share_out(layouts: Mapping[int, Layout]) -> dict[int, tuple[int, ...]]:
     specs = merge_specs(layouts.values())
     problems = []
     for (tensor, box), held in holders.items():
-        count = sum(layouts[rank].placements[index].shard.main for rank, index in held)
+        count = sum([layouts[rank].placements[index].shard.main for rank, index in held])
         if count != 1:
             problems.append(
                 f"{specs[tensor]}: box {box} is held by rank {', '.join(str(r) for r, _ in held[:8])}, "
@@ -238,7 +238,7 @@ def share_out(layouts: Mapping[int, Layout]) -> dict[int, tuple[int, ...]]:
     for tensor, box in holders:
         boxes.setdefault(tensor, []).append(box)
     for tensor, of_tensor in boxes.items():
-        common = first_overlap(of_tensor)
+        common = first_overlap(of_tensor) if len(of_tensor) > 1 else None
         if common is not None:
             one, other = of_tensor[common[0]], of_tensor[common[1]]
             problems.append(

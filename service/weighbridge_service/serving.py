@@ -95,11 +95,10 @@ class Serving:
         """A visible version's bytes; close it after use."""
         return self._open(ModelName.parse(name), version)
 
-    def describe_shards(self, name: str, tp_size: int, tp_rank: int, pp_size: int, pp_rank: int) -> Layout:
-        """The shards that a Megatron-core rank holds."""
+    def describe_shards(self, name: str, rank: TrainerRank) -> Layout:
+        """The shards that a Megatron-core rank holds, with a key for each layer and expert."""
         model = self._catalog.state(ModelName.parse(name)).model
-        rank = TrainerRank((tp_rank, tp_size), (pp_rank, pp_size))
-        return megatron_layout(model.bridge, model.tensors, rank)
+        return megatron_layout(model.bridge, model.tensors, rank, experts_apart=True)
 
     def _open(self, name: ModelName, version: str) -> OpenVersion:
         found = self._catalog.resolve(name, version)

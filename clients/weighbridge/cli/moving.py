@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weighbridge.layouts import Layout
     from weighbridge.resources import Version
     from weighbridge.slices import TensorParallel
-    from weighbridge.trainer import TrainerClient
+    from weighbridge.trainer import PushHandle, TrainerClient
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _SIZE = click.IntRange(min=1)
@@ -30,8 +30,14 @@ _RANK = click.IntRange(min=0)
 
 
 @click.command("import", cls=Command)
-@click.argument("hf_dir", type=_FOLDER)
+@click.argument("folder", type=_FOLDER)
 @click.argument("model")
+@click.option(
+    "--config",
+    type=_FOLDER,
+    help="Hugging Face folder with the config.json, tokenizer and so on of a torch_dist FOLDER.  "
+    "[default: FOLDER/hf, or FOLDER itself]",
+)
 @click.option(
     "--dtype", help="The dtype that the weights must have, such as bf16.  [default: the one they have]"
 )
@@ -40,19 +46,51 @@ _RANK = click.IntRange(min=0)
 )
 @client_options
 def import_command(
-    hf_dir: Path, model: str, dtype: str | None, step: int, server: str, as_json: bool
+    folder: Path, model: str, config: Path | None, dtype: str | None, step: int, server: str, as_json: bool
 ) -> None:
     """Register a model and push its first weights.
 
-    HF_DIR is a folder that save_pretrained() has written; its config.json, tokenizer and so on become MODEL's. If
-    MODEL is registered already, its files are replaced and the weights become a further version.
+    FOLDER is a folder that save_pretrained() has written, or a torch_dist checkpoint of Megatron-core; its config.json,
+    tokenizer and so on become MODEL's. If MODEL is registered already, its files are replaced and the weights become a
+    further version.
     """
-    # before anything is registered: a model keeps the dtype that it was registered with
-    found = _dtype_of(hf_dir, dtype)
-    with _trainer(server) as client:
-        client.register_model(model, hf_dir, dtype=found)
-        version = _push(client, hf_dir, model, step, "import")
+    if (folder / ".metadata").exists():
+        version = _import_checkpoint(folder, model, config, dtype, step, server)
+    else:
+        if config is not None:
+            raise InvalidArgument(
+                f"--config is for torch_dist checkpoints, and {folder} is none",
+                fix="leave it out: a Hugging Face folder has its own config.json",
+            )
+        # before anything is registered: a model keeps the dtype that it was registered with
+        found = _dtype_of(folder, dtype)
+        with _trainer(server) as client:
+            client.register_model(model, folder, dtype=found)
+            version = _push(client, folder, model, step, "import")
     _report_pushed(version, as_json)
+
+
+def _import_checkpoint(
+    folder: Path, model: str, config: Path | None, dtype: str | None, step: int, server: str
+) -> Version:
+    from weighbridge import dtypes
+
+    with needs_extra("service"):
+        from weighbridge_service.converting.pushing import CheckpointToPush
+
+    checkpoint = CheckpointToPush.read(folder, config)
+    found = sorted({spec.dtype.short for spec in checkpoint.tensors})
+    if dtype is not None and found != [dtypes.parse(dtype).short]:
+        raise InvalidArgument(
+            f"the weights in {folder} are in {' and '.join(found)}, not all in {dtype}",
+            fix="weights are kept as they are: leave --dtype out",
+        )
+    if checkpoint.left_out:
+        what = ", ".join(f"{count} {kind}" for kind, count in checkpoint.left_out.items())
+        click.echo(f"left out, as they are no weights of the model: {what}", err=True)
+    with _trainer(server) as client:
+        handle = checkpoint.push(client, model, step=step, run="import")
+        return _wait(client, handle, model)
 
 
 @click.command("push", cls=Command)
@@ -69,7 +107,7 @@ def push_command(hf_dir: Path, model: str, step: int, run: str, server: str, as_
     Waits until the version is in the object store.
     """
     with _trainer(server) as client:
-        version = _push(client, hf_dir, model, step, run)
+        version = _finish(client, client.push_folder(model, hf_dir, step=step, run=run), model)
     _report_pushed(version, as_json)
 
 
@@ -79,24 +117,22 @@ def _trainer(server: str) -> TrainerClient:
     return TrainerClient(server, retry_seconds=RETRY_SECONDS)
 
 
-def _dtype_of(hf_dir: Path, wanted: str | None) -> str:
-    """The dtype that all weights of a folder have."""
+def _check_dtype(hf_dir: Path, wanted: str) -> None:
+    """Refuse a folder whose weights are not all in one dtype."""
     from weighbridge import dtypes
     from weighbridge.safetensors_files import layout_of_files, map_folder
 
     files = layout_of_files({name: data.data for name, data in map_folder(hf_dir).items()})
     found = sorted({spec.dtype.short for spec in files.layout.tensors.values()})
-    if found != [dtypes.parse(wanted or found[0]).short]:
+    if found != [dtypes.parse(wanted).short]:
         raise InvalidArgument(
-            f"the weights in {hf_dir} are in {' and '.join(found)}, not all in {wanted or 'one dtype'}",
+            f"the weights in {hf_dir} are in {' and '.join(found)}, not all in {wanted}",
             fix="weights are kept as they are: cast them before, and save the folder again",
         )
-    return found[0]
 
 
-def _push(client: TrainerClient, hf_dir: Path, model: str, step: int, run: str) -> Version:
-    """Push a folder and wait until it is durable; a push that fails or is interrupted is given up at once."""
-    handle = client.push_folder(model, hf_dir, step=step, run=run)
+def _finish(client: TrainerClient, handle: PushHandle, model: str) -> Version:
+    """Wait until a push is durable; one that fails or is interrupted is given up at once."""
     try:
         with progress_bar(f"pushing {model}@{handle.number}") as update:
             return handle.wait(
@@ -231,6 +267,10 @@ def export_command(
 @click.option("--tp-rank", type=_RANK, help="Which of them, from 0.")
 @click.option("--pp-size", type=_SIZE, help="Pipeline stages.  [default: 1]")
 @click.option("--pp-rank", type=_RANK, help="Which of them, from 0.")
+@click.option("--ep-size", type=_SIZE, help="Ranks over which experts are spread.  [default: 1]")
+@click.option("--ep-rank", type=_RANK, help="Which of them, from 0.")
+@click.option("--etp-size", type=_SIZE, help="Tensor-parallel ranks inside of experts.  [default: 1]")
+@click.option("--etp-rank", type=_RANK, help="Which of them, from 0.")
 @client_options
 def restore_command(
     reference: Reference,
@@ -239,24 +279,36 @@ def restore_command(
     tp_rank: int | None,
     pp_size: int | None,
     pp_rank: int | None,
+    ep_size: int | None,
+    ep_rank: int | None,
+    etp_size: int | None,
+    etp_rank: int | None,
     server: str,
     as_json: bool,
 ) -> None:
     """Restore what one Megatron-core rank holds.
 
-    They go to the file megatron-tp{R}-of-{T}-pp{Q}-of-{P}.safetensors, with Megatron-core's keys, one a layer, each as
-    the rank's own parameter is: gate and up of SwiGLU together. Its __metadata__ says which part of the global tensor
-    they are.
+    They go to the file megatron-tp{R}-of-{T}-pp{Q}-of-{P}.safetensors (with experts -ep{..}-of-{..} and so on behind it),
+    with Megatron-core's keys, one a layer and expert, each as the rank's own parameter is: gate and up of SwiGLU together.
+    Its __metadata__ says which part of the global tensor they are.
     """
     _check_together(tp_size=tp_size, tp_rank=tp_rank)
     _check_together(pp_size=pp_size, pp_rank=pp_rank)
+    _check_together(ep_size=ep_size, ep_rank=ep_rank)
+    _check_together(etp_size=etp_size, etp_rank=etp_rank)
     parallel = {
         "tensor_parallel_size": tp_size or 1,
         "tensor_parallel_rank": tp_rank or 0,
         "pipeline_parallel_size": pp_size or 1,
         "pipeline_parallel_rank": pp_rank or 0,
+        "expert_parallel_size": ep_size or 1,
+        "expert_parallel_rank": ep_rank or 0,
+        "expert_tensor_parallel_size": etp_size or 1,
+        "expert_tensor_parallel_rank": etp_rank or 0,
     }
-    name = "megatron-tp{1}-of-{0}-pp{3}-of-{2}.safetensors".format(*parallel.values())
+    name = "megatron-tp{1}-of-{0}-pp{3}-of-{2}".format(*parallel.values())
+    name += f"-ep{ep_rank}-of-{ep_size}" if ep_size else ""
+    name += f"-etp{etp_rank}-of-{etp_size}" if etp_size else ""
     with needs_extra("torch"):
         import torch  # noqa: F401 (before anything is written)
     with _trainer(server) as client:
@@ -264,7 +316,8 @@ def restore_command(
         layout = client.describe_shards(reference.model, parallel)
         stream = _shards_of(client, version, layout)
         about = {key: str(value) for key, value in parallel.items()}
-        _write_rank(out / name, version, layout, stream, about, {}, as_json, "restoring")
+        path = out / f"{name}.safetensors"
+        _write_rank(path, version, layout, stream, about, {}, as_json, "restoring")
 
 
 def _shards_of(client: TrainerClient, version: Version, layout: Layout) -> Iterator[memoryview]:

@@ -484,11 +484,20 @@ class DescribeShardsRequest(_message.Message):
     TENSOR_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
+    EXPERT_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    EXPERT_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
+    EXPERT_TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    EXPERT_TENSOR_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tensor_parallel_size: _builtins.int
     tensor_parallel_rank: _builtins.int
     pipeline_parallel_size: _builtins.int
     pipeline_parallel_rank: _builtins.int
+    expert_parallel_size: _builtins.int
+    """Of models with experts: sizes of 0 stand for 1."""
+    expert_parallel_rank: _builtins.int
+    expert_tensor_parallel_size: _builtins.int
+    expert_tensor_parallel_rank: _builtins.int
     def __init__(
         self,
         *,
@@ -497,10 +506,14 @@ class DescribeShardsRequest(_message.Message):
         tensor_parallel_rank: _builtins.int = ...,
         pipeline_parallel_size: _builtins.int = ...,
         pipeline_parallel_rank: _builtins.int = ...,
+        expert_parallel_size: _builtins.int = ...,
+        expert_parallel_rank: _builtins.int = ...,
+        expert_tensor_parallel_size: _builtins.int = ...,
+        expert_tensor_parallel_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pipeline_parallel_rank", b"pipeline_parallel_rank", "pipeline_parallel_size", b"pipeline_parallel_size", "tensor_parallel_rank", b"tensor_parallel_rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_parallel_rank", b"expert_parallel_rank", "expert_parallel_size", b"expert_parallel_size", "expert_tensor_parallel_rank", b"expert_tensor_parallel_rank", "expert_tensor_parallel_size", b"expert_tensor_parallel_size", "model", b"model", "pipeline_parallel_rank", b"pipeline_parallel_rank", "pipeline_parallel_size", b"pipeline_parallel_size", "tensor_parallel_rank", b"tensor_parallel_rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

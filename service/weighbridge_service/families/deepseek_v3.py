@@ -15,9 +15,10 @@ _OWN = {
     "eh_proj.weight": "eh_proj.weight",
     "final_layernorm.weight": "shared_head.norm.weight",
 }
+_EMBEDDING = "embedding.word_embeddings.weight"
 _SHARED = {
     # each layer's file has the embedding and the output layer again
-    "embedding.word_embeddings.weight": "embed_tokens.weight",
+    _EMBEDDING: "embed_tokens.weight",
     "output_layer.weight": "shared_head.head.weight",
 }
 
@@ -36,16 +37,20 @@ class LayersForPrediction(MBridgeFamily):
         """What mbridge's tables say, and the same for the layers of prediction, any number of them."""
         found = list(super().rules())
         first = self.num_layers
+        copies = {ours: [theirs] for ours, theirs in _SHARED.items()}
+        if self.text_config.tie_word_embeddings:
+            copies = {_EMBEDDING: list(_SHARED.values())}
         with_copies = [
             dataclasses.replace(
                 rule,
                 copies=tuple(
-                    f"model.layers.{first + layer}.{_SHARED[rule.megatron]}"
+                    f"model.layers.{first + layer}.{copy}"
                     for layer in range(self.mtp_layers)
+                    for copy in copies[rule.megatron]
                 ),
                 part_of_copies=MTP,
             )
-            if rule.megatron in _SHARED
+            if rule.megatron in copies
             else rule
             for rule in found
         ]
