@@ -40,24 +40,24 @@ class Box:
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether the box has the tensor's rank and lies inside it."""
-        return len(self.offset) == len(self.extent) == len(shape) and all(
-            o >= 0 and e >= 0 and o + e <= n for o, e, n in zip(self.offset, self.extent, shape, strict=True)
-        )
+        if not len(self.offset) == len(self.extent) == len(shape):
+            return False
+        # a loop: it is asked for every shard of a large model, and a generator takes three times as long
+        for o, e, n in zip(self.offset, self.extent, shape, strict=True):
+            if o < 0 or e < 0 or o + e > n:
+                return False
+        return True
 
     def intersect(self, other: Box) -> Box | None:
         """The common part, or None if there is none."""
         offset = tuple(map(max, self.offset, other.offset))
-        extent = tuple(
-            min(a + b, c + d) - o
-            for a, b, c, d, o in zip(
-                self.offset, self.extent, other.offset, other.extent, offset, strict=True
-            )
-        )
-        return Box(offset, extent) if all(e > 0 for e in extent) else None
+        sides = zip(self.offset, self.extent, other.offset, other.extent, offset, strict=True)
+        extent = tuple([min(a + b, c + d) - o for a, b, c, d, o in sides])
+        return Box(offset, extent) if not extent or min(extent) > 0 else None
 
     def relative_to(self, origin: Sequence[int]) -> Box:
         """The same region, counted from another origin."""
-        return Box(tuple(o - p for o, p in zip(self.offset, origin, strict=True)), self.extent)
+        return Box(tuple([o - p for o, p in zip(self.offset, origin, strict=True)]), self.extent)
 
     def under(self, leading: tuple[int, ...]) -> Box:
         """The same region of a tensor that is stacked under leading axes, at this index of them."""

@@ -87,11 +87,10 @@ class Layout:
 
         Raises:
             LayoutError: a shard names a tensor that is not among ``specs``, or does not fit into it; two specs have
-                one name and differ; a name, a shape or a number of axes is out of bounds.
+                one name and differ.
         """
         tensors: dict[str, TensorSpec] = {}
         for spec in specs:
-            check_spec(spec)
             if tensors.setdefault(spec.name, spec) != spec:
                 raise LayoutError(f"two tensors are called {spec.name}: {tensors[spec.name]} and {spec}")
         placements = []

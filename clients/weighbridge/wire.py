@@ -5,7 +5,7 @@ from __future__ import annotations
 from weighbridge import dtypes
 from weighbridge.boxes import Box
 from weighbridge.errors import LayoutError
-from weighbridge.layouts import Layout, Shard, TensorSpec
+from weighbridge.layouts import Layout, Shard, TensorSpec, check_spec
 from weighbridge.resources import Model, Version, VersionState
 from weighbridge.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
 from weighbridge.v1 import resources_pb2, weight_service_pb2
@@ -28,8 +28,15 @@ def spec_to_proto(spec: TensorSpec) -> resources_pb2.TensorSpec:
 
 
 def spec_from_proto(message: resources_pb2.TensorSpec) -> TensorSpec:
-    """A message as a tensor's name, dtype and shape. Raises InvalidArgument if there is no such dtype."""
-    return TensorSpec(message.name, dtypes.from_safetensors(message.dtype), tuple(message.shape))
+    """A message as a tensor's name, dtype and shape.
+
+    Raises:
+        InvalidArgument: there is no such dtype.
+        LayoutError: its name, its shape or its number of axes is out of bounds.
+    """
+    spec = TensorSpec(message.name, dtypes.from_safetensors(message.dtype), tuple(message.shape))
+    check_spec(spec)
+    return spec
 
 
 def layout_to_proto(layout: Layout, space: resources_pb2.TensorSpace.ValueType) -> resources_pb2.Layout:

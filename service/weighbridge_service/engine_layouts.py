@@ -134,6 +134,16 @@ def _stream(slices: Sequence[tuple[TensorSpec, Box]]) -> Layout:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How one tensor is cut: its style, and what it is besides an ordinary weight."""
+
+    style: str
+    stacked: bool
+    one_expert: bool
+    vocabulary: bool
+
+
 @dataclass(frozen=True)
 class _Facts:
     """What the cuts need to know of a model.
@@ -149,7 +159,7 @@ class _Facts:
         of_expert: the tensors of one expert, by the name it is under and its number; each with its place in the order.
         common: the other tensors, in the same form.
         stacked: the tensors that hold all experts of a layer.
-        styles: how each tensor is cut.
+        known: how tensors are cut, for those that were asked for before.
         latent: where attention is multi-head latent attention, as the names of its modules.
         tied: whether the embedding is the output layer too.
         block: rows and columns of an fp8 weight that share a scale.
@@ -165,7 +175,7 @@ class _Facts:
     of_expert: Mapping[tuple[str, int], Sequence[tuple[int, str]]]
     common: Sequence[tuple[int, str]]
     stacked: frozenset[str]
-    styles: dict[str, str]
+    known: dict[str, _How]
     latent: frozenset[str]
     tied: bool
     block: tuple[int, int]
@@ -176,14 +186,14 @@ def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, 
     of_expert: dict[tuple[str, int], list[tuple[int, str]]] = {}
     common: list[tuple[int, str]] = []
     for place, name in enumerate(tensors):
-        found = _EXPERT.fullmatch(name)
+        found = _EXPERT.fullmatch(name) if ".experts." in name else None
         if found:
             of_expert.setdefault((found[1], int(found[2])), []).append((place, name))
             experts[found[1]] = max(experts.get(found[1], 0), int(found[2]) + 1)
         else:
             common.append((place, name))
     heads, kv_heads = bridge.head_counts()
-    latent = [name.rpartition(".kv_b_proj.")[0] for name in tensors if ".self_attn.kv_b_proj." in name]
+    latent = [name.rpartition(".kv_b_proj.")[0] for _, name in common if ".self_attn.kv_b_proj." in name]
     return _Facts(
         tensors,
         bridge.parallel_plan(),
@@ -194,10 +204,10 @@ def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, 
         experts,
         of_expert,
         common,
-        frozenset(name for name in tensors if _STACKED.fullmatch(name)),
+        frozenset(name for _, name in common if _STACKED.fullmatch(name)),
         {},
         frozenset(latent),
-        tied=not any(_OUTPUT.match(name) for name in tensors),
+        tied=not any(_OUTPUT.match(name) for _, name in common),
         block=block,
     )
 
@@ -251,17 +261,21 @@ def _of_stage(facts: _Facts, name: str, layers: tuple[int, int]) -> bool:
 def _slices(facts: _Facts, spec: TensorSpec, request: TensorParallel) -> tuple[TensorSpec, list[Box]]:
     """The slices of one tensor that is on the rank; and its spec, padded if it is."""
     size, rank, experts = request.size, request.rank, request.experts
-    style = facts.styles.get(spec.name)
-    if style is None:
-        style = facts.styles[spec.name] = _style(facts, spec)
-    stacked = spec.name in facts.stacked
-    one = not stacked and ".experts." in spec.name and _EXPERT.fullmatch(spec.name) is not None
+    how = facts.known.get(spec.name)
+    if how is None:
+        how = facts.known[spec.name] = _How(
+            _style(facts, spec),
+            stacked=spec.name in facts.stacked,
+            one_expert=_EXPERT.fullmatch(spec.name) is not None,
+            vocabulary=_VOCABULARY.fullmatch(spec.name) is not None and spec.shape[0] == facts.vocab_size,
+        )
+    style, stacked, one = how.style, how.stacked, how.one_expert
     if experts is not None and (stacked or one):
         size, rank = experts.tp_size, experts.tp_rank
     block = None
     if stacked and len(spec.shape) == 3 and experts is not None:
         block = _cut(spec, 0, experts.size, experts.rank, what="experts")
-    if _VOCABULARY.fullmatch(spec.name) and spec.shape[0] == facts.vocab_size:
+    if how.vocabulary:
         return _vocabulary(spec, style, request)
     if style == _GATE_AND_UP and len(spec.shape) == 3:
         if size == 1:

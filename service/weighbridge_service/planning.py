@@ -126,7 +126,9 @@ def _copies(
     targets: _Finder,
     links: Iterable[Link],
 ) -> Iterator[Copy]:
+    shapes = {name: spec.shape for name, spec in target.tensors.items()}
     for link in links:
+        straight = link.is_identity
         for s in sources.near(link.source, link.source_box):
             source_box = source.placements[s].shard.box
             whole = source_box == link.source_box
@@ -134,20 +136,21 @@ def _copies(
             if common is None:
                 continue
             offered = link.target_box if whole else link.to_target(common)
+            everything = offered.extent == shapes.get(link.target)
             for t in targets.near(link.target, offered):
                 target_box = target.placements[t].shard.box
-                taken = offered if target_box == offered else target_box.intersect(offered)
-                if taken is offered and whole:  # most copies of a large model: all of both shards
-                    yield Copy(s, _whole(common.extent), t, _whole(taken.extent), link.axes)
-                elif taken is not None:
-                    read = common if taken is offered else link.to_source(taken)
-                    yield Copy(
-                        s,
-                        read.relative_to(source_box.offset),
-                        t,
-                        taken.relative_to(target_box.offset),
-                        link.axes,
-                    )
+                taken = target_box if everything or target_box == offered else target_box.intersect(offered)
+                if taken is None:
+                    continue
+                read = taken if straight else common if taken == offered else link.to_source(taken)
+                # most copies of a large model are of whole shards
+                yield Copy(
+                    s,
+                    _whole(read.extent) if read == source_box else read.relative_to(source_box.offset),
+                    t,
+                    _whole(taken.extent) if taken is target_box else taken.relative_to(target_box.offset),
+                    link.axes,
+                )
 
 
 _whole = functools.lru_cache(maxsize=4096)(Box.whole)

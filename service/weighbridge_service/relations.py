@@ -29,6 +29,11 @@ class Link:
     target_box: Box
     axes: tuple[int | None, ...]
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether each element has the same place on both sides."""
+        return self.source_box == self.target_box and self.axes == tuple(range(len(self.axes)))
+
     def inverse(self) -> Link:
         """The same link seen from the other side."""
         axes: list[int | None] = [None] * len(self.source_box.offset)

@@ -39,14 +39,27 @@ _RANK = click.IntRange(min=0)
     "[default: FOLDER/hf, or FOLDER itself]",
 )
 @click.option(
-    "--dtype", help="The dtype that the weights must have, such as bf16.  [default: the one they have]"
+    "--dtype",
+    help="The dtype that all weights must have, such as bf16.  [default: each tensor keeps the one it has]",
+)
+@click.option(
+    "--dequantize",
+    metavar="DTYPE",
+    help="Turn block-quantised fp8 weights into this dtype, such as bf16.  [default: keep them as they are]",
 )
 @click.option(
     "--step", type=click.IntRange(min=0), default=0, show_default=True, help="Recorded with the version."
 )
 @client_options
 def import_command(
-    folder: Path, model: str, config: Path | None, dtype: str | None, step: int, server: str, as_json: bool
+    folder: Path,
+    model: str,
+    config: Path | None,
+    dtype: str | None,
+    dequantize: str | None,
+    step: int,
+    server: str,
+    as_json: bool,
 ) -> None:
     """Register a model and push its first weights.
 
@@ -55,6 +68,8 @@ def import_command(
     further version.
     """
     if (folder / ".metadata").exists():
+        if dequantize:
+            raise InvalidArgument("--dequantize is for Hugging Face folders: leave it out")
         version = _import_checkpoint(folder, model, config, dtype, step, server)
     else:
         if config is not None:
@@ -62,11 +77,12 @@ def import_command(
                 f"--config is for torch_dist checkpoints, and {folder} is none",
                 fix="leave it out: a Hugging Face folder has its own config.json",
             )
-        # before anything is registered: a model keeps the dtype that it was registered with
-        found = _dtype_of(folder, dtype)
+        # before anything is registered: a model keeps the dtypes that it was registered with
+        if dtype is not None:
+            _check_dtype(folder, dtype)
         with _trainer(server) as client:
-            client.register_model(model, folder, dtype=found)
-            version = _push(client, folder, model, step, "import")
+            handle = client.import_folder(model, folder, dequantize=dequantize or "", step=step, run="import")
+            version = _finish(client, handle, model)
     _report_pushed(version, as_json)
 
 
@@ -90,7 +106,7 @@ def _import_checkpoint(
         click.echo(f"left out, as they are no weights of the model: {what}", err=True)
     with _trainer(server) as client:
         handle = checkpoint.push(client, model, step=step, run="import")
-        return _wait(client, handle, model)
+        return _finish(client, handle, model)
 
 
 @click.command("push", cls=Command)
