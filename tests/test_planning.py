@@ -9,6 +9,7 @@ import itertools
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -209,3 +210,151 @@ def test_permuted_axes_move_every_element(axes: tuple[int, int]) -> None:
     [p] = files.layout.placements
     expected = np.ascontiguousarray(tensors["a"].transpose(*axes, 2))
     assert image[p.buffer][p.offset :].tobytes() == expected.tobytes()
+
+
+# -- tensors that are named and laid out otherwise on the two sides ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A tensor with layers and experts as leading axes, and the tensors that it becomes.
+
+    Attributes:
+        source: shape `[layers, experts, ...]`.
+        targets: one for each layer, expert and part; or for each layer and part, stacked over the experts.
+        links: from the one to the others.
+        parts: for each part, the indexes of the first axis behind the experts that belong to it, in its order.
+        axes: how the axes behind the experts are permuted in the targets.
+        stacked: whether the targets are stacked over the experts.
+    """
+
+    source: TensorSpec
+    targets: list[TensorSpec]
+    links: list[Link]
+    parts: list[list[int]]
+    axes: tuple[int, ...]
+    stacked: bool
+
+    def convert(self, whole: np.ndarray) -> dict[str, np.ndarray]:
+        """The targets by numpy alone; the array has one axis more, behind the others."""
+        found = {}
+        for layer, part in itertools.product(range(whole.shape[0]), range(len(self.parts))):
+            axes = (*self.axes, len(self.axes))
+            experts = [expert[self.parts[part]].transpose(axes) for expert in whole[layer]]
+            if self.stacked:
+                found[f"{layer}.{part}"] = np.stack(experts)
+            else:
+                found |= {f"{layer}.{part}.{e}": expert for e, expert in enumerate(experts)}
+        return found
+
+
+def random_relation(rng: random.Random) -> Relation:
+    dtype = rng.choice(DTYPES)
+    layers, experts = rng.randrange(1, 3), rng.randrange(1, 4)
+    inner = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(1, 4)))
+    axes = tuple(rng.sample(range(len(inner)), len(inner)))
+    stacked = rng.random() < 0.5
+    # runs of rows go to this part or that one, as query, key and value do
+    cuts = sorted({0, inner[0], *(rng.randrange(inner[0] + 1) for _ in range(2))})
+    runs = [(start, stop, rng.randrange(3)) for start, stop in itertools.pairwise(cuts)]
+    numbers = sorted({part for _, _, part in runs})
+    rows = {p: [i for start, stop, part in runs if part == p for i in range(start, stop)] for p in numbers}
+    source = TensorSpec("w", dtype, (layers, experts, *inner))
+    specs, links = [], []
+    for layer, (index, part) in itertools.product(range(layers), enumerate(numbers)):
+        extent = (len(rows[part]), *inner[1:])
+        shape = tuple(extent[axis] for axis in axes)
+        name = f"{layer}.{index}"
+        names = [name] * experts if stacked else [f"{name}.{expert}" for expert in range(experts)]
+        specs += [TensorSpec(n, dtype, (experts, *shape) if stacked else shape) for n in dict.fromkeys(names)]
+        for expert, (start, stop, _) in itertools.product(range(experts), (r for r in runs if r[2] == part)):
+            box = Box((start, *(0 for _ in inner[1:])), (stop - start, *inner[1:]))
+            moved = (rows[part].index(start), *(0 for _ in inner[1:]))
+            there = Box(tuple(moved[a] for a in axes), tuple(box.extent[a] for a in axes))
+            link = Link("w", box, names[expert], there, axes).under((layer, expert))
+            links.append(link.onto((expert,)) if stacked else link)
+    rng.shuffle(links)
+    return Relation(source, specs, links, [rows[part] for part in numbers], axes, stacked)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=200)
+def test_stacked_permuted_and_interleaved_tensors_keep_every_byte(seed: int) -> None:
+    rng = random.Random(seed)
+    relation = random_relation(rng)
+    tensors = random_bytes(rng, [relation.source])
+    expected = relation.convert(tensors["w"])
+    files = lay_out_files(relation.targets, max_shard_bytes=rng.randrange(1, 400))
+
+    boxes = cut(rng, Box.whole(relation.source.shape), 6)
+    source = Layout.stream([relation.source], [Shard("w", box) for box in boxes])
+    transfer = Transfer(make_plan(source, files.layout, relation.links, use_all=True), scatter=True)
+    image = {f.name: np.full(f.nbytes, 0xEE, np.uint8) for f in files.files}
+    data = stream_of(source, tensors)
+    for start, stop in ranges(rng, len(data)):
+        transfer.scatter(data[start:stop], start, image)
+    for p in files.layout.placements:
+        written = image[p.buffer][p.offset : p.offset + p.nbytes].tobytes()
+        assert written == np.ascontiguousarray(expected[p.shard.tensor]).tobytes()
+
+    boxes = cut(rng, Box.whole(relation.source.shape), 6)
+    wanted = Layout.stream([relation.source], [Shard("w", box) for box in boxes])
+    back = [link.inverse() for link in relation.links]
+    reading = Transfer(make_plan(files.layout, wanted, back), scatter=False)
+    data = stream_of(wanted, tensors)
+    for start, stop in ranges(rng, len(data)):
+        assert reading.gather(start, stop - start, image) == data[start:stop]
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=100)
+def test_a_hole_in_a_stacked_tensor_is_named_where_it_would_be_seen(seed: int) -> None:
+    rng = random.Random(seed)
+    relation = random_relation(rng)
+    boxes = cut(rng, Box.whole(relation.source.shape), 6)
+    hole = boxes.pop()
+    inside = np.zeros((*relation.source.shape, 1), bool)
+    inside[tuple(slice(o, e) for o, e in zip(hole.offset, hole.end, strict=True))] = True
+    missing = relation.convert(inside)
+    source = Layout.stream([relation.source], [Shard("w", box) for box in boxes])
+    with pytest.raises(LayoutError) as error:
+        make_plan(source, lay_out_files(relation.targets).layout, relation.links, use_all=True)
+    for line in error.value.details:
+        assert "has no source" in line
+        box = box_in(line.partition(": ")[2])
+        region = missing[line.split()[0]][
+            tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
+        ]
+        assert region.size == box.volume
+        assert region.all()
+        region[...] = False
+    total = int(error.value.message.split()[0])
+    assert len(error.value.details) == min(total, 20)
+    if total <= 20:
+        assert not any(array.any() for array in missing.values())
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=100)
+def test_what_a_stacked_tensor_and_another_one_both_hold_is_named(seed: int) -> None:
+    """As when a trainer declares a layer by itself and among the stacked ones."""
+    rng = random.Random(seed)
+    relation = random_relation(rng)
+    victim = rng.choice(relation.targets)
+    box = cut(rng, Box.whole(victim.shape), 4)[0]
+    again = TensorSpec("again", victim.dtype, box.extent)
+    links = [
+        *relation.links,
+        Link("again", Box.whole(again.shape), victim.name, box, tuple(range(len(box.extent)))),
+    ]
+    rng.shuffle(links)
+    source = Layout.stream(
+        [relation.source, again], [Shard(s.name, Box.whole(s.shape)) for s in (relation.source, again)]
+    )
+    with pytest.raises(LayoutError) as error:
+        make_plan(source, lay_out_files(relation.targets).layout, links, use_all=True)
+    [line] = error.value.details
+    assert line.startswith(f"{victim}: ")
+    assert line.endswith("would be written twice")
+    named = box_in(line.partition(": ")[2])
+    assert named.intersect(box) == named

@@ -196,7 +196,7 @@ class _Groups:
 
     first: list[Entry]  # before the decoder
     last: list[Entry]  # behind it
-    tied: list[Entry]  # on the last stage once more
+    embedding: list[Entry]  # on the last stage once more: as a tied output layer, or for the layers of prediction
     layers: dict[int, list[Entry]]
     of_experts: dict[tuple[int, int], list[Entry]]  # by layer, -1 for those behind the decoder, and expert
 
@@ -205,6 +205,7 @@ class _Groups:
 def _groups(bridge: Bridge) -> _Groups:
     groups = _Groups([], [], [], {}, {})
     untied = any(name.endswith("output_layer.weight") for name in bridge.megatron)
+    predicting = any(name.startswith("mtp.") for name in bridge.megatron)
     for name, entry in bridge.megatron.items():
         of_layer, of_expert = _IN_LAYER.match(name), _EXPERT.search(name)
         layer = int(of_layer[1]) if of_layer else -1
@@ -216,8 +217,8 @@ def _groups(bridge: Bridge) -> _Groups:
             groups.last.append(entry)
         else:
             groups.first.append(entry)
-            if name.endswith("word_embeddings.weight") and not untied:
-                groups.tied.append(entry)
+            if name.endswith("word_embeddings.weight") and (predicting or not untied):
+                groups.embedding.append(entry)
     return groups
 
 
@@ -232,7 +233,7 @@ def _held(groups: _Groups, rank: TrainerRank, layers: Sequence[int], experts: ra
             yield from groups.of_experts.get((layer, expert), ())
     if last:
         yield from groups.last
-        yield from groups.tied if stage else ()
+        yield from groups.embedding if stage else ()
 
 
 def _shards(
@@ -245,9 +246,8 @@ def _shards(
         shape = (math.ceil(shape[0] / multiple) * multiple, *shape[1:])
     boxes = list(_boxes(entry, shape, index, size))
     cut = size > 1 and boxes[0].extent != shape
-    # a tied output layer is the embedding again
-    tied_copy = entry.rule.vocabulary and rank.pp[0] > 0 and "word_embeddings" in entry.name
-    main = not (rank.expert_dp if of_expert else rank.dp) and (cut or index == 0) and not tied_copy
+    again = entry.rule.vocabulary and rank.pp[0] > 0 and "word_embeddings" in entry.name
+    main = not (rank.expert_dp if of_expert else rank.dp) and (cut or index == 0) and not again
     if not of_expert or experts_apart:
         return TensorSpec(entry.name, like.dtype, shape), [Shard(entry.name, box, main) for box in boxes]
     name = entry.name.replace(of_expert[0], ".experts.experts.", 1)

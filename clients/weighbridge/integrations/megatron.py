@@ -79,7 +79,12 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
 
 
 def _walk(value: Any, path: str, merges: list[tuple[Any, Any]]) -> Iterator[Any]:
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
 
     if isinstance(value, ShardedTensor):
         yield value
@@ -89,7 +94,7 @@ def _walk(value: Any, path: str, merges: list[tuple[Any, Any]]) -> Iterator[Any]
         if any(not _aliases(piece.data, value.data) for piece in pieces):
             merges.append((value, built))
         yield from pieces
-    elif isinstance(value, ShardedObject):
+    elif isinstance(value, ShardedObject | LocalNonpersistentObject):
         return
     elif isinstance(value, dict):
         for key, child in value.items():
@@ -110,8 +115,10 @@ def _aliases(piece: torch.Tensor, whole: torch.Tensor) -> bool:
 
 def _plain(value: Any) -> Any:
     """A built factory with each ShardedTensor replaced by its data, as the factory's `merge_fn` expects it."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
     if isinstance(value, dict):
         return {key: _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_plain(child) for child in value)
-    return value.data
+    return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value.data
