@@ -196,7 +196,9 @@ class _Groups:
 
     first: list[Entry]  # before the decoder
     last: list[Entry]  # behind it
-    embedding: list[Entry]  # on the last stage once more: as a tied output layer, or for the layers of prediction
+    embedding: list[
+        Entry
+    ]  # on the last stage once more: as a tied output layer, or for the layers of prediction
     layers: dict[int, list[Entry]]
     of_experts: dict[tuple[int, int], list[Entry]]  # by layer, -1 for those behind the decoder, and expert
 
