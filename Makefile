@@ -20,7 +20,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install demo serve test bench bench-planning lint format protos protos-check clean
+.PHONY: help install demo serve test bench bench-planning bench-convert lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -59,6 +59,9 @@ bench: $(STAMP) ## measure, side by side with peers
 
 bench-planning: $(STAMP) ## plan the largest models there are, from their configs alone
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.planning $(ARGS)
+
+bench-convert: $(STAMP) ## time conversions of folders next to cp -r, and measure their memory
+	@$(BIN)/python -W ignore -m benchmarks.converting $(ARGS)
 
 lint: $(STAMP) protos-check ## check style, types and the contract
 	@echo "== ruff"

@@ -22,6 +22,7 @@ _MODULE_OF = {
     "pull": "moving",
     "restore": "moving",
     "export": "moving",
+    "convert": "converting",
     "models": "looking",
     "versions": "looking",
     "show": "looking",

@@ -1,0 +1,12 @@
+"""Conversion of folders, with no service running: Hugging Face folders to torch_dist checkpoints of Megatron-core, and back.
+
+It is the mechanism of everything else here, a plan between two layouts, carried out from files to files.
+
+- `convert`: the whole of it, `convert_folder`.
+- `conversions`: which bytes of which file go where, and what is left out.
+- `checkpoint_keys`: which keys and chunks a checkpoint is given.
+- `units`: the plan as pieces of work that can be done in any order.
+- `working_folder`: what an interrupted conversion leaves, so that the next run goes on.
+- `pushing`: a checkpoint as a version of a model, which does need a service.
+- `workers`: processes that do the work; `worker` is what runs in them.
+"""

@@ -1,0 +1,200 @@
+"""Which keys, chunks and objects a checkpoint of a model has that Megatron-core is to load.
+
+Keys are those of `sharded_state_dict()` of megatron-core 0.16: with the layer as first axis of one tensor for all layers where
+these are alike (`homogeneous` in transformer_block.py), or with a key for each layer; a layer's experts always are an axis of one
+tensor. Layers for multi-token prediction have a key each in both forms. Besides, every module that Transformer Engine could
+quantise has an object ``<module>._extra_state``, and loading fails without it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from weighbridge.boxes import Box
+from weighbridge.dtypes import DType
+from weighbridge.errors import InvalidArgument
+from weighbridge.layouts import Shard, TensorSpec
+from weighbridge_service.bridges import Bridge, Entry
+
+KeyForm = Literal["auto", "stacked", "per-layer"]
+LayerSpec = Literal["te", "local"]
+
+MAX_CHUNK_BYTES = 64 << 20
+"""Chunks are cut at this size: a rank that loads reads every chunk whole of which it needs a part."""
+_LAYER = re.compile(r"^((?:.*\.)?decoder\.layers\.)(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^(.*\.experts\.experts\.)(\d+)\.(.+)$")
+_ATTENTION = re.compile(r"^(.*\.self_attention)\.linear_proj\.weight$")
+_MLP_NORM = ".mlp.linear_fc1.layer_norm_weight"
+_MOE_NORM = ".pre_mlp_layernorm.weight"
+_LATENT = ".self_attention.linear_kv_up_proj.weight"
+_LATENT_NORMS = {
+    ".self_attention.linear_q_up_proj.layer_norm_weight": ".self_attention.q_layernorm.weight",
+    ".self_attention.linear_kv_up_proj.layer_norm_weight": ".self_attention.kv_layernorm.weight",
+}
+
+
+@dataclass(frozen=True)
+class CheckpointTensors:
+    """What a checkpoint consists of.
+
+    Attributes:
+        specs: all tensors.
+        shards: their chunks, in the order of the model.
+        objects: names of the entries that are not tensors.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    shards: tuple[Shard, ...]
+    objects: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A tensor of one layer and expert, and where it belongs: a key, and an index of its leading axes."""
+
+    entry: Entry
+    dtype: DType
+    key: str
+    leading: tuple[int, ...]
+
+
+def checkpoint_tensors(
+    bridge: Bridge,
+    tensors: Mapping[str, TensorSpec],
+    *,
+    keys: KeyForm = "auto",
+    spec: LayerSpec = "te",
+    vocab_multiple: int = 128,
+) -> CheckpointTensors:
+    """The tensors, chunks and objects of a checkpoint.
+
+    Args:
+        bridge: the model.
+        tensors: its tensors in Hugging Face's space, which give the dtypes.
+        keys: ``stacked`` gives all layers one key, ``per-layer`` each its own; ``auto`` stacks layers that are all alike.
+        spec: whose names norms have, Transformer Engine's or those of Megatron's own layers.
+        vocab_multiple: rows of the embedding and of the output layer are padded to a multiple of it.
+
+    Raises:
+        InvalidArgument: the layers are to be stacked and are not alike.
+    """
+    placed = []
+    for name, entry in _named(bridge, spec):
+        expert = _EXPERT.match(name)
+        key, leading = (f"{expert[1]}{expert[3]}", (int(expert[2]),)) if expert else (name, ())
+        dtype = tensors[entry.targets[0].name].dtype
+        placed.append(_Placed(entry, dtype, key, leading))
+    if keys != "per-layer":
+        placed = _stacked(placed, must=keys == "stacked")
+    counts: dict[str, tuple[int, ...]] = {}
+    for one in placed:
+        there = counts.get(one.key, (0,) * len(one.leading))
+        counts[one.key] = tuple(max(n, i + 1) for n, i in zip(there, one.leading, strict=True))
+    specs: dict[str, TensorSpec] = {}
+    shards: list[Shard] = []
+    for one in placed:
+        shape = one.entry.shape
+        if one.entry.rule.vocabulary:
+            shape = (math.ceil(shape[0] / vocab_multiple) * vocab_multiple, *shape[1:])
+        made = TensorSpec(one.key, one.dtype, (*counts[one.key], *shape))
+        if specs.setdefault(one.key, made) != made:
+            raise InvalidArgument(
+                f"parts of {one.key} differ: {specs[one.key]} and {made}",
+                fix="save the model in one dtype, or convert with a key for each layer",
+            )
+        shards += [Shard(one.key, box.under(one.leading)) for box in _chunks(one.entry, shape, one.dtype)]
+    return CheckpointTensors(
+        tuple(specs.values()), tuple(shards), tuple(dict.fromkeys(_objects(placed, counts, spec)))
+    )
+
+
+def empty_object() -> bytes:
+    """The content of an extra state that says nothing, in the form in which Megatron-core stores objects."""
+    import torch
+
+    stream = io.BytesIO()
+    # every version of Transformer Engine takes None for "not quantised"; Megatron's own layers take anything
+    torch.save([None], stream)
+    return stream.getvalue()
+
+
+def _named(bridge: Bridge, spec: LayerSpec) -> Iterator[tuple[str, Entry]]:
+    """The model's tensors with the names that a layer spec gives them."""
+    own_names = {theirs: ours for ours, theirs in _LATENT_NORMS.items()}
+    for name, entry in bridge.megatron.items():
+        for one, other in (_LATENT_NORMS if spec == "local" else own_names).items():
+            layer = name.removesuffix(one)
+            if layer != name and f"{layer}{_LATENT}" in bridge.megatron:
+                name = layer + other
+        if spec == "local":
+            for suffix in (_MLP_NORM, _MOE_NORM):
+                layer = name.removesuffix(suffix)
+                if layer != name:
+                    name = layer + (_MOE_NORM if f"{layer}{_LATENT}" in bridge.megatron else _MLP_NORM)
+                    break
+        yield name, entry
+
+
+def _stacked(placed: Sequence[_Placed], *, must: bool) -> list[_Placed]:
+    """With one key for all layers of a stack, wherever these are alike."""
+    stacks: dict[str, dict[int, dict[tuple[str, tuple[int, ...]], object]]] = {}
+    for one in placed:
+        found = _LAYER.match(one.key)
+        if found:
+            layer = stacks.setdefault(found[1], {}).setdefault(int(found[2]), {})
+            layer[found[3], one.leading] = one.entry.shape, one.dtype
+    alike = {
+        stack
+        for stack, layers in stacks.items()
+        if sorted(layers) == list(range(len(layers))) and all(layer == layers[0] for layer in layers.values())
+    }
+    if must and alike != stacks.keys():
+        raise InvalidArgument(
+            f"the layers of {' and '.join(sorted(stacks.keys() - alike))} are not all alike, so they cannot have one key",
+            fix="convert with a key for each layer, as Megatron-core saves such a model",
+        )
+    made = []
+    for one in placed:
+        found = _LAYER.match(one.key)
+        if found and found[1] in alike:
+            key, leading = found[1] + found[3], (int(found[2]), *one.leading)
+            one = _Placed(one.entry, one.dtype, key, leading)
+        made.append(one)
+    return made
+
+
+def _chunks(entry: Entry, shape: tuple[int, ...], dtype: DType) -> Iterator[Box]:
+    """A tensor's chunks: halves apart, because tensor parallelism cuts each by itself, and none too large."""
+    if not shape or 0 in shape:
+        yield Box.whole(shape)
+        return
+    rest = shape[1:]
+    at_once = max(MAX_CHUNK_BYTES // (math.prod(rest) * dtype.itemsize), 1)
+    parts = 2 if entry.rule.halves and shape[0] % 2 == 0 else 1
+    for part in range(parts):
+        first, last = part * shape[0] // parts, (part + 1) * shape[0] // parts
+        for row in range(first, last, at_once):
+            yield Box((row, *(0 for _ in rest)), (min(at_once, last - row), *rest))
+
+
+def _objects(
+    placed: Sequence[_Placed], counts: Mapping[str, tuple[int, ...]], spec: LayerSpec
+) -> Iterator[str]:
+    """Names of the extra states that a model has: of its linear layers, with Transformer Engine also of norms and attention."""
+    for one in placed:
+        offset, size = one.leading or (0,), counts[one.key] or (1,)
+        where = f"_extra_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, size))}"
+        module, _, kind = one.key.rpartition(".")
+        last = module.rpartition(".")[2]
+        if kind == "weight" and (last.startswith("linear_") or last == "eh_proj"):
+            yield f"{module}.{where}"
+        attention = _ATTENTION.match(one.key)
+        if spec == "te" and attention:
+            yield f"{attention[1]}.core_attention.{where}"
+        if spec == "te" and kind == "weight" and last.endswith("norm"):
+            yield f"{module}.{where}"

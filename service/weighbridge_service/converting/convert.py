@@ -1,0 +1,219 @@
+"""Conversion of a folder from beginning to end: plan, work, and give the result its name.
+
+The same call goes on where an earlier one was interrupted, and gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from weighbridge.errors import AlreadyExists, DataLoss, InvalidArgument, ResourceExhausted
+from weighbridge_service.converting.conversions import (
+    Conversion,
+    ConvertOptions,
+    kind_of_folder,
+    plan_conversion,
+    state_of,
+)
+from weighbridge_service.converting.units import Range, Units
+from weighbridge_service.converting.worker import Job
+from weighbridge_service.converting.workers import run_units
+from weighbridge_service.converting.working_folder import WorkingFolder
+
+DEFAULT_MEMORY = 2 << 30
+_MOST_WORKERS = 4
+_WORKER_BYTES = 48 << 20
+"""What a worker needs besides its buffer: the interpreter and numpy."""
+_PLAN_BYTES = 64 << 20
+"""What this process may still need when the plan is made."""
+_LEAST_GATHER, _MOST_GATHER = 1 << 20, 8 << 20
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion has done.
+
+    Attributes:
+        source: the folder that was read.
+        target: the folder that was written.
+        to: kind of the target, ``torch_dist`` or ``hugging_face``.
+        tensors: how many it has.
+        bytes: size of all of its files.
+        files: their names.
+        seconds: how long this run took.
+        resumed_bytes: bytes of tensors that an earlier run had converted already.
+        workers: processes that did the work.
+        left_out: how many entries of the source were not converted, by kind.
+    """
+
+    source: str
+    target: str
+    to: str
+    tensors: int
+    bytes: int
+    files: tuple[str, ...]
+    seconds: float
+    resumed_bytes: int
+    workers: int
+    left_out: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {**asdict(self), "files": list(self.files)}
+
+
+def convert_folder(
+    source: Path,
+    target: Path,
+    options: ConvertOptions | None = None,
+    *,
+    workers: int | None = None,
+    memory_budget: int = DEFAULT_MEMORY,
+    restart: bool = False,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+    on_resume: Callable[[int, int], None] = lambda _done, _total: None,
+) -> ConvertReport:
+    """Convert a Hugging Face folder to a torch_dist checkpoint, or a torch_dist checkpoint to a Hugging Face folder.
+
+    Needs memory for the plan and for a buffer in each worker, whatever the size of the model. The target appears when it is
+    complete; until then everything lies in ``<target>.converting``, from which the same call goes on after an interruption.
+
+    Args:
+        source: the folder; its kind is found by looking.
+        target: a new folder, or an empty one.
+        options: what can be chosen.
+        workers: processes that copy; by default one for each CPU, up to four.
+        memory_budget: most memory of all processes together, in bytes, pages of files not counted.
+        restart: throw away what an interrupted conversion of something else has left.
+        on_progress: is called with bytes of tensors that are converted, and how many there are.
+        on_resume: is called once with the same numbers, if an earlier run is gone on with.
+
+    Raises:
+        NotFound: there is no checkpoint in the source, or no ``config.json`` for it.
+        InvalidArgument: an option makes no sense, or the tensors are not those that ``config.json`` describes.
+        LayoutError: some tensor is missing, unknown, there twice or of the wrong dtype; names them.
+        DataLoss: a file of the source is damaged, or has changed while it was read.
+        AlreadyExists: the target exists, or another process is converting to it.
+        FailedPrecondition: something else was being converted to the target, and was interrupted.
+        ResourceExhausted: the memory budget is too small, or the disk is full.
+        Unavailable: a worker died; the same call goes on.
+    """
+    started = time.monotonic()
+    wanted = workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+    if wanted < 1:
+        raise InvalidArgument(f"{wanted} workers cannot do anything")
+    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if occupied and not WorkingFolder.left_behind(target):
+        raise _exists(target)
+    kind_of_folder(source)
+    conversion = plan_conversion(source, options or ConvertOptions())
+    count, gather_bytes = _share(memory_budget, wanted)
+    units = Units(conversion, gather_bytes)
+    folder = WorkingFolder(target)
+    try:
+        if occupied and not folder.was_finished(units.identity()):
+            raise _exists(target)
+        if occupied:
+            folder.remove()
+            resumed = conversion.plan.target.nbytes
+        else:
+            resumed = _work(conversion, units, folder, count, restart, on_progress, on_resume)
+    finally:
+        folder.close()
+    return ConvertReport(
+        str(source),
+        str(target),
+        "torch_dist" if conversion.kind == "hugging_face" else "hugging_face",
+        len(conversion.plan.target.tensors),
+        conversion.nbytes,
+        (*(file.name for file in conversion.files), *conversion.side_files),
+        round(time.monotonic() - started, 3),
+        resumed,
+        count,
+        dict(conversion.left_out),
+    )
+
+
+def _exists(target: Path) -> AlreadyExists:
+    return AlreadyExists(f"{target} exists and is not an empty folder", fix="name a new folder")
+
+
+def _work(
+    conversion: Conversion,
+    units: Units,
+    folder: WorkingFolder,
+    workers: int,
+    restart: bool,
+    on_progress: Callable[[int, int], None],
+    on_resume: Callable[[int, int], None],
+) -> int:
+    """Do what is left to do; bytes that were done before."""
+    done = folder.begin(conversion, units.identity(), restart=restart)
+    todo = [covered for covered in units.ranges if covered.number not in done]
+    total = sum(covered.nbytes for covered in units.ranges)
+    resumed = total - sum(covered.nbytes for covered in todo)
+    if done:
+        on_resume(resumed, total)
+    progress = _Progress(resumed, total, on_progress)
+
+    def finished(covered: Range) -> None:
+        with progress.lock:
+            folder.add(covered.number)
+
+    job = Job(units.source, str(folder.files), units.gather_bytes)
+    if todo:
+        run_units(units, todo, job, min(workers, len(todo)), folder.lock, progress.add, finished)
+    if state_of(conversion.source, conversion.read) != dict(conversion.read):
+        raise DataLoss(
+            f"{conversion.source} has changed while it was converted",
+            fix="run again with --restart when nothing writes to it any more",
+        )
+    folder.finish(conversion)
+    return resumed
+
+
+class _Progress:
+    """Adds up what several threads report."""
+
+    def __init__(self, done: int, total: int, report: Callable[[int, int], None]) -> None:
+        self._done = done
+        self._total = total
+        self._report = report
+        self.lock = threading.Lock()
+        report(done, total)
+
+    def add(self, nbytes: int) -> None:
+        with self.lock:
+            self._done += nbytes
+            self._report(self._done, self._total)
+
+
+def _share(budget: int, workers: int) -> tuple[int, int]:
+    """How many workers there may be, and how much each may pick together at once.
+
+    Raises:
+        ResourceExhausted: the budget is too small for one.
+    """
+    left = budget - _own_bytes() - _PLAN_BYTES
+    each = _WORKER_BYTES + _LEAST_GATHER
+    if left < each:
+        least = budget - left + each
+        raise ResourceExhausted(
+            f"{budget} bytes of memory are too few: this conversion needs {least}",
+            fix=f"allow at least --memory-budget {-(-least // (1 << 20))}MiB",
+        )
+    count = min(workers, left // each)
+    return count, min(_MOST_GATHER, left // count - _WORKER_BYTES)
+
+
+def _own_bytes() -> int:
+    """Memory of this process that no file stands behind."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))

@@ -1,0 +1,141 @@
+"""A conversion as units of work that can be done in any order, by any process, and again."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weighbridge.layouts import Placement
+from weighbridge_service.converting.conversions import Conversion
+from weighbridge_service.converting.worker import Gather, Same, Strided, Unit
+from weighbridge_service.transfers import Piece, Transfer
+
+UNIT_BYTES = 256 << 20
+"""About how much is done before it is written down that it is done."""
+_LONG = 64 << 10
+"""From this length on bytes are copied from file to file; shorter runs are picked together in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a unit covers.
+
+    Attributes:
+        number: of the unit.
+        file: the target file; empty for comparisons.
+        start: first byte of the range in the file.
+        stop: one past its last.
+        nbytes: bytes of tensors in it.
+    """
+
+    number: int
+    file: str
+    start: int
+    stop: int
+    nbytes: int
+
+
+class Units:
+    """All units of a conversion; what is in one is found out when it is asked for.
+
+    The units depend on nothing but the conversion, so that those of an interrupted run are those of the next.
+
+    Args:
+        conversion: the conversion.
+        gather_bytes: most that is picked together at once.
+
+    Attributes:
+        gather_bytes: most that is picked together at once.
+        ranges: what each unit covers.
+        source: paths of the source's files, as units number them.
+    """
+
+    def __init__(self, conversion: Conversion, gather_bytes: int) -> None:
+        self.gather_bytes = gather_bytes
+        self._conversion = conversion
+        self._transfer = Transfer(conversion.plan, scatter=False)
+        self._twins = conversion.twins
+        self._placements: dict[str, list[Placement]] = {}
+        for placement in conversion.plan.target.placements:
+            if placement.nbytes:
+                self._placements.setdefault(placement.buffer, []).append(placement)
+        for placements in self._placements.values():
+            placements.sort(key=lambda p: p.offset)
+        self._starts = {file: [p.offset for p in placed] for file, placed in self._placements.items()}
+        names = sorted(p.buffer for p in conversion.plan.source.placements) + [
+            p.buffer for twin in conversion.twins for p in (twin.copy, twin.original)
+        ]
+        self._files = {name: index for index, name in enumerate(dict.fromkeys(names))}
+        self.source = tuple(str(conversion.source / name) for name in self._files)
+        self.ranges = tuple(self._ranges())
+
+    def identity(self) -> str:
+        """What tells these units from those of every other conversion, as hex digits."""
+        ranges = [(covered.file, covered.start, covered.stop) for covered in self.ranges]
+        text = json.dumps([self._conversion.identity(), ranges])
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def _ranges(self) -> Iterator[Range]:
+        number = 0
+        for file, placements in self._placements.items():
+            start, filled = placements[0].offset, 0
+            for placement in placements:
+                position, end = placement.offset, placement.offset + placement.nbytes
+                while position < end:
+                    step = min(end - position, UNIT_BYTES - filled)
+                    position, filled = position + step, filled + step
+                    if filled == UNIT_BYTES:
+                        yield Range(number, file, start, position, filled)
+                        number, start, filled = number + 1, position, 0
+            if filled:
+                yield Range(number, file, start, end, filled)
+                number += 1
+        for _ in self._twins:
+            yield Range(number, "", 0, 0, 0)
+            number += 1
+
+    def unit(self, covered: Range) -> Unit:
+        """What is to be done for a range."""
+        if not covered.file:
+            twin = self._twins[covered.number - len(self.ranges) + len(self._twins)]
+            copy, original = twin.copy, twin.original
+            files = self._files[copy.buffer], self._files[original.buffer]
+            same = Same(twin.name, files[0], copy.offset, files[1], original.offset, copy.nbytes)
+            return Unit(covered.number, "", same=(same,))
+        runs: list[Strided] = []
+        gathers: list[Gather] = []
+        placements = self._placements[covered.file]
+        first = bisect.bisect_right(self._starts[covered.file], covered.start) - 1
+        for placement in placements[max(first, 0) :]:
+            start = max(placement.offset, covered.start)
+            stop = min(placement.offset + placement.nbytes, covered.stop)
+            if start >= stop:
+                if placement.offset >= covered.stop:
+                    break
+                continue
+            pieces = self._transfer.pieces(start, stop, covered.file)
+            if all(piece.shape[-1] >= _LONG for piece in pieces):
+                # what no piece covers stays as a new file is: zero
+                runs += [self._strided(piece, start) for piece in pieces]
+            else:
+                gathers += self._gathers(covered.file, start, stop)
+        return Unit(covered.number, covered.file, tuple(runs), tuple(gathers))
+
+    def _gathers(self, file: str, start: int, stop: int) -> Iterator[Gather]:
+        for position in range(start, stop, self.gather_bytes):
+            end = min(position + self.gather_bytes, stop)
+            pieces = self._transfer.pieces(position, end, file)
+            yield Gather(position, end - position, tuple(self._strided(piece, 0) for piece in pieces))
+
+    def _strided(self, piece: Piece, base: int) -> Strided:
+        return Strided(
+            piece.shape,
+            base + piece.stream_offset,
+            piece.stream_strides,
+            self._files[piece.file],
+            piece.file_offset,
+            piece.file_strides,
+        )

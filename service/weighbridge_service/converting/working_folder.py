@@ -1,0 +1,238 @@
+"""What lies beside the target while a conversion runs, so that an interrupted one goes on where it stopped.
+
+``TARGET.converting/`` has ``files/``, which becomes TARGET in the end, ``journal``, and ``lock``, which a running conversion and
+its workers hold. The journal's first line is the identity of the conversion, each further line the number of a unit whose bytes
+are on the disk, and the last one ``complete``, when nothing but the renaming is left to do. A line that was cut short counts for
+nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weighbridge.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ResourceExhausted
+from weighbridge_service.converting.conversions import Conversion
+
+SUFFIX = ".converting"
+_COMPLETE = "complete"
+_LOCK_SECONDS = 10.0
+
+
+@contextmanager
+def room(what: Path) -> Iterator[None]:
+    """Tell a full disk from other errors of the operating system.
+
+    Raises:
+        ResourceExhausted: the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk_full(what) from error
+        raise
+
+
+def disk_full(what: Path) -> ResourceExhausted:
+    """The error of a full disk."""
+    return ResourceExhausted(
+        f"the disk is full: {what} cannot be written",
+        fix="make room and run the same command again: it goes on where it stopped",
+    )
+
+
+class WorkingFolder:
+    """The folder of one conversion. Held by one process at a time, until it is closed.
+
+    Args:
+        target: what is to be made in the end.
+
+    Raises:
+        AlreadyExists: another process converts to the same target.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target.with_name(target.name + SUFFIX)
+        self.files = self.path / "files"
+        self._journal = self.path / "journal"
+        self._stream = -1  # the journal, from the beginning on
+        with room(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._take_lock()
+        except BaseException:
+            os.close(self.lock)
+            raise
+
+    def _take_lock(self) -> None:
+        # workers of a run that was killed end with the unit they are at
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise AlreadyExists(
+                        f"another process is converting to {self.target}", fix="wait until it is done"
+                    ) from error
+                time.sleep(0.05)
+
+    @staticmethod
+    def left_behind(target: Path) -> bool:
+        """Whether there is something of an earlier run."""
+        return (target.with_name(target.name + SUFFIX) / "journal").exists()
+
+    def begin(self, conversion: Conversion, identity: str, *, restart: bool) -> set[int]:
+        """Make the files, or find those of an earlier run.
+
+        Args:
+            conversion: what is to be done.
+            identity: what tells its units from those of every other conversion.
+            restart: throw away what there is of another conversion.
+
+        Returns:
+            The units that are done already.
+
+        Raises:
+            FailedPrecondition: an earlier run converted something else, or in another way.
+            ResourceExhausted: the disk has not enough room.
+        """
+        found, done = self._read()
+        if found is not None and found != identity:
+            if not restart:
+                raise FailedPrecondition(
+                    f"{self.path} is left of a conversion of another source, of other options, or of a source that has "
+                    "changed since",
+                    fix=f"run again with --restart to throw it away and begin anew, or remove {self.path}",
+                )
+            done = set()
+        if found != identity or restart:
+            done = set()
+            shutil.rmtree(self.files, ignore_errors=True)
+        whole = {f.name for f in conversion.files if self._size(f.name) == f.nbytes}
+        if done and len(whole) < len(conversion.files):
+            # somebody has been at the files: nothing that the journal says of them is certain
+            done = set()
+        self._check_room(conversion)
+        with room(self.path):
+            self._write(conversion)
+            lines = [identity, *map(str, sorted(done))]
+            part = self._journal.with_suffix(".part")
+            part.write_text("".join(f"{line}\n" for line in lines), "ascii")
+            part.replace(self._journal)
+            self._stream = os.open(self._journal, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            os.fsync(self._stream)
+            _sync_folder(self.path)
+        return done
+
+    def add(self, number: int) -> None:
+        """Write down that a unit is on the disk."""
+        self._append(str(number))
+
+    def _append(self, line: str) -> None:
+        with room(self._journal):
+            os.write(self._stream, f"{line}\n".encode("ascii"))
+            os.fdatasync(self._stream)
+
+    def finish(self, conversion: Conversion) -> None:
+        """Write the other files and give the folder its final name."""
+        with room(self.files):
+            for name, content in conversion.side_files.items():
+                path = self.files / name
+                path.parent.mkdir(exist_ok=True)
+                with path.open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            for folder in {path.parent for path in self.files.rglob("*")}:
+                _sync_folder(folder)
+            self._append(_COMPLETE)
+            if self.target.exists():
+                self.target.rmdir()  # an empty folder: it has been checked
+            self.files.rename(self.target)
+            _sync_folder(self.target.parent)
+        self.remove()
+
+    def was_finished(self, identity: str) -> bool:
+        """Whether the earlier run had nothing left to do but to remove this folder."""
+        return self._read()[0] == identity and self._is_complete() and not self.files.exists()
+
+    def remove(self) -> None:
+        """Remove the folder, which is needed no more."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let others have it."""
+        if self._stream >= 0:
+            os.close(self._stream)
+        os.close(self.lock)
+
+    def _lines(self) -> list[str]:
+        try:
+            text = self._journal.read_text("ascii", errors="replace")
+        except FileNotFoundError:
+            return []
+        return text.split("\n")[:-1]
+
+    def _is_complete(self) -> bool:
+        return self._lines()[-1:] == [_COMPLETE]
+
+    def _read(self) -> tuple[str | None, set[int]]:
+        """Identity of the conversion that an earlier run has begun, and the units that it has done."""
+        lines = self._lines()
+        if not lines:
+            return None, set()
+        return lines[0], {int(line) for line in lines[1:] if line.isdigit()}
+
+    def _size(self, name: str) -> int | None:
+        try:
+            return (self.files / name).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def _check_room(self, conversion: Conversion) -> None:
+        there = 0
+        for file in conversion.files:
+            if self._size(file.name) is not None:
+                there += (self.files / file.name).stat().st_blocks * 512
+        state = os.statvfs(self.path)
+        free, needed = state.f_bavail * state.f_frsize, conversion.nbytes - there
+        if needed > free:
+            raise ResourceExhausted(
+                f"{self.target} needs {needed} more bytes, and the disk has {free} left",
+                fix="make room, or name a target on another disk",
+            )
+
+    def _write(self, conversion: Conversion) -> None:
+        """Make the files with their final sizes, and write into them what is not of tensors."""
+        self.files.mkdir(exist_ok=True)
+        for new in conversion.files:
+            if Path(new.name).name != new.name:
+                raise InvalidArgument(f"{new.name[:80]!r} is no name of a file")
+            fd = os.open(self.files / new.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                os.ftruncate(fd, new.nbytes)
+                for offset, data in new.framing:
+                    if os.pwrite(fd, data, offset) != len(data):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
