@@ -444,7 +444,7 @@ def spoilt(layout: Layout, tensor: str, **changes: Any) -> Layout:
         name: replace(spec, **changes) if name == tensor else spec for name, spec in layout.tensors.items()
     }
     shards = [
-        replace(p.shard, tensor=specs[tensor].name, box=Box.whole(specs[tensor].shape)) if p.shard.tensor == tensor
+        p.shard._replace(tensor=specs[tensor].name, box=Box.whole(specs[tensor].shape)) if p.shard.tensor == tensor
         else p.shard
         for p in layout.placements
     ]  # fmt: skip
@@ -501,7 +501,7 @@ def test_what_nobody_holds_is_named_with_its_box(bench: Bench, raw: RawClient, m
     incomplete = {
         f"box [0:{rows}, 0:{columns}] has no source": [s for s in shards if s.tensor != EMBEDDING],
         f"box [{rows // 2}:{rows}, 0:{columns}] has no source": [
-            replace(s, box=half) if s.tensor == EMBEDDING else s for s in shards
+            s._replace(box=half) if s.tensor == EMBEDDING else s for s in shards
         ],
     }
     for expected, kept in incomplete.items():

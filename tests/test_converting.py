@@ -447,7 +447,7 @@ def test_a_checkpoint_that_is_not_the_model_is_refused_by_name(
 def test_keys_may_have_the_prefix_of_a_wrapper(tmp_path: Path, deepseek: Path) -> None:
     layout = read_torch_dist(deepseek).layout
     tensors = {f"module.{name}": tensor for name, tensor in assemble(deepseek, layout).items()}
-    shards = [replace(p.shard, tensor=f"module.{p.shard.tensor}") for p in layout.placements]
+    shards = [p.shard._replace(tensor=f"module.{p.shard.tensor}") for p in layout.placements]
     specs = [replace(spec, name=f"module.{name}") for name, spec in layout.tensors.items()]
     write(tmp_path / "checkpoint", lay_out_torch_dist(shards, specs), tensors)
     convert_folder(tmp_path / "checkpoint", tmp_path / "back", ConvertOptions(config=deepseek / "hf"))

@@ -271,8 +271,8 @@ def random_relation(rng: random.Random) -> Relation:
             box = Box((start, *(0 for _ in inner[1:])), (stop - start, *inner[1:]))
             moved = (rows[part].index(start), *(0 for _ in inner[1:]))
             there = Box(tuple(moved[a] for a in axes), tuple(box.extent[a] for a in axes))
-            link = Link("w", box, names[expert], there, axes).under((layer, expert))
-            links.append(link.onto((expert,)) if stacked else link)
+            link = Link("", box, "", there, axes)
+            links.append(link.placed("w", (layer, expert), names[expert], (expert,) if stacked else ()))
     rng.shuffle(links)
     return Relation(source, specs, links, [rows[part] for part in numbers], axes, stacked)
 

@@ -1,6 +1,8 @@
 """Boxes: an offset and an extent inside a tensor, and the arithmetic on them.
 
-Pure integer arithmetic on tuples; nothing here knows of dtypes, bytes or files.
+Pure integer arithmetic on tuples; nothing here knows of dtypes, bytes or files. A box is a named tuple, as are shards, placements,
+links and copies: a large model has hundreds of thousands of each, and tuples are made, compared and hashed three times as fast as
+frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -8,11 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A rectangular region of a tensor, in elements. A scalar tensor has the one box ``Box((), ())``.
 
     Attributes:

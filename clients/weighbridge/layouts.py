@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 from weighbridge.boxes import Box
 from weighbridge.dtypes import DType
@@ -43,8 +44,7 @@ class TensorSpec:
         return f"{self.name} {self.dtype}{list(self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """One box of one tensor.
 
     Attributes:
@@ -59,8 +59,7 @@ class Shard:
     main: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a shard lies: dense and row-major from byte `offset` of `buffer` on."""
 
     shard: Shard
@@ -141,9 +140,15 @@ class Layout:
 
     def select(self, indexes: Sequence[int]) -> Layout:
         """The stream of only these shards, in this order."""
-        shards = [self.placements[i].shard for i in indexes]
-        names = dict.fromkeys(shard.tensor for shard in shards)
-        return Layout.stream((self.tensors[name] for name in names), shards)
+        tensors: dict[str, TensorSpec] = {}
+        placements = []
+        offset = 0
+        for index in indexes:
+            shard, _, _, nbytes = self.placements[index]
+            tensors[shard.tensor] = self.tensors[shard.tensor]
+            placements.append(Placement(shard, STREAM, offset, nbytes))
+            offset += nbytes
+        return Layout(MappingProxyType(tensors), tuple(placements))
 
 
 def check_spec(spec: TensorSpec) -> None:

@@ -12,7 +12,7 @@ from weighbridge.boxes import Box
 from weighbridge.errors import InvalidArgument, NotFound
 from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
-from weighbridge_service.bridges import Bridge
+from weighbridge_service.bridges import Bridge, kind_of
 
 MAX_BOXES = 1_000_000
 """Most boxes in one request."""
@@ -49,6 +49,7 @@ _STYLES = {
     "rowwise_rep": _ROWWISE,
     "local_rowwise": _ROWWISE,
 }
+_LATENT_KIND = " (latent)"
 _SCALE = "_scale_inv"
 
 _DECODER = r"(?:model\.|language_model\.)*"
@@ -134,16 +135,6 @@ def _stream(slices: Sequence[tuple[TensorSpec, Box]]) -> Layout:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _How:
-    """How one tensor is cut: its style, and what it is besides an ordinary weight."""
-
-    style: str
-    stacked: bool
-    one_expert: bool
-    vocabulary: bool
-
-
 @dataclass(frozen=True)
 class _Facts:
     """What the cuts need to know of a model.
@@ -159,7 +150,7 @@ class _Facts:
         of_expert: the tensors of one expert, by the name it is under and its number; each with its place in the order.
         common: the other tensors, in the same form.
         stacked: the tensors that hold all experts of a layer.
-        known: how tensors are cut, for those that were asked for before.
+        kinds: of which kind each tensor is; those of one kind and shape are cut alike.
         latent: where attention is multi-head latent attention, as the names of its modules.
         tied: whether the embedding is the output layer too.
         block: rows and columns of an fp8 weight that share a scale.
@@ -175,7 +166,7 @@ class _Facts:
     of_expert: Mapping[tuple[str, int], Sequence[tuple[int, str]]]
     common: Sequence[tuple[int, str]]
     stacked: frozenset[str]
-    known: dict[str, _How]
+    kinds: Mapping[str, str]
     latent: frozenset[str]
     tied: bool
     block: tuple[int, int]
@@ -193,7 +184,7 @@ def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, 
         else:
             common.append((place, name))
     heads, kv_heads = bridge.head_counts()
-    latent = [name.rpartition(".kv_b_proj.")[0] for _, name in common if ".self_attn.kv_b_proj." in name]
+    latent = {name.rpartition(".kv_b_proj.")[0] for _, name in common if ".self_attn.kv_b_proj." in name}
     return _Facts(
         tensors,
         bridge.parallel_plan(),
@@ -205,7 +196,7 @@ def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, 
         of_expert,
         common,
         frozenset(name for _, name in common if _STACKED.fullmatch(name)),
-        {},
+        {name: kind_of(name) + _LATENT_KIND * (_attention(name) in latent) for name in tensors},
         frozenset(latent),
         tied=not any(_OUTPUT.match(name) for _, name in common),
         block=block,
@@ -221,15 +212,24 @@ def _rank(facts: _Facts, request: TensorParallel) -> Iterator[tuple[TensorSpec, 
     experts = request.experts
     if experts is not None and not (facts.experts or facts.stacked):
         raise InvalidArgument("the model has no experts to be spread", fix="ask without expert parallelism")
+    alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], list[Box]]] = {}
     for spec in _held(facts, experts):
         if request.layers is not None and not _of_stage(facts, spec.name, request.layers):
             continue
-        weight = facts.tensors.get(spec.name.removesuffix(_SCALE), spec)
-        padded, boxes = _slices(facts, weight, request)
-        if weight is spec:
-            yield from ((padded, box) for box in boxes)
-        else:
-            yield from ((spec, _in_blocks(spec, weight, box, facts.block)) for box in boxes)
+        weight = (
+            facts.tensors.get(spec.name.removesuffix(_SCALE), spec) if spec.name.endswith(_SCALE) else spec
+        )
+        kind = facts.kinds[spec.name], spec.shape, weight.shape
+        found = alike.get(kind)
+        if found is None:
+            shape, boxes = _slices(facts, weight, request)
+            if weight is not spec:
+                shape, boxes = spec.shape, [_in_blocks(spec, weight, box, facts.block) for box in boxes]
+            found = alike[kind] = shape, boxes
+        shape, boxes = found
+        held = spec if shape == spec.shape else replace(spec, shape=shape)
+        for box in boxes:
+            yield held, box
 
 
 def _held(facts: _Facts, experts: ExpertParallel | None) -> Iterable[TensorSpec]:
@@ -258,64 +258,59 @@ def _of_stage(facts: _Facts, name: str, layers: tuple[int, int]) -> bool:
     return is_first or (is_last and facts.tied and _EMBEDDING.match(name) is not None)
 
 
-def _slices(facts: _Facts, spec: TensorSpec, request: TensorParallel) -> tuple[TensorSpec, list[Box]]:
-    """The slices of one tensor that is on the rank; and its spec, padded if it is."""
+def _slices(facts: _Facts, spec: TensorSpec, request: TensorParallel) -> tuple[tuple[int, ...], list[Box]]:
+    """The slices of one tensor that is on the rank; and its shape, padded if it is."""
     size, rank, experts = request.size, request.rank, request.experts
-    how = facts.known.get(spec.name)
-    if how is None:
-        how = facts.known[spec.name] = _How(
-            _style(facts, spec),
-            stacked=spec.name in facts.stacked,
-            one_expert=_EXPERT.fullmatch(spec.name) is not None,
-            vocabulary=_VOCABULARY.fullmatch(spec.name) is not None and spec.shape[0] == facts.vocab_size,
-        )
-    style, stacked, one = how.style, how.stacked, how.one_expert
-    if experts is not None and (stacked or one):
+    style, stacked = _style(facts, spec), spec.name in facts.stacked
+    if experts is not None and (stacked or _EXPERT.fullmatch(spec.name)):
         size, rank = experts.tp_size, experts.tp_rank
     block = None
     if stacked and len(spec.shape) == 3 and experts is not None:
         block = _cut(spec, 0, experts.size, experts.rank, what="experts")
-    if how.vocabulary:
+    if _VOCABULARY.fullmatch(spec.name) and spec.shape[0] == facts.vocab_size:
         return _vocabulary(spec, style, request)
     if style == _GATE_AND_UP and len(spec.shape) == 3:
         if size == 1:
-            return spec, [block or Box.whole(spec.shape)]
+            return spec.shape, [block or Box.whole(spec.shape)]
         half = replace(spec, shape=(*spec.shape[:2], spec.shape[2] // 2))
         gate = _cut(half, 2, size, rank)
         up = Box((*gate.offset[:2], gate.offset[2] + half.shape[2]), gate.extent)
-        return spec, [_common(block, gate), _common(block, up)]
+        return spec.shape, [_common(block, gate), _common(block, up)]
     if style == _STACKED_DOWN and len(spec.shape) == 3:
-        return spec, [_common(block, _cut(spec, 1, size, rank))]
-    return spec, [_common(block, _slice(facts, spec, style, size, rank))]
+        return spec.shape, [_common(block, _cut(spec, 1, size, rank))]
+    return spec.shape, [_common(block, _slice(facts, spec, style, size, rank))]
 
 
 def _style(facts: _Facts, spec: TensorSpec) -> str:
     for pattern, style in _CORRECTIONS:
         if pattern.fullmatch(spec.name):
             return style
-    module, _, _ = spec.name.rpartition(".")
-    attention, _, projection = module.rpartition(".")
-    if attention in facts.latent:
-        return _LATENT.get(projection, _WHOLE)
+    if _attention(spec.name) in facts.latent:
+        return _LATENT.get(spec.name.split(".")[-2], _WHOLE)
     # a layer that predicts further tokens is cut like one of the decoder, also where the plan does not speak of it
     like = _PREDICTING.sub("model.layers.0.", spec.name, count=1)
     style = facts.plan.get(spec.name) or facts.plan.get(like) or _WHOLE
     return _STYLES.get(style, style)
 
 
-def _vocabulary(spec: TensorSpec, style: str, request: TensorParallel) -> tuple[TensorSpec, list[Box]]:
+def _attention(name: str) -> str:
+    """The module two levels above a parameter: of the weights of its projections, the attention."""
+    return name.rpartition(".")[0].rpartition(".")[0]
+
+
+def _vocabulary(spec: TensorSpec, style: str, request: TensorParallel) -> tuple[tuple[int, ...], list[Box]]:
     if request.vocab_multiple > 1:
         rows = math.ceil(spec.shape[0] / request.vocab_multiple) * request.vocab_multiple
         spec, style = replace(spec, shape=(rows, *spec.shape[1:])), _COLWISE
     if style != _COLWISE:
-        return spec, [Box.whole(spec.shape)]
+        return spec.shape, [Box.whole(spec.shape)]
     if spec.shape[0] % request.size:
         raise InvalidArgument(
             f"{spec}: a vocabulary of {spec.shape[0]} rows cannot be cut into {request.size}",
             fix=f"pass a vocab_multiple that {request.size} divides: engines pad the vocabulary with zeros, often to "
             "a multiple of 64",
         )
-    return spec, [_cut(spec, 0, request.size, request.rank)]
+    return spec.shape, [_cut(spec, 0, request.size, request.rank)]
 
 
 def _slice(facts: _Facts, spec: TensorSpec, style: str, size: int, rank: int) -> Box:
@@ -330,7 +325,7 @@ def _slice(facts: _Facts, spec: TensorSpec, style: str, size: int, rank: int) ->
     heads, kv_heads = facts.heads, facts.kv_heads
     if heads % size:
         raise InvalidArgument(f"{spec}: {heads} attention heads cannot be shared by {size} ranks")
-    if module.rpartition(".")[0] in facts.latent:
+    if _attention(spec.name) in facts.latent:
         return _cut(spec, axis, size, rank)
     if module.endswith(("k_proj", "v_proj")) and kv_heads < size:
         if size % kv_heads:

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from weighbridge.boxes import Box, first_overlap, subtract
 from weighbridge.errors import LayoutError
@@ -20,8 +21,7 @@ _NAMED = 20
 """How many problems an error names; it counts them all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One strided copy between two shards. Boxes are counted from the origin of their shard.
 
     Attributes:
@@ -57,17 +57,32 @@ class Plan:
 
 
 class _Finder:
-    """Finds the placements of a tensor that can meet a box, by their range on the first axis."""
+    """Finds the placements of a tensor that can meet a box, by their range on the first axis.
 
-    def __init__(self, layout: Layout) -> None:
+    Args:
+        layout: whose placements.
+        disjoint: whether no two placements share elements: then one that has just the box is the only one.
+    """
+
+    def __init__(self, layout: Layout, *, disjoint: bool = False) -> None:
         self._placements = layout.placements
         self._by_tensor = layout.by_tensor
+        self._disjoint = disjoint
+        self._exact: dict[str, dict[Box, int]] = {}
         self._sorted: dict[str, tuple[list[int], list[int], int]] = {}
 
     def near(self, tensor: str, box: Box) -> Sequence[int]:
         indexes = self._by_tensor.get(tensor, ())
         if len(indexes) < 2 or not box.offset:
             return indexes
+        if self._disjoint:
+            exact = self._exact.get(tensor)
+            if exact is None:
+                exact = {self._placements[index].shard.box: index for index in indexes}
+                self._exact[tensor] = exact
+            just = exact.get(box)
+            if just is not None:
+                return (just,)
         found = self._sorted.get(tensor)
         if found is None:
             found = self._sorted[tensor] = self._sort(indexes)
@@ -94,7 +109,7 @@ def make_plan(
     """Plan the copies from one layout to another.
 
     Args:
-        source: shards without replicas (see `share_out`).
+        source: shards without replicas (see `share_out`), no two of which overlap.
         target: what is to be filled.
         links: how the tensor spaces relate, from source to target.
         copies: the same for what goes to a further place besides that.
@@ -104,18 +119,22 @@ def make_plan(
 
     Raises:
         LayoutError: a part of the target has no source or two, or (with ``use_all``) a part of the source is not
-            used; names the tensors and boxes.
+            used or there twice; names the tensors and boxes.
     """
-    finders = _Finder(source), _Finder(target)
+    finders = _Finder(source, disjoint=True), _Finder(target)
     found = list(_copies(source, target, *finders, links))
     further = list(_copies(source, target, *finders, copies))
     padding = tuple(padding)
     zeros = tuple(_parts(target, padding))
     written = [(copy.target, copy.target_box) for copy in (*found, *further)]
-    _prove(target, [*written, *zeros], "has no source", "would be written twice")
-    if use_all:
-        read = [(copy.source, copy.source_box) for copy in found]
-        _prove(source, [*read, *_parts(source, padding)], "would go nowhere", "would go to two places")
+    try:
+        _prove(target, [*written, *zeros], "has no source", "would be written twice")
+        if use_all:
+            read = [(copy.source, copy.source_box) for copy in found]
+            _prove(source, [*read, *_parts(source, padding)], "would go nowhere", "would go to two places")
+    except LayoutError:
+        _check_disjoint(source)
+        raise
     return Plan(source, target, (*found, *further), zeros)
 
 
@@ -188,6 +207,19 @@ def _prove(layout: Layout, parts: Iterable[tuple[int, Box]], gap: str, overlap: 
         )
 
 
+def _check_disjoint(layout: Layout) -> None:
+    """Refuse a layout in which shards overlap: whatever else is wrong with it follows from that."""
+    problems = []
+    for tensor, indexes in layout.by_tensor.items():
+        common = first_overlap([layout.placements[index].shard.box for index in indexes])
+        if common is not None:
+            problems.append(f"{layout.tensors[tensor]}: box {common[2]} is there twice")
+    if problems:
+        raise LayoutError(
+            f"{len(problems)} tensors have parts that are there twice", details=problems[:_NAMED]
+        )
+
+
 def _moved(box: Box, origin: Box) -> Box:
     return Box(tuple(a + b for a, b in zip(box.offset, origin.offset, strict=True)), box.extent)
 
@@ -202,8 +234,9 @@ def merge_specs(layouts: Iterable[Layout]) -> Mapping[str, TensorSpec]:
     problems = []
     for layout in layouts:
         for name, spec in layout.tensors.items():
-            if specs.setdefault(name, spec) != spec:
-                problems.append(f"{specs[name]} on one rank, {spec} on another")
+            known = specs.setdefault(name, spec)
+            if known is not spec and known != spec:
+                problems.append(f"{known} on one rank, {spec} on another")
     if problems:
         raise LayoutError(f"{len(problems)} tensors differ between ranks", details=problems[:_NAMED])
     return MappingProxyType(specs)
@@ -222,31 +255,38 @@ def share_out(layouts: Mapping[int, Layout]) -> dict[int, tuple[int, ...]]:
         LayoutError: shards overlap without being replicas of each other, or of shards with one box not exactly one is
             the main replica.
     """
-    holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
-    for rank, layout in sorted(layouts.items()):
-        for index, placement in enumerate(layout.placements):
-            shard = placement.shard
-            holders.setdefault((shard.tensor, shard.box), []).append((rank, index))
     specs = merge_specs(layouts.values())
+    holders: dict[str, dict[Box, list[tuple[int, int]]]] = {name: {} for name in specs}
+    mains: set[tuple[int, int]] = set()
+    for rank, layout in sorted(layouts.items()):
+        for index, (shard, _, _, _) in enumerate(layout.placements):
+            holder = rank, index
+            of_tensor = holders[shard.tensor]
+            held = of_tensor.get(shard.box)
+            if held is None:
+                of_tensor[shard.box] = [holder]
+            else:
+                held.append(holder)
+            if shard.main:
+                mains.add(holder)
     problems = []
-    for (tensor, box), held in holders.items():
-        count = sum([layouts[rank].placements[index].shard.main for rank, index in held])
-        if count != 1:
-            problems.append(
-                f"{specs[tensor]}: box {box} is held by rank {', '.join(str(r) for r, _ in held[:8])}, "
-                + ("none of them" if count == 0 else f"{count} of them")
-                + " as main replica"
-            )
-    boxes: dict[str, list[Box]] = {}
-    for tensor, box in holders:
-        boxes.setdefault(tensor, []).append(box)
-    for tensor, of_tensor in boxes.items():
-        common = first_overlap(of_tensor) if len(of_tensor) > 1 else None
+    for tensor, of_tensor in holders.items():
+        for box, held in of_tensor.items():
+            count = sum([holder in mains for holder in held])
+            if count != 1:
+                problems.append(
+                    f"{specs[tensor]}: box {box} is held by rank {', '.join(str(r) for r, _ in held[:8])}, "
+                    + ("none of them" if count == 0 else f"{count} of them")
+                    + " as main replica"
+                )
+    for tensor, of_tensor in holders.items():
+        boxes = list(of_tensor)
+        common = first_overlap(boxes) if len(boxes) > 1 else None
         if common is not None:
-            one, other = of_tensor[common[0]], of_tensor[common[1]]
+            one, other = boxes[common[0]], boxes[common[1]]
             problems.append(
-                f"{specs[tensor]}: boxes {one} (rank {holders[tensor, one][0][0]}) and {other} "
-                f"(rank {holders[tensor, other][0][0]}) overlap in {common[2]} and are no replicas of each other"
+                f"{specs[tensor]}: boxes {one} (rank {of_tensor[one][0][0]}) and {other} "
+                f"(rank {of_tensor[other][0][0]}) overlap in {common[2]} and are no replicas of each other"
             )
     if problems:
         raise LayoutError(
@@ -256,14 +296,15 @@ def share_out(layouts: Mapping[int, Layout]) -> dict[int, tuple[int, ...]]:
     load = dict.fromkeys(layouts, 0)
     chosen: dict[int, list[int]] = {rank: [] for rank in layouts}
     shared = []
-    for (tensor, box), held in holders.items():
-        nbytes = box.volume * specs[tensor].dtype.itemsize
-        if len(held) > 1:
-            shared.append((nbytes, held))
-        else:  # no choice: counted before the others are given out
+    for of_tensor in holders.values():
+        for held in of_tensor.values():
             rank, index = held[0]
-            load[rank] += nbytes
-            chosen[rank].append(index)
+            nbytes = layouts[rank].placements[index].nbytes
+            if len(held) > 1:
+                shared.append((nbytes, held))
+            else:  # no choice: counted before the others are given out
+                load[rank] += nbytes
+                chosen[rank].append(index)
     for nbytes, held in sorted(shared, key=lambda item: -item[0]):
         rank, index = min(held, key=lambda holder: (load[holder[0]], holder))
         load[rank] += nbytes

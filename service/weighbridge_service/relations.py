@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from weighbridge.boxes import Box
 from weighbridge.layouts import TensorSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """A box of a source tensor whose elements are those of a box of a target tensor.
 
     Attributes:
@@ -62,19 +62,16 @@ class Link:
                 extent[source_axis] = box.extent[axis]
         return Box(tuple(offset), tuple(extent))
 
-    def under(self, leading: tuple[int, ...]) -> Link:
-        """The same link for a source that is stacked under leading axes, at this index of them."""
-        if not leading:
-            return self
-        axes = tuple(None if axis is None else axis + len(leading) for axis in self.axes)
-        return Link(self.source, self.source_box.under(leading), self.target, self.target_box, axes)
-
-    def onto(self, leading: tuple[int, ...]) -> Link:
-        """The same link for a target that is stacked under leading axes, at this index of them."""
-        if not leading:
-            return self
-        axes = (*(None for _ in leading), *self.axes)
-        return Link(self.source, self.source_box, self.target, self.target_box.under(leading), axes)
+    def placed(self, source: str, under: tuple[int, ...], target: str, onto: tuple[int, ...]) -> Link:
+        """The same link between tensors of other names that are stacked under leading axes, at these indexes of them."""
+        source_box, target_box, axes = self.source_box, self.target_box, self.axes
+        if under:
+            source_box = source_box.under(under)
+            axes = tuple([None if axis is None else axis + len(under) for axis in axes])
+        if onto:
+            target_box = target_box.under(onto)
+            axes = (None,) * len(onto) + axes
+        return Link(source, source_box, target, target_box, axes)
 
 
 @dataclass(frozen=True)

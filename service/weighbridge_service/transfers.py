@@ -11,14 +11,14 @@ import bisect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weighbridge.boxes import Box, row_major_boxes
 from weighbridge.layouts import STREAM
-from weighbridge_service.planning import Plan
+from weighbridge_service.planning import Copy, Plan
 
 Bytes = NDArray[np.uint8]
 _KEPT_RANGES = 16_384
@@ -51,8 +51,7 @@ class Piece:
         return len(self.shape) == 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """What a plan's copy means for the shard on the stream's side."""
 
     box: Box
@@ -74,14 +73,10 @@ class Transfer:
 
     def __init__(self, plan: Plan, *, scatter: bool) -> None:
         self._stream, self._files = (plan.source, plan.target) if scatter else (plan.target, plan.source)
-        self._parts: list[list[_Part]] = [[] for _ in self._stream.placements]
+        self._scatter = scatter
+        self._copies: list[list[Copy]] = [[] for _ in self._stream.placements]
         for copy in plan.copies:
-            if scatter:
-                axes = copy.axes
-                self._parts[copy.source].append(_Part(copy.source_box, copy.target, copy.target_box, axes))
-            else:
-                axes = _inverse(copy.axes, len(copy.source_box.offset))
-                self._parts[copy.target].append(_Part(copy.target_box, copy.source, copy.source_box, axes))
+            self._copies[copy.source if scatter else copy.target].append(copy)
         self.parts = len(plan.copies)
         self._has_zeros = bool(plan.zeros)
         self._order: dict[str, list[int]] = {}
@@ -154,11 +149,18 @@ class Transfer:
             extent = (*placement.shard.box.extent, itemsize)
             begin = max(start - placement.offset, 0)
             end = min(stop - placement.offset, placement.nbytes)
+            parts = list(map(self._part, self._copies[index]))
             for box in row_major_boxes(extent, begin, end):
-                for part in self._parts[index]:
+                for part in parts:
                     common = box.intersect(Box((*part.box.offset, 0), (*part.box.extent, itemsize)))
                     if common is not None:
                         yield self._piece(common, part, extent, placement.offset - start)
+
+    def _part(self, copy: Copy) -> _Part:
+        if self._scatter:
+            return _Part(copy.source_box, copy.target, copy.target_box, copy.axes)
+        axes = _inverse(copy.axes, len(copy.source_box.offset))
+        return _Part(copy.target_box, copy.source, copy.source_box, axes)
 
     def _piece(self, box: Box, part: _Part, extent: tuple[int, ...], stream_base: int) -> Piece:
         other = self._files.placements[part.other]

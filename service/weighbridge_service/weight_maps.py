@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weighbridge.boxes import Box, subtract
 from weighbridge.dtypes import DType
@@ -98,10 +98,9 @@ def derive_weight_map(
                 cut = of_kind[key] = list(_cut(bridge.links(entry), part.box))
             for link in cut:
                 target = entry.targets[int(link.target)]
-                made = Link(spec.name, link.source_box, target.name, link.target_box, link.axes)
-                links.append(made.under(part.leading).onto(target.leading))
+                links.append(link.placed(spec.name, part.leading, target.name, target.leading))
             for copy in entry.rule.copies:
-                copies += [replace(link, source=spec.name, target=copy).under(part.leading) for link in cut]
+                copies += [link.placed(spec.name, part.leading, copy, ()) for link in cut]
         if parts[0].entry.rule.vocabulary and spec.shape != parts[0].entry.shape:
             held = Box.whole(parts[0].entry.shape)
             padding += [(spec.name, box) for box in subtract(Box.whole(spec.shape), [held])]
@@ -184,4 +183,4 @@ def _cut(links: list[Link], box: Box) -> Iterator[Link]:
     for link in links:
         common = link.source_box.intersect(box)
         if common is not None:
-            yield replace(link, source_box=common.relative_to(box.offset), target_box=link.to_target(common))
+            yield link._replace(source_box=common.relative_to(box.offset), target_box=link.to_target(common))

@@ -9,4 +9,6 @@ Modules, lowest first; each imports only from those above it and from `weighbrid
 - `head`: a model's `head.json`, what may change in it, and how writers take turns.
 - `manifest`: a version's `weighbridge.json`.
 - `images`: the buffers in which a version is put together.
+- `torch_dist`: checkpoints of Megatron-core, as layouts of their files, both ways; `torch_dist_metadata` is their ``.metadata``,
+  `torch_dist_items` what lies in a file, and `torch_dist_pickles` reads pickles without running them.
 """

@@ -317,7 +317,7 @@ def model_part(checkpoint: TorchDistCheckpoint) -> tuple[Layout, dict[str, int]]
     return Layout(
         {key: replace(tensors[name], name=key) for name, key in keys.items()},
         tuple(
-            replace(p, shard=replace(p.shard, tensor=keys[p.shard.tensor]))
+            p._replace(shard=p.shard._replace(tensor=keys[p.shard.tensor]))
             for p in checkpoint.layout.placements
             if p.shard.tensor in keys
         ),
