@@ -411,7 +411,7 @@ def _with(name: str, tensor: Tensor, box: Box) -> Callable[[Parts], object]:
         (_without(FC1, 3, 48), r"experts\.3\.up_proj\.weight .* has no source"),
         (_without(FC1), r"experts\.0\.gate_proj\.weight .* has no source"),
         (_without("mtp.layers.1.eh_proj.weight"), r"layers\.5\.eh_proj\.weight .* has no source"),
-        (_with(FC2, torch.empty(0), Box((3, 1, 0), (1, 1, 48))), "would be written twice"),
+        (_with(FC2, torch.empty(0), Box((3, 1, 0), (1, 1, 48))), "is there twice"),
         (
             _with(
                 FC2.replace("experts.linear", "experts.3.linear"), torch.zeros(64, 48), Box.whole((64, 48))
