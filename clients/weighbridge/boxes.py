@@ -12,6 +12,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from weighbridge.errors import LayoutError
+
+_MOST_COMPARED = 1 << 20
+
 
 class Box(NamedTuple):
     """A rectangular region of a tensor, in elements. A scalar tensor has the one box ``Box((), ())``.
@@ -100,7 +104,11 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
 
     Boxes are parted again and again, along whichever axis their ranges leave a cut free, so a grid of any size costs a
     few sorts. Only boxes that no such cut can part are compared with each other.
+
+    Raises:
+        LayoutError: there are so many of those that it would take minutes; nothing that cuts tensors leaves such boxes.
     """
+    compared = 0
     groups = [[index for index, box in enumerate(boxes) if box.volume]]
     while groups:
         group = groups.pop()
@@ -112,6 +120,9 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
                 groups += parted
                 break
         else:
+            compared += len(group) ** 2 // 2
+            if compared > _MOST_COMPARED:
+                raise LayoutError(f"{len(group)} boxes are interlocked so that no straight cut parts them")
             for i, j in itertools.combinations(group, 2):
                 common = boxes[i].intersect(boxes[j])
                 if common is not None:

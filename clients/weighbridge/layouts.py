@@ -25,6 +25,8 @@ STREAM = ""
 MAX_RANK = 8
 """Most axes a tensor may have (the largest known weight, a convolution over video patches, has five)."""
 MAX_NAME_LENGTH = 512
+MAX_TENSORS = 500_000
+"""Most tensors of a model; the largest there is has 70,000."""
 
 
 @dataclass(frozen=True, slots=True)

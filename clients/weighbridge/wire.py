@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weighbridge import dtypes
 from weighbridge.boxes import Box
-from weighbridge.errors import LayoutError
-from weighbridge.layouts import Layout, Shard, TensorSpec, check_spec
+from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge.layouts import MAX_TENSORS, Layout, Shard, TensorSpec, check_spec
 from weighbridge.resources import Model, Version, VersionState
 from weighbridge.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
 from weighbridge.v1 import resources_pb2, weight_service_pb2
@@ -39,6 +41,18 @@ def spec_from_proto(message: resources_pb2.TensorSpec) -> TensorSpec:
     return spec
 
 
+def specs_from_proto(messages: Sequence[resources_pb2.TensorSpec]) -> list[TensorSpec]:
+    """The tensors of a model or of a layout.
+
+    Raises:
+        InvalidArgument: there are more than any model has, or a dtype is none.
+        LayoutError: a name, a shape or a number of axes is out of bounds.
+    """
+    if len(messages) > MAX_TENSORS:
+        raise InvalidArgument(f"{len(messages)} tensors are more than {MAX_TENSORS}, which no model has")
+    return [spec_from_proto(message) for message in messages]
+
+
 def layout_to_proto(layout: Layout, space: resources_pb2.TensorSpace.ValueType) -> resources_pb2.Layout:
     """A stream's layout as a message."""
     numbers = {name: number for number, name in enumerate(layout.tensors)}
@@ -63,7 +77,7 @@ def layout_from_proto(message: resources_pb2.Layout) -> Layout:
     Raises:
         LayoutError: it contradicts itself.
     """
-    specs = [spec_from_proto(spec) for spec in message.tensors]
+    specs = specs_from_proto(message.tensors)
     shards = []
     for shard in message.shards:
         if shard.tensor >= len(specs):

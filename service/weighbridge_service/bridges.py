@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge.errors import InvalidArgument, LayoutError, WeighbridgeError
 from weighbridge_service.families import Family, Rule, family_of
 from weighbridge_service.families.rules import Shape
 from weighbridge_service.relations import Link
@@ -292,7 +292,7 @@ def _cached_bridge(config_json: bytes, absent: tuple[str, ...]) -> Bridge:
         if heads % kv_heads:
             raise ValueError(f"{heads} attention heads cannot share {kv_heads} key-value heads")
         return Bridge(family, absent)
-    except InvalidArgument:
+    except WeighbridgeError:
         raise
     except Exception as error:  # transformers raises whatever a wrong value leads to
         raise InvalidArgument(

@@ -21,6 +21,7 @@ from weighbridge.resources import REF_LATEST, REF_LIVE, Model, Verification, Ver
 from weighbridge_service.models import (
     RegisteredModel,
     files_key,
+    is_registered,
     load_model,
     model_for_registration,
     registered,
@@ -130,8 +131,8 @@ class Catalog:
             FailedPrecondition: the model is registered with other tensors.
         """
         model_name = ModelName.parse(name)
-        model = model_for_registration(model_name, files, dtype, found)
         there = self.heads.read(model_name)
+        model = model_for_registration(model_name, files, dtype, found, there[0] if there else None)
         if there is not None:
             registered(there[0], model)  # refuse before anything is written
         if there is None or there[0].files_id != model.files_id:
@@ -142,7 +143,7 @@ class Catalog:
             state = self._states.get(model_name)
             if state is None:
                 self._states[model_name] = ModelState(model)
-            elif state.model.files_id != model.files_id:
+            elif state.model.files_id != model.files_id or state.model.kept != model.kept:
                 state.model = model
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
@@ -190,7 +191,7 @@ class Catalog:
         """What this process knows of a model; as registered in ``head``, if one is given. Raises NotFound."""
         with self.changed:
             state = self._states.get(name)
-        if state is not None and (head is None or head.files_id == state.model.files_id):
+        if state is not None and (head is None or is_registered(head, state.model)):
             return state
         model = load_model(self.store, name, head or self.head(name))
         with self.changed:

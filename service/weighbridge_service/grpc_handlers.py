@@ -95,7 +95,7 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
         self, request: model_service_pb2.RegisterModelRequest, context: grpc.ServicerContext
     ) -> model_service_pb2.RegisterModelResponse:
         files = {file.name: file.content for file in request.files}
-        found = [wire.spec_from_proto(spec) for spec in request.tensors]
+        found = wire.specs_from_proto(request.tensors)
         model = self._catalog.register_model(request.model, files, request.dtype, found)
         return model_service_pb2.RegisterModelResponse(model=wire.model_to_proto(model))
 

@@ -120,7 +120,11 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
         elif name != weight and weight in shapes and len(shapes[weight]) == len(block):
             expected = scale_shape(shapes[weight], block)
         else:
-            problems.append(f"{spec} is no tensor of this {bridge.model_type} model")
+            tied = name == "lm_head.weight" and config.get("tie_word_embeddings", False)
+            why = (
+                ": config.json ties it to the embedding, so it must be left out of the files" if tied else ""
+            )
+            problems.append(f"{spec} is no tensor of this {bridge.model_type} model{why}")
             continue
         if spec.shape != expected:
             problems.append(f"{spec} has the wrong shape: config.json says {list(expected)}")

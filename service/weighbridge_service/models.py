@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -34,6 +35,8 @@ _KEPT_SHARDS = 2_000_000
 """Shards of declared layouts, and slices of pulls, that a model remembers: some 1 KB each."""
 _KEPT_PARTS = 1_000_000
 """Copies in the plans of pulls and restores that a model remembers; a plan itself counts as a thousand."""
+IDENTITY_FORMAT = 2
+"""Of `RegisteredModel.identity`. Heads of another format are compared by their tensors alone."""
 MEGATRON, HUGGING_FACE = "megatron", "hugging_face"
 
 
@@ -137,16 +140,23 @@ class RegisteredModel:
     def identity(self) -> str:
         """Digest of the tensors, and of where each of their elements is in megatron-core.
 
-        Configs that agree in it can stand for each other: the same shards make the same files.
+        Configs that agree in it can stand for each other: the same shards make the same files. It is kept in heads, so what
+        it is made of is written out here: `IDENTITY_FORMAT`, a colon, and the SHA-256, as hex digits, over the digest of the
+        files' layout and, for each of megatron-core's tensors in order, a line of canonical JSON: ``[name, [[target, leading
+        indexes] ...], [copies ...], [[offset, extent, number of the target, offset, extent, axes] ...]]``.
         """
         digest = hashlib.sha256(self.files.layout.digest.encode())
-        links: dict[int, str] = {}  # of a kind; most tensors share theirs with those of other layers
+        links: dict[int, object] = {}  # of a kind; most tensors share theirs with those of other layers
         for name, entry in self.bridge.megatron.items():
             of_kind = self.bridge.links(entry)
             if id(of_kind) not in links:
-                links[id(of_kind)] = repr([(k.source_box, k.target, k.target_box, k.axes) for k in of_kind])
-            digest.update(f"{name}{entry.targets}{entry.rule.copies}{links[id(of_kind)]}".encode())
-        return digest.hexdigest()
+                links[id(of_kind)] = [
+                    [*link.source_box, int(link.target), *link.target_box, link.axes] for link in of_kind
+                ]
+            targets = [[target.name, target.leading] for target in entry.targets]
+            line = [name, targets, list(entry.rule.copies), links[id(of_kind)]]
+            digest.update(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        return f"{IDENTITY_FORMAT}:{digest.hexdigest()}"
 
     @cached_property
     def _engine_layouts(self) -> EngineLayouts:
@@ -252,15 +262,20 @@ def files_identity(files: Mapping[str, bytes]) -> str:
 
 
 def model_for_registration(
-    name: ModelName, files: Mapping[str, bytes], dtype: str, found: Sequence[TensorSpec] = ()
+    name: ModelName,
+    files: Mapping[str, bytes],
+    dtype: str,
+    found: Sequence[TensorSpec] = (),
+    there: Head | None = None,
 ) -> RegisteredModel:
     """Check a registration, and derive the model's tensors from it.
 
     Args:
         name: the model's name.
         files: its files besides the weights.
-        dtype: of its weights; empty takes what ``found`` says, or else the config.
+        dtype: of its weights; empty takes what ``found`` says, or else what is registered already, or else the config.
         found: the tensors in its files of weights, if there are such files.
+        there: the model's head, if it is registered already.
 
     Raises:
         InvalidArgument: a file's name is not allowed, there is no ``config.json``, its model type has no weight map, the
@@ -278,8 +293,10 @@ def model_for_registration(
     named = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
     kept = ModelTensors(dtypes.parse(str(named)))
     if found:
-        there = tensors_found(bridge_for(files["config.json"]), config, found)
-        kept = replace(kept, absent=there.absent) if dtype else there
+        by_files = tensors_found(bridge_for(files["config.json"]), config, found)
+        kept = replace(kept, absent=by_files.absent) if dtype else by_files
+    elif not dtype and there is not None and there.registration:
+        kept = _kept(name, there)
     model = RegisteredModel(name, files["config.json"], kept, files_identity(files), sorted(files))
     _ = model.identity  # builds the bridge: what cannot be mapped is refused now, not at the first push
     return model
@@ -293,24 +310,34 @@ def registration_of(model: RegisteredModel) -> dict[str, Any]:
         "tensor_count": len(model.tensors),
         "tensor_bytes": model.files.layout.nbytes,
         "files": list(model.side_files),
+        "tensors_digest": model.files.layout.digest,
         "identity": model.identity,
     }
 
 
 def registered(head: Head, model: RegisteredModel) -> Head:
-    """The head with this registration.
+    """The head with this registration. It may replace any other one as long as no version has been opened.
 
     Raises:
         FailedPrecondition: the model is registered with other tensors.
     """
-    there = head.registration.get("identity")
-    if there is not None and there != model.identity:
+    if head.next_version > 1 and not _agree(head.registration, model):
         raise FailedPrecondition(
             f"{model.name} is registered already, with other tensors or other heads: as {head.registration.get('model_type')} in "
             f"{head.registration.get('dtype')} with {head.registration.get('tensor_count')} tensors",
             fix="register the new model under another name",
         )
     return register(head, model.files_id, registration_of(model))
+
+
+def _agree(there: Mapping[str, Any], model: RegisteredModel) -> bool:
+    """Whether what is registered has the same tensors, and in the same places."""
+    identity = str(there.get("identity", ""))
+    if identity.startswith(f"{IDENTITY_FORMAT}:"):
+        return identity == model.identity
+    # written by an earlier version of the service
+    digest = there.get("tensors_digest")
+    return digest is None or digest == model.files.layout.digest
 
 
 def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> Model:
@@ -337,8 +364,20 @@ def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> M
 def load_model(store: ObjectStore, name: ModelName, head: Head) -> RegisteredModel:
     """A model that was registered before, perhaps by another process."""
     config, _ = store.get(files_key(name, head.files_id, "config.json"))
+    kept = _kept(name, head)
     try:
-        kept = ModelTensors.from_json(head.registration)
         return RegisteredModel(name, config, kept, head.files_id, head.registration["files"])
+    except (KeyError, TypeError) as error:
+        raise DataLoss(f"the registration in the head of {name} is damaged: {error!r}") from error
+
+
+def is_registered(head: Head, model: RegisteredModel) -> bool:
+    """Whether the head's registration is this one."""
+    return head.files_id == model.files_id and model.kept == _kept(model.name, head)
+
+
+def _kept(name: ModelName, head: Head) -> ModelTensors:
+    try:
+        return ModelTensors.from_json(head.registration)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataLoss(f"the registration in the head of {name} is damaged: {error!r}") from error

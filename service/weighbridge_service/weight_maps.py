@@ -123,7 +123,12 @@ def _problem(
     wanted = _dtypes(tensors, parts)
     if wanted != {spec.dtype}:
         names = " and ".join(sorted(str(dtype) for dtype in wanted))
-        return f"{spec} has the wrong dtype: the model is registered with {names} there"
+        advice = ""
+        if spec.dtype.short == "fp32" and parts[0].entry.targets[0].name.endswith(
+            bridge.keep_in_fp32 or ("\0",)
+        ):
+            advice = "; Megatron-core always has it in float32, so import the model with it in float32"
+        return f"{spec} has the wrong dtype: the model is registered with {names} there{advice}"
     entry = parts[0].entry
     if entry.rule.vocabulary and spec.shape[1:] == entry.shape[1:] and len(spec.shape) == len(entry.shape):
         if spec.shape[0] > _MOST_PADDING * entry.shape[0] + _PADDING:
@@ -160,14 +165,19 @@ def _stacked(bridge: Bridge, name: str, shape: Shape) -> Iterator[tuple[tuple[in
         yield (), bridge.find(name)
     elif by_layer and shape:
         for layer in range(shape[0]):
-            of_layer = _stacked(bridge, f"{by_layer[1]}{layer}.{by_layer[2]}", shape[1:])
-            yield from (((layer, *rest), entry) for rest, entry in of_layer)
+            for rest, entry in _stacked(bridge, f"{by_layer[1]}{layer}.{by_layer[2]}", shape[1:]):
+                yield (layer, *rest), entry
+                if entry is None:  # and there are none behind it: a declared shape may be of any size
+                    return
         # all layers or none: a tensor that leaves some out is another one
         if bridge.find(_first(f"{by_layer[1]}{shape[0]}.{by_layer[2]}")) is not None:
             yield (), None
     elif by_expert and shape:
         for expert in range(shape[0]):
-            yield (expert,), bridge.find(f"{by_expert[1]}{expert}.{by_expert[2]}")
+            entry = bridge.find(f"{by_expert[1]}{expert}.{by_expert[2]}")
+            yield (expert,), entry
+            if entry is None:
+                return
         if bridge.find(f"{by_expert[1]}{shape[0]}.{by_expert[2]}") is not None:
             yield (), None
 

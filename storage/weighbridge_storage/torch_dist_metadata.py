@@ -111,6 +111,7 @@ def read_entries(data: bytes) -> Entries:
     tensors: dict[str, TensorSpec] = {}
     chunks: list[tuple[Shard, Item]] = []
     others = []
+    counted = 0
     for name, entry in entries.items():
         if type(name) is not str:
             raise DataLoss(f"{METADATA_FILE} has an entry whose name is not text")
@@ -118,6 +119,10 @@ def read_entries(data: bytes) -> Entries:
             others.append(name)
             continue
         spec, boxes = _read_tensor(name, entry)
+        counted += len(entry.state["chunks"])
+        if counted > len(data):
+            # a pickle may refer to one list again and again; what torch writes has some hundred bytes for each chunk
+            raise DataLoss(f"{METADATA_FILE} lists more chunks than can be in its {len(data)} bytes")
         tensors[name] = spec
         seen = set()
         for box in boxes:

@@ -305,14 +305,18 @@ def _set_items(target: Any, items: list[Any]) -> None:
 
 
 def _key(key: Any) -> Any:
-    """Refuse what would take long to hash: tuples of tuples that are all one tuple."""
+    """Refuse what would take long to hash or find: tuples of tuples that are all one tuple, integers with one hash."""
     kind = type(key)
     # An Instance is equal to itself only: whoever reads a mapping with such keys looks for repeated ones.
-    if kind is str or kind is Instance or kind is int or kind is Named:
+    if kind is str or kind is Instance or kind is Named or _is_small(key):
         return key
-    if kind is tuple and all(type(part) in (str, int) for part in key):
+    if kind is tuple and all(type(part) is str or _is_small(part) for part in key):
         return key
     raise TypeError(f"a key that is a {kind.__name__}")
+
+
+def _is_small(key: Any) -> bool:
+    return type(key) is int and -(1 << 50) < key < 1 << 50
 
 
 def _reduce(name: str, args: Any) -> Any:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from weighbridge import hf_folder, safetensors_files
 from weighbridge.dtypes import DType
@@ -85,8 +85,7 @@ class NewFile:
     framing: tuple[tuple[int, bytes], ...] = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Twin:
+class Twin(NamedTuple):
     """A tensor of the source that is left out because it has to be the same as another one."""
 
     name: str
@@ -124,12 +123,13 @@ class Conversion:
         return sum(f.nbytes for f in self.files) + sum(map(len, self.side_files.values()))
 
     def identity(self) -> str:
-        """What tells this conversion from every other one, as hex digits: the source's files and every byte's place."""
+        """What tells this conversion from every other one, as hex digits: the source's files and each byte's way."""
         sides = {name: hashlib.sha256(content).hexdigest() for name, content in self.side_files.items()}
         text = json.dumps(
             [
                 str(self.source.resolve()), sorted(self.read.items()), self.plan.source.digest,
-                self.plan.target.digest, [(f.name, f.nbytes) for f in self.files], sides,
+                self.plan.target.digest, self.plan.copies, self.plan.zeros, self.twins,
+                [(f.name, f.nbytes) for f in self.files], sides,
             ]
         )  # fmt: skip
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -266,7 +266,9 @@ def _twins(there: Layout, relation: WeightMap) -> Iterable[Twin]:
 
 
 def _from_torch_dist(source: Path, options: ConvertOptions) -> Conversion:
+    described = state_of(source, [METADATA_FILE])
     checkpoint = read_torch_dist(source)
+    read = {**state_of(source, checkpoint.file_sizes), **described}
     there, left_out = model_part(checkpoint)
     side = side_files_of(source, options.config)
     tensors, relation = checkpoint_model(side["config.json"], there)
@@ -278,7 +280,7 @@ def _from_torch_dist(source: Path, options: ConvertOptions) -> Conversion:
     return Conversion(
         "torch_dist",
         source,
-        state_of(source, [*checkpoint.file_sizes, METADATA_FILE]),
+        read,
         plan,
         (),
         tuple(NewFile(file.name, file.nbytes, ((0, file.header),)) for file in files.files),

@@ -105,22 +105,27 @@ def convert_folder(
         Unavailable: a worker died; the same call goes on.
     """
     started = time.monotonic()
+    target = target.resolve()
+    if not target.name:
+        raise InvalidArgument(f"{target} cannot be made anew", fix="name a new folder")
     wanted = workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     if wanted < 1:
         raise InvalidArgument(f"{wanted} workers cannot do anything")
-    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    if occupied and not WorkingFolder.left_behind(target):
-        raise _exists(target)
+    if _is_occupied(target) and not WorkingFolder.left_behind(target):
+        raise _exists(target)  # at once, and not after having planned
     kind_of_folder(source)
     conversion = plan_conversion(source, options or ConvertOptions())
     count, gather_bytes = _share(memory_budget, wanted)
     units = Units(conversion, gather_bytes)
     folder = WorkingFolder(target)
     try:
-        if occupied and not folder.was_finished(units.identity()):
-            raise _exists(target)
-        if occupied:
-            folder.remove()
+        if _is_occupied(target):
+            # by the run before, which was stopped when nothing was left to do, or by another process meanwhile
+            finished = folder.was_finished(units.identity())
+            if finished or not folder.has_files():
+                folder.remove()
+            if not finished:
+                raise _exists(target, folder.path)
             resumed = conversion.plan.target.nbytes
         else:
             resumed = _work(conversion, units, folder, count, restart, on_progress, on_resume)
@@ -140,8 +145,15 @@ def convert_folder(
     )
 
 
-def _exists(target: Path) -> AlreadyExists:
-    return AlreadyExists(f"{target} exists and is not an empty folder", fix="name a new folder")
+def _is_occupied(target: Path) -> bool:
+    return target.exists() and (not target.is_dir() or any(target.iterdir()))
+
+
+def _exists(target: Path, left_over: Path | None = None) -> AlreadyExists:
+    text = f"{target} exists and is not an empty folder"
+    if left_over is not None and left_over.exists():
+        text += f"; {left_over} is left of an interrupted conversion, and can be removed"
+    return AlreadyExists(text, fix="name a new folder")
 
 
 def _work(

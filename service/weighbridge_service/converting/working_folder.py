@@ -64,28 +64,31 @@ class WorkingFolder:
         self.files = self.path / "files"
         self._journal = self.path / "journal"
         self._stream = -1  # the journal, from the beginning on
-        with room(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            self._take_lock()
-        except BaseException:
-            os.close(self.lock)
-            raise
-
-    def _take_lock(self) -> None:
         # workers of a run that was killed end with the unit they are at
         deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise AlreadyExists(
-                        f"another process is converting to {self.target}", fix="wait until it is done"
-                    ) from error
-                time.sleep(0.05)
+        while (lock := self._try_lock()) is None:
+            if time.monotonic() > deadline:
+                raise AlreadyExists(
+                    f"another process is converting to {self.target}", fix="wait until it is done"
+                )
+            time.sleep(0.05)
+        self.lock = lock
+
+    def _try_lock(self) -> int | None:
+        """The lock's descriptor; None if another process has it."""
+        name = self.path / "lock"
+        with room(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # whoever had it may have removed the folder just now, and the next one has made another
+            if os.path.samestat(os.fstat(lock), name.stat()):
+                return lock
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(lock)
+        return None
 
     @staticmethod
     def left_behind(target: Path) -> bool:
@@ -108,32 +111,35 @@ class WorkingFolder:
             ResourceExhausted: the disk has not enough room.
         """
         found, done = self._read()
-        if found is not None and found != identity:
-            if not restart:
-                raise FailedPrecondition(
-                    f"{self.path} is left of a conversion of another source, of other options, or of a source that has "
-                    "changed since",
-                    fix=f"run again with --restart to throw it away and begin anew, or remove {self.path}",
-                )
-            done = set()
-        if found != identity or restart:
-            done = set()
-            shutil.rmtree(self.files, ignore_errors=True)
-        whole = {f.name for f in conversion.files if self._size(f.name) == f.nbytes}
-        if done and len(whole) < len(conversion.files):
-            # somebody has been at the files: nothing that the journal says of them is certain
-            done = set()
-        self._check_room(conversion)
+        if found is not None and found != identity and not restart:
+            raise FailedPrecondition(
+                f"{self.path} is left of a conversion of another source, of other options, or of a source that has "
+                "changed since",
+                fix=f"run again with --restart to throw it away and begin anew, or remove {self.path}",
+            )
+        # where a file is missing or has another size somebody has been at them: nothing that the journal says is certain
+        whole = all(self._size(file.name) == file.nbytes for file in conversion.files)
         with room(self.path):
+            if found != identity or restart or not whole:
+                # the journal goes first: it must never speak of files that are made anew
+                done = set()
+                self._journal.unlink(missing_ok=True)
+                _sync_folder(self.path)
+                shutil.rmtree(self.files, ignore_errors=True)
+            self._check_room(conversion)
             self._write(conversion)
-            lines = [identity, *map(str, sorted(done))]
-            part = self._journal.with_suffix(".part")
-            part.write_text("".join(f"{line}\n" for line in lines), "ascii")
-            part.replace(self._journal)
+            self._write_journal([identity, *map(str, sorted(done))])
             self._stream = os.open(self._journal, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            os.fsync(self._stream)
-            _sync_folder(self.path)
         return done
+
+    def _write_journal(self, lines: list[str]) -> None:
+        part = self._journal.with_suffix(".part")
+        with part.open("w", encoding="ascii") as stream:
+            stream.write("".join(f"{line}\n" for line in lines))
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(self._journal)
+        _sync_folder(self.path)
 
     def add(self, number: int) -> None:
         """Write down that a unit is on the disk."""
@@ -162,6 +168,10 @@ class WorkingFolder:
             self.files.rename(self.target)
             _sync_folder(self.target.parent)
         self.remove()
+
+    def has_files(self) -> bool:
+        """Whether there is anything that an earlier run has written."""
+        return self.files.exists()
 
     def was_finished(self, identity: str) -> bool:
         """Whether the earlier run had nothing left to do but to remove this folder."""
@@ -228,6 +238,7 @@ class WorkingFolder:
                 os.fdatasync(fd)
             finally:
                 os.close(fd)
+        _sync_folder(self.files)
 
 
 def _sync_folder(path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from weighbridge.errors import InvalidArgument
+from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge_service.families.family import Family
 from weighbridge_service.families.rules import Rule
 
@@ -19,7 +19,15 @@ __all__ = ["GROUP", "Family", "Rule", "family_of", "model_types"]
 
 @functools.cache
 def _registered() -> Mapping[str, metadata.EntryPoint]:
-    return {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
+    found: dict[str, metadata.EntryPoint] = {}
+    for entry in metadata.entry_points(group=GROUP):
+        there = found.setdefault(entry.name, entry)
+        if there.value != entry.value:  # an editable installation may be listed twice
+            raise FailedPrecondition(
+                f"two packages bring a family for the model type {entry.name!r}: {there.value} and {entry.value}",
+                fix="uninstall one of them",
+            )
+    return found
 
 
 def model_types() -> list[str]:
@@ -32,6 +40,7 @@ def family_of(config: Mapping[str, Any]) -> type[Family]:
 
     Raises:
         InvalidArgument: there is none for its model type; lists those that have one.
+        FailedPrecondition: the package that brings it is broken, or two bring it.
     """
     model_type = config.get("model_type")
     entry = _registered().get(model_type) if isinstance(model_type, str) else None
@@ -40,5 +49,17 @@ def family_of(config: Mapping[str, Any]) -> type[Family]:
             f"there is no weight map for the model type {str(model_type)[:80]!r}",
             fix=f"model types that have one: {', '.join(model_types())}; a package can bring more, see docs/families.md",
         )
-    found: type[Family] = entry.load()
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise FailedPrecondition(
+            f"the family for {model_type}, {entry.value}, cannot be imported: {type(error).__name__}: {error}"[
+                :500
+            ],
+            fix="mend or uninstall the package that brings it",
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Family)):
+        raise FailedPrecondition(
+            f"the family for {model_type}, {entry.value}, is no class derived from Family"
+        )
     return found

@@ -12,7 +12,7 @@ from weighbridge.errors import InvalidArgument
 
 _LARGEST = {
     # far above any model there is: what is larger would only eat the service's memory
-    "num_hidden_layers": 1 << 10,
+    "num_hidden_layers": 1 << 9,
     "num_layers": 1 << 10,
     "depth": 1 << 10,
     "num_nextn_predict_layers": 1 << 6,
@@ -30,6 +30,9 @@ _LARGEST = {
     "n_routed_experts": 1 << 14,
     "n_shared_experts": 1 << 10,
 }
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_MOST_EXPERTS_IN_ALL = 100_000
+"""Over all layers; the largest model there is has 23,000, and each means three tensors or more."""
 _MAY_BE_ZERO = ("num_nextn_predict_layers", "n_shared_experts")
 _FURTHER_FIELDS = ("head_dim", "tie_word_embeddings", "vision_use_head")
 """Fields that have a say in which tensors there are and that transformers reads without naming them."""
@@ -74,6 +77,12 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
         if value is not None and (type(value) is not int or not smallest <= value <= largest):
             raise InvalidArgument(
                 f"config.json has {name} = {str(value)[:40]}, not an integer from {smallest} to {largest}"
+            )
+    layers = config.get("num_hidden_layers") or 0
+    for name in _EXPERTS:
+        if layers * (config.get(name) or 0) > _MOST_EXPERTS_IN_ALL:
+            raise InvalidArgument(
+                f"config.json has {layers} layers with {config[name]} experts each, more than {_MOST_EXPERTS_IN_ALL} in all"
             )
 
 
