@@ -40,6 +40,11 @@ class DType:
         found: torch.dtype = getattr(_torch, self.torch_name)
         return found
 
+    @property
+    def is_float(self) -> bool:
+        """Whether it is what weights are computed with: a floating-point number of 16 bits or more."""
+        return self.short in ("bf16", "fp16", "fp32", "fp64")
+
     def __str__(self) -> str:
         return self.name
 

@@ -178,7 +178,7 @@ class EngineClient(Client):
             model: ``namespace/name``.
             version: a number or a ref.
             folder: a new or empty folder.
-            dtype: cast floating-point tensors, such as ``bf16``; None keeps them as they are.
+            dtype: the service casts floating-point tensors to it, such as ``bf16``; None keeps them as they are.
             max_shard_bytes: largest safetensors file.
             on_progress: is called with bytes written so far and in all.
 
@@ -187,13 +187,13 @@ class EngineClient(Client):
 
         Raises:
             NotFound: no such model or version.
-            InvalidArgument: the folder is not empty, or no such dtype.
+            InvalidArgument: the folder is not empty, no such dtype, or a tensor cannot be cast; names the tensor.
         """
-        plan = self.pull(model, version)
+        plan = self.pull(model, version, dtype=dtype)
         number = plan.version.number
 
         def tensors(specs: Sequence[TensorSpec]) -> Pull:
-            return self.pull(model, number, FullTensors(tuple(spec.name for spec in specs)))
+            return self.pull(model, number, FullTensors(tuple(spec.name for spec in specs)), dtype=dtype)
 
         hf_folder.write_hf_folder(
             Path(folder),

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,13 @@ from weighbridge.layouts import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-_SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+_SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md", ".py")
+"""Files of code belong to models that transformers has none for; nothing here runs them."""
 _OWN_FILES = (safetensors_files.INDEX_FILE, "pytorch_model.bin.index.json", "weighbridge.json")
 
 
 def side_files(folder: Path) -> dict[str, bytes]:
-    """The files of an HF folder that belong to the model besides its weights: config, tokenizer, chat template.
+    """The files of an HF folder that belong to the model besides its weights: config, tokenizer, chat template, code.
 
     Raises:
         NotFound: no such folder, or no ``config.json`` in it.
@@ -57,10 +57,11 @@ def write_hf_folder(
 
     Args:
         folder: is made if it does not exist; must be empty.
-        specs: all tensors, whole, in the order of the state dict.
-        tensors: gives the tensors, as torch tensors, in the order of the specs it is called with.
+        specs: all tensors as they are written, whole, in the order of the state dict.
+        tensors: gives the tensors, as torch tensors, in the order of the specs it is called with; those of another dtype
+            are cast.
         files: content of the other files by name.
-        dtype: cast floating-point tensors to this one; None keeps them.
+        dtype: what ``config.json`` is to name as the model's; None leaves what it names.
         max_shard_bytes: largest file.
         on_progress: is called with bytes written so far and in all.
 
@@ -68,28 +69,24 @@ def write_hf_folder(
         Names of the files written.
 
     Raises:
-        InvalidArgument: the folder is not empty, a file's name is none, or the dtype is not one of weights.
+        InvalidArgument: the folder is not empty, or a file's name is none.
         ResourceExhausted: the disk is full.
         FailedPrecondition: the folder cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidArgument(f"{folder} exists and is not an empty folder", fix="name a new folder")
-    if dtype is not None and not is_float(dtype):
-        raise InvalidArgument(f"weights cannot be cast to {dtype}", fix="cast to bf16, fp16, fp32 or fp64")
     for name in files:
         if Path(name).name != name or name.startswith("."):
             raise InvalidArgument(f"{name[:80]!r} is no name for a file of a model")
-    cast = [replace(s, dtype=dtype) if dtype and is_float(s.dtype) else s for s in specs]
-    laid_out = safetensors_files.lay_out_files(cast, max_shard_bytes)
-    original = {spec.name: spec for spec in specs}
-    in_file_order = [original[p.shard.tensor] for p in laid_out.layout.placements]
+    laid_out = safetensors_files.lay_out_files(specs, max_shard_bytes)
+    in_file_order = [laid_out.layout.tensors[p.shard.tensor] for p in laid_out.layout.placements]
     chunks = _chunks(tensors(in_file_order), laid_out.layout.tensors)
     total = sum(file.nbytes for file in laid_out.files)
     done = 0
     config = files.get("config.json")
     side = dict(files)
     if dtype is not None and config is not None:
-        side["config.json"] = _with_dtype(config, dtype)
+        side["config.json"] = with_dtype(config, dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in laid_out.files:
@@ -124,14 +121,12 @@ def write_hf_folder(
     return [*laid_out.file_sizes, *side]
 
 
-def is_float(dtype: DType) -> bool:
-    """Whether a cast of the model's weights changes tensors of this dtype."""
-    return dtype.short in ("bf16", "fp16", "fp32", "fp64")
-
-
-def _with_dtype(config_json: bytes, dtype: DType) -> bytes:
+def with_dtype(config_json: bytes, dtype: DType) -> bytes:
+    """A ``config.json`` that names a dtype as the model's; unchanged if it does already."""
     config = json.loads(config_json)
     # transformers has called it dtype since 4.56, and torch_dtype before
+    if config.get("dtype", config.get("torch_dtype")) == dtype.torch_name:
+        return config_json
     config["dtype"] = config["torch_dtype"] = dtype.torch_name
     return (json.dumps(config, indent=2) + "\n").encode()
 

@@ -256,7 +256,7 @@ class TrainerClient(Client):
             self.register_model(model, hf_dir)
             return self.push_folder(model, hf_dir, step=step, run=run)
         dtype = dtypes.parse(dequantize)
-        if not hf_folder.is_float(dtype):
+        if not dtype.is_float:
             raise InvalidArgument(f"fp8 weights cannot become {dtype}", fix="use bf16, fp16 or fp32")
         side_files = hf_folder.side_files(Path(hf_dir))
         buffers = safetensors_files.map_folder(Path(hf_dir))

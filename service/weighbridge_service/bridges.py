@@ -75,6 +75,7 @@ class Bridge:
         vocab_size: rows of the embedding, without padding.
         experts: routed experts in a layer; 0 if there are none.
         parts: the optional parts that the family has for this config, with their Hugging Face tensors.
+        one_key_for_all_layers: whether trainers give layers that are alike one key.
         keep_in_fp32: what names of Hugging Face tensors end with that are float32 whatever the model's dtype.
 
     Raises:
@@ -88,6 +89,7 @@ class Bridge:
         self.vocab_size = family.vocab_size
         self.experts = family.experts
         self.keep_in_fp32 = family.keep_in_fp32
+        self.one_key_for_all_layers = family.one_key_for_all_layers
         self.hugging_face: dict[str, Shape] = dict(family.hugging_face_shapes())
         self._links: dict[tuple[str, Shape], list[Link]] = {}
         self.megatron: dict[str, Entry] = {}

@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from weighbridge.dtypes import DType
 from weighbridge.errors import InvalidArgument
-from weighbridge.hf_folder import is_float
-from weighbridge.layouts import Layout
+from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.pieces import Buffer
+
+
+def cast_specs(
+    specs: Iterable[TensorSpec], dtype: DType, keep_in_fp32: tuple[str, ...] = ()
+) -> list[TensorSpec]:
+    """What tensors are after a cast: floating-point ones have the dtype, others and those that are kept stay as they are.
+
+    Args:
+        specs: the tensors.
+        dtype: what they are cast to.
+        keep_in_fp32: what the names of tensors end with that are never narrowed, such as the biases of routers.
+
+    Raises:
+        InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast (one in fp8 means nothing
+            without its scales).
+    """
+    if not dtype.is_float:
+        raise InvalidArgument(f"weights cannot be cast to {dtype}", fix="cast to bf16, fp16, fp32 or fp64")
+    cast = []
+    for spec in specs:
+        if spec.dtype.name.startswith("F8_"):
+            raise InvalidArgument(
+                f"{spec} cannot be cast to {dtype}: its values are without their scales",
+                fix="take it as it is; `weighbridge import --dequantize` makes a version that can be cast",
+            )
+        kept = spec.name.endswith(keep_in_fp32) if keep_in_fp32 else False
+        narrower = dtype.itemsize < spec.dtype.itemsize
+        cast.append(replace(spec, dtype=dtype) if spec.dtype.is_float and not (kept and narrower) else spec)
+    return cast
+
 
 Gather = Callable[[int, int], Buffer]
 """Gives so many bytes of a stream, from a byte offset on."""
@@ -35,29 +64,17 @@ class Casting:
     Args:
         layout: the stream in the version's own dtypes.
         dtype: what its floating-point tensors are to be; others stay as they are.
+        keep_in_fp32: what the names of tensors end with that are never narrowed.
 
     Attributes:
         layout: the stream as it is sent.
 
     Raises:
-        InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast (one in fp8 means nothing
-            without its scales).
+        InvalidArgument: as `cast_specs`.
     """
 
-    def __init__(self, layout: Layout, dtype: DType) -> None:
-        if not is_float(dtype):
-            raise InvalidArgument(
-                f"weights cannot be cast to {dtype}", fix="cast to bf16, fp16, fp32 or fp64"
-            )
-        for spec in layout.tensors.values():
-            if spec.dtype.name.startswith("F8_"):
-                raise InvalidArgument(
-                    f"{spec} cannot be cast to {dtype}: its values are without their scales",
-                    fix="pull it as it is, and dequantise it by the scales that come with it",
-                )
-        specs = [
-            replace(spec, dtype=dtype) if is_float(spec.dtype) else spec for spec in layout.tensors.values()
-        ]
+    def __init__(self, layout: Layout, dtype: DType, keep_in_fp32: tuple[str, ...] = ()) -> None:
+        specs = cast_specs(layout.tensors.values(), dtype, keep_in_fp32)
         self.layout = Layout.stream(specs, [placement.shard for placement in layout.placements])
         self._runs: list[_Run] = []
         for before, after in zip(layout.placements, self.layout.placements, strict=True):

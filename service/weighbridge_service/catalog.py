@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,9 @@ from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.versions import side_files, verify_version
 
 log = logging.getLogger(__name__)
+
+_KEPT_MODELS = 64
+"""Models that a process remembers, those with versions that it receives or has in memory not counted: 70 MB for the largest."""
 
 
 @dataclass
@@ -111,7 +115,7 @@ class Catalog:
         self.heads = HeadStore(store)
         self.changed = threading.Condition()
         self.stopping = threading.Event()
-        self._states: dict[ModelName, ModelState] = {}
+        self._states: OrderedDict[ModelName, ModelState] = OrderedDict()
         self._changes = 0
 
     def register_model(
@@ -142,7 +146,7 @@ class Catalog:
         with self.changed:
             state = self._states.get(model_name)
             if state is None:
-                self._states[model_name] = ModelState(model)
+                self._keep(ModelState(model))
             elif state.model.files_id != model.files_id or state.model.kept != model.kept:
                 state.model = model
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
@@ -191,12 +195,28 @@ class Catalog:
         """What this process knows of a model; as registered in ``head``, if one is given. Raises NotFound."""
         with self.changed:
             state = self._states.get(name)
+            if state is not None:
+                self._states.move_to_end(name)
         if state is not None and (head is None or is_registered(head, state.model)):
             return state
         model = load_model(self.store, name, head or self.head(name))
         with self.changed:
-            state = self._states.setdefault(name, ModelState(model))
+            state = self._states.get(name) or self._keep(ModelState(model))
             state.model = model
+        return state
+
+    def reinstated(self, state: ModelState) -> ModelState:
+        """The state to put a new version into: this one, unless it was forgotten and another has taken its place."""
+        with self.changed:
+            return self._states.setdefault(state.model.name, state)
+
+    def _keep(self, state: ModelState) -> ModelState:
+        """Remember a model; those that were not used for longest and have nothing under way are forgotten for it."""
+        self._states[state.model.name] = state
+        idle = [name for name, other in self._states.items() if not other.versions and other is not state]
+        for name in idle[: max(len(self._states) - _KEPT_MODELS, 0)]:
+            if not self._states[name].opening.locked():
+                del self._states[name]
         return state
 
     def get_version(

@@ -30,7 +30,7 @@ from weighbridge.errors import (
     Unavailable,
     WeighbridgeError,
 )
-from weighbridge.hf_folder import is_float, write_hf_folder
+from weighbridge.hf_folder import write_hf_folder
 from weighbridge.layouts import Placement, TensorSpec
 from weighbridge.safetensors_files import DEFAULT_SHARD_BYTES
 from weighbridge_service.reading import OpenVersion
@@ -155,14 +155,12 @@ class Exports:
         if self._service.draining:
             raise Unavailable("the service is shutting down", fix="try again when it is back")
         cast = dtypes.parse(dtype) if dtype is not None else None
-        if cast is not None and not is_float(cast):
-            raise InvalidArgument(
-                f"weights cannot be cast to {cast}", fix="use one of bf16, fp16, fp32, fp64"
-            )
         if max_shard_bytes is not None and max_shard_bytes <= 0:
             raise InvalidArgument(f"the maximum shard size must be positive, not {max_shard_bytes}")
         with self._service.serving.open(model, version).closing() as opened:
             found = opened.version
+            if cast is not None:  # what cannot be cast is refused now, not in the job
+                self._service.serving.cast(model, opened.files.layout.tensors.values(), cast)
         asked = None if folder is None else _inside(self._root, folder)
         with self._lock:
             unfinished = [entry for entry in self._entries.values() if not entry.job.state.ended]
@@ -296,9 +294,12 @@ class Exports:
             self._service.serving.open(job.model, str(job.number)).closing() as opened,
             _partial_folder(self._root / f"{_PARTIAL}{job.id}") as partial,
         ):
+            specs: Iterable[TensorSpec] = opened.files.layout.tensors.values()
+            if entry.dtype is not None:
+                specs = self._service.serving.cast(job.model, specs, entry.dtype)
             write_hf_folder(
                 partial,
-                list(opened.files.layout.tensors.values()),
+                list(specs),
                 _tensors_of(opened),
                 self._service.catalog.model_files(job.model, str(job.number)),
                 dtype=entry.dtype,
@@ -363,7 +364,8 @@ def _tensors_of(opened: OpenVersion) -> Callable[[Sequence[TensorSpec]], Iterabl
     def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in specs:
             placement = placements[spec.name]
-            yield spec.name, _tensor(spec, placement, opened.buffers[placement.buffer])
+            there = opened.files.layout.tensors[spec.name]
+            yield spec.name, _tensor(there, placement, opened.buffers[placement.buffer])
 
     return tensors
 

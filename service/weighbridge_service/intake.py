@@ -135,6 +135,7 @@ class Intake:
                 tensor_bytes=model.files.layout.nbytes,
                 create_time_ms=time.time_ns() // 1_000_000,
             )
+            state = self._catalog.reinstated(state)
             received = Receiving(
                 version,
                 request_id,

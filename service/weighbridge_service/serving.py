@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from weighbridge import dtypes
+from weighbridge.dtypes import DType
 from weighbridge.errors import FailedPrecondition
-from weighbridge.layouts import Layout
+from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.resources import Version, VersionState
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge.slices import LayoutRequest
-from weighbridge_service.casting import Casting
+from weighbridge_service.casting import Casting, cast_specs
 from weighbridge_service.catalog import Catalog
 from weighbridge_service.megatron_layouts import TrainerRank, megatron_layout
-from weighbridge_service.models import Cache
+from weighbridge_service.models import Cache, RegisteredModel
 from weighbridge_service.reading import OpenVersion, Reading
 from weighbridge_service.transfers import Bytes
 from weighbridge_storage.names import ModelName
@@ -55,15 +56,16 @@ class Serving:
         """Which version a pull would read, and which slices it would bring; cast, if a dtype is named."""
         model_name = ModelName.parse(name)
         found = self._catalog.resolve(model_name, version)
-        layout = self._catalog.state(model_name).model.pull_layout(request)
-        return found, self._casting(layout, dtype).layout if dtype else layout
+        model = self._catalog.state(model_name).model
+        layout = model.pull_layout(request)
+        return found, self._casting(model, layout, dtype).layout if dtype else layout
 
     def pull(self, name: str, version: str, request: LayoutRequest, offset: int, dtype: str = "") -> Reading:
         """Slices of a version as a stream, from byte ``offset`` on; cast, if a dtype is named."""
         model_name = ModelName.parse(name)
         model = self._catalog.state(model_name).model
         layout = model.pull_layout(request)
-        casting = self._casting(layout, dtype) if dtype else None
+        casting = self._casting(model, layout, dtype) if dtype else None
         opened = self._open(model_name, version)
         try:
             transfer = model.pull_transfer(opened.files.layout, layout)
@@ -75,9 +77,13 @@ class Serving:
             return Reading(opened.version, layout, offset, opened, gather)
         return Reading(opened.version, casting.layout, offset, opened, partial(casting.gather, gather))
 
-    def _casting(self, layout: Layout, dtype: str) -> Casting:
-        target = dtypes.parse(dtype)
-        return self._casts.get_or_make((layout.digest, target), lambda: Casting(layout, target))
+    def cast(self, name: str, specs: Iterable[TensorSpec], dtype: DType) -> list[TensorSpec]:
+        """What tensors of a model are after a cast. Raises InvalidArgument if one cannot be cast."""
+        return cast_specs(specs, dtype, self._catalog.state(ModelName.parse(name)).model.bridge.keep_in_fp32)
+
+    def _casting(self, model: RegisteredModel, layout: Layout, dtype: str) -> Casting:
+        target, kept = dtypes.parse(dtype), model.bridge.keep_in_fp32
+        return self._casts.get_or_make((layout.digest, target, kept), lambda: Casting(layout, target, kept))
 
     def restore(self, name: str, version: str, layout: Layout, offset: int) -> Reading:
         """The shards of a trainer rank as a stream, from byte ``offset`` on."""

@@ -42,6 +42,7 @@ REMEMBERED_WRITES = 64
 """How many write ids a head remembers: a writer whose response was lost finds its own among them."""
 MAX_TEXT = 256
 
+_KEPT_HEADS = 1024
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.25
 
@@ -325,7 +326,10 @@ class HeadStore:
             # heads grow with history, and are read far more often than they change
             known = Head.from_json(data, model.head_key), etag
             with self._lock:
+                self._known.pop(model, None)
                 self._known[model] = known
+                while len(self._known) > _KEPT_HEADS:
+                    del self._known[next(iter(self._known))]
         return known
 
     def update(

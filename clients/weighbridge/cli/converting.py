@@ -27,7 +27,8 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     type=click.Choice(["auto", "stacked", "per-layer"]),
     default="auto",
     show_default=True,
-    help="To torch_dist: one key for all layers, or one for each; auto stacks layers that are alike, as Megatron-core does.",
+    help="To torch_dist: one key for all layers, or one for each, as trainers do that save with non_homogeneous_layers; auto "
+    "stacks layers that are all alike.",
 )
 @click.option(
     "--spec",

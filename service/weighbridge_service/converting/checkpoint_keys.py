@@ -76,7 +76,8 @@ def checkpoint_tensors(
     Args:
         bridge: the model.
         tensors: its tensors in Hugging Face's space, which give the dtypes.
-        keys: ``stacked`` gives all layers one key, ``per-layer`` each its own; ``auto`` stacks layers that are all alike.
+        keys: ``stacked`` gives all layers one key, ``per-layer`` each its own; ``auto`` does what trainers of the family do,
+            and stacks only layers that are all alike.
         spec: whose names norms have, Transformer Engine's or those of Megatron's own layers.
         vocab_multiple: rows of the embedding and of the output layer are padded to a multiple of it.
 
@@ -89,7 +90,7 @@ def checkpoint_tensors(
         key, leading = (f"{expert[1]}{expert[3]}", (int(expert[2]),)) if expert else (name, ())
         dtype = tensors[entry.targets[0].name].dtype
         placed.append(_Placed(entry, dtype, key, leading))
-    if keys != "per-layer":
+    if keys == "stacked" or (keys == "auto" and bridge.one_key_for_all_layers):
         placed = _stacked(placed, must=keys == "stacked")
     counts: dict[str, tuple[int, ...]] = {}
     for one in placed:

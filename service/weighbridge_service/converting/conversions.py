@@ -230,7 +230,7 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
             CONFIG_FILE: metadata[CONFIG_FILE],
             METADATA_FILE: metadata[METADATA_FILE],
         },
-        {"copies of other tensors": len(twins)} if twins else {},
+        {**({"copies of other tensors": len(twins)} if twins else {}), **_not_taken(source, read)},
     )
 
 
@@ -272,6 +272,7 @@ def _from_torch_dist(source: Path, options: ConvertOptions) -> Conversion:
     there, left_out = model_part(checkpoint)
     side = side_files_of(source, options.config)
     tensors, relation = checkpoint_model(side["config.json"], there)
+    side = in_dtype_of(tensors.values(), side)
     files = safetensors_files.lay_out_files(
         list(tensors.values()), options.max_file_bytes or safetensors_files.DEFAULT_SHARD_BYTES
     )
@@ -346,6 +347,25 @@ def side_files_of(source: Path, config: Path | None) -> dict[str, bytes]:
         f"{source} has no config.json: a checkpoint of Megatron-core does not say which model it is of",
         fix="name a Hugging Face folder that has it, and the tokenizer, with --config",
     )
+
+
+def in_dtype_of(tensors: Iterable[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """A model's files with a ``config.json`` that names the dtype of most of its weights: loaders go by that."""
+    counted: Counter[DType] = Counter()
+    for spec in tensors:
+        if spec.dtype.is_float:
+            counted[spec.dtype] += spec.nbytes
+    if not counted:
+        return dict(side_files)
+    config = hf_folder.with_dtype(side_files["config.json"], counted.most_common(1)[0][0])
+    return {**side_files, "config.json": config}
+
+
+def _not_taken(source: Path, taken: Iterable[str]) -> dict[str, int]:
+    """What lies in a Hugging Face folder and is not converted, by what it is."""
+    known = {*taken, safetensors_files.INDEX_FILE, "weighbridge.json"}
+    names = sorted(path.name for path in source.iterdir() if path.name not in known)
+    return {f"files ({', '.join(names[:_NAMED])})": len(names)} if names else {}
 
 
 def checkpoint_model(config_json: bytes, there: Layout) -> tuple[dict[str, TensorSpec], WeightMap]:

@@ -11,7 +11,12 @@ from weighbridge import safetensors_files, wire
 from weighbridge.layouts import Layout, Placement, TensorSpec
 from weighbridge.push_sources import MappedSource, StreamSource
 from weighbridge.trainer import PushHandle, TrainerClient
-from weighbridge_service.converting.conversions import checkpoint_model, model_part, side_files_of
+from weighbridge_service.converting.conversions import (
+    checkpoint_model,
+    in_dtype_of,
+    model_part,
+    side_files_of,
+)
 from weighbridge_storage.torch_dist import read_torch_dist
 
 
@@ -49,7 +54,8 @@ class CheckpointToPush:
         layout, left_out = model_part(read_torch_dist(folder))
         side_files = side_files_of(folder, config)
         tensors, _ = checkpoint_model(side_files["config.json"], layout)
-        return CheckpointToPush(folder, side_files, tuple(tensors.values()), layout, left_out)
+        specs = tuple(tensors.values())
+        return CheckpointToPush(folder, in_dtype_of(specs, side_files), specs, layout, left_out)
 
     def push(self, client: TrainerClient, model: str, *, step: int, run: str) -> PushHandle:
         """Register the model and push the weights as a new version, from where they lie.

@@ -93,4 +93,5 @@ class DeepseekV3(LayersForPrediction):
 
     transformers_type = "deepseek_v3"
     mbridge_type = "deepseek_v3"
+    one_key_for_all_layers = False
     experts_field = "n_routed_experts"

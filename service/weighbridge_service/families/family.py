@@ -47,6 +47,9 @@ class Family:
     keep_in_fp32: ClassVar[tuple[str, ...]] = ()
     """What the names of tensors end with that are float32 whatever the dtype of the model."""
 
+    one_key_for_all_layers: ClassVar[bool] = True
+    """Whether Megatron-core gives layers that are alike one key; not where trainers list which layers have experts."""
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.transformers_config: Any = transformers_config(

@@ -10,4 +10,5 @@ class Glm4Moe(LayersForPrediction):
     """GLM-4.5 and 4.6."""
 
     experts_field = "n_routed_experts"
+    one_key_for_all_layers = False
     further_names = ATTENTION_BIASES
