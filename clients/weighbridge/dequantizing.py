@@ -1,8 +1,6 @@
 """Block-quantised fp8 weights as floating-point ones, computed piece by piece while they are being pushed.
 
-The format is DeepSeek-V3's: beside a matrix in float8_e4m3fn lies ``<its name>_scale_inv`` with one factor for each block of
-rows and columns; a weight is the product of both. ``quantization_config.weight_block_size`` of config.json gives the size of a
-block.
+The format is that of `block_scales`.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from weighbridge.block_scales import QUANTIZED, SCALE_SUFFIX, block_of, scale_shape
 from weighbridge.dtypes import DType
 from weighbridge.errors import InvalidArgument
 from weighbridge.layouts import Layout, Placement, Shard, TensorSpec
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     import torch
 
 Bytes = NDArray[np.uint8]
-SCALE_SUFFIX = "_scale_inv"
-_FP8 = "F8_E4M3"
 
 
 class Dequantized:
@@ -54,7 +51,7 @@ class Dequantized:
         self.config_json, self._block = _config(config_json, dtype)
         self._places = {p.shard.tensor: p for p in files.placements}
         self._specs = files.tensors
-        quantised = {name for name, spec in files.tensors.items() if spec.dtype.name == _FP8}
+        quantised = {name for name, spec in files.tensors.items() if spec.dtype.name == QUANTIZED}
         if not quantised:
             raise InvalidArgument("no weight of the folder is in fp8", fix="import it without dequantising")
         problems = [problem for name in sorted(quantised) if (problem := self._problem(name))]
@@ -74,7 +71,7 @@ class Dequantized:
         spec, scale = self._specs[name], self._specs.get(name + SCALE_SUFFIX)
         if scale is None:
             return f"{spec} has no {name + SCALE_SUFFIX}"
-        if len(spec.shape) != 2 or scale.shape != _blocks(spec.shape, self._block):
+        if len(spec.shape) != 2 or scale.shape != scale_shape(spec.shape, self._block):
             return f"{scale} is not one scale for each block of {list(self._block)} of {spec}"
         return None
 
@@ -113,7 +110,7 @@ class Dequantized:
     def quantised(self, name: str) -> TensorSpec | None:
         """The spec of a tensor of the files if it is in fp8."""
         spec = self._specs[name]
-        return spec if spec.dtype.name == _FP8 else None
+        return spec if spec.dtype.name == QUANTIZED else None
 
     @property
     def buffers(self) -> Mapping[str, Bytes]:
@@ -166,24 +163,19 @@ class _DequantizedSource:
         self._last = ("", -1, np.empty(0, np.uint8))
 
 
-def _blocks(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
-    return tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True))
-
-
 def _config(config_json: bytes, dtype: DType) -> tuple[bytes, tuple[int, int]]:
     """The config without its quantisation, and the size of a block."""
     try:
         config = json.loads(config_json)
-        quantisation = config.pop("quantization_config", None) or {}
-        method = quantisation.get("quant_method", "fp8")
-        rows, columns = quantisation.get("weight_block_size") or (128, 128)
-        if method != "fp8" or type(rows) is not int or type(columns) is not int or min(rows, columns) < 1:
+        block = block_of(config)
+        quantization = config.pop("quantization_config", None) or {}
+        if quantization.get("quant_method", "fp8") != "fp8":
             raise InvalidArgument(
-                f"quantization_config of config.json is not that of fp8 weights in blocks: {quantisation}"[
+                f"quantization_config of config.json is not that of fp8 weights in blocks: {quantization}"[
                     :300
                 ]
             )
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"config.json cannot be read: {error}"[:300]) from error
     config["dtype"] = config["torch_dtype"] = dtype.torch_name
-    return (json.dumps(config, indent=2) + "\n").encode(), (rows, columns)
+    return (json.dumps(config, indent=2) + "\n").encode(), block

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from weighbridge.block_scales import DEFAULT_BLOCK, SCALE_SUFFIX, scale_shape
 from weighbridge.boxes import Box
 from weighbridge.errors import InvalidArgument, NotFound
 from weighbridge.layouts import Layout, Shard, TensorSpec
@@ -50,7 +51,6 @@ _STYLES = {
     "local_rowwise": _ROWWISE,
 }
 _LATENT_KIND = " (latent)"
-_SCALE = "_scale_inv"
 
 _DECODER = r"(?:model\.|language_model\.)*"
 _LAYER = re.compile(_DECODER + r"layers\.(\d+)\.")
@@ -73,7 +73,7 @@ class EngineLayouts:
     """
 
     def __init__(
-        self, bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, int] = (128, 128)
+        self, bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, int] = DEFAULT_BLOCK
     ) -> None:
         self._bridge = bridge
         self._tensors = tensors
@@ -217,7 +217,9 @@ def _rank(facts: _Facts, request: TensorParallel) -> Iterator[tuple[TensorSpec, 
         if request.layers is not None and not _of_stage(facts, spec.name, request.layers):
             continue
         weight = (
-            facts.tensors.get(spec.name.removesuffix(_SCALE), spec) if spec.name.endswith(_SCALE) else spec
+            facts.tensors.get(spec.name.removesuffix(SCALE_SUFFIX), spec)
+            if spec.name.endswith(SCALE_SUFFIX)
+            else spec
         )
         kind = facts.kinds[spec.name], spec.shape, weight.shape
         found = alike.get(kind)
@@ -363,7 +365,7 @@ def _in_blocks(scale: TensorSpec, weight: TensorSpec, box: Box, block: tuple[int
     """
     blocks = [1] * (len(weight.shape) - 2) + list(block[-len(weight.shape) :])
     shown = " x ".join(map(str, block))
-    if scale.shape != tuple(math.ceil(n / b) for n, b in zip(weight.shape, blocks, strict=True)):
+    if scale.shape != scale_shape(weight.shape, blocks):
         raise InvalidArgument(f"{scale} is not one scale for each {shown} block of {weight}")
     for start, end, n, b in zip(box.offset, box.end, weight.shape, blocks, strict=True):
         if start % b or (end % b and end != n):

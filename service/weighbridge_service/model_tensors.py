@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from weighbridge import dtypes
+from weighbridge.block_scales import (
+    DEFAULT_BLOCK,
+    QUANTIZED,
+    SCALE_SUFFIX,
+    block_of,
+    is_quantized,
+    scale_shape,
+)
 from weighbridge.dtypes import DType
 from weighbridge.errors import InvalidArgument
 from weighbridge.layouts import TensorSpec
 from weighbridge_service.bridges import Bridge, kind_of
-from weighbridge_service.families.rules import Shape
 
-SCALE_SUFFIX = "_scale_inv"
-"""What the name of a tensor of block scales has more than that of the quantised one."""
-_BLOCK = (128, 128)
-_FP8 = "F8_E4M3"
 _NAMED = 20
 
 
@@ -37,7 +39,7 @@ class ModelTensors:
     dtype: DType
     exceptions: Mapping[str, DType] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
-    block: tuple[int, int] = _BLOCK
+    block: tuple[int, int] = DEFAULT_BLOCK
 
     def to_json(self) -> dict[str, Any]:
         """As kept with the registration."""
@@ -54,7 +56,7 @@ class ModelTensors:
         exceptions = {
             str(name): dtypes.from_safetensors(dtype) for name, dtype in kept.get("dtypes", {}).items()
         }
-        rows, columns = kept.get("block", _BLOCK)
+        rows, columns = kept.get("block", DEFAULT_BLOCK)
         return ModelTensors(
             dtypes.from_safetensors(kept["dtype"]),
             exceptions,
@@ -83,15 +85,6 @@ class ModelTensors:
         return self.dtype
 
 
-def scale_shape(shape: Shape, block: tuple[int, int]) -> Shape:
-    """The shape of the scales of a quantised matrix."""
-    if len(shape) != len(block):
-        raise InvalidArgument(
-            f"a tensor of shape {list(shape)} cannot have scales for blocks of {list(block)}"
-        )
-    return tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True))
-
-
 def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[TensorSpec]) -> ModelTensors:
     """What the tensors of a model's files say about it.
 
@@ -111,7 +104,7 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
     absent = tuple(sorted(part for part, (have, lack) in parts.items() if lack and not have))
     left_out = {name for part in absent for name in bridge.parts[part]}
     shapes = {name: shape for name, shape in bridge.hugging_face.items() if name not in left_out}
-    block = _block_of(config)
+    block = block_of(config)
     problems = [f"{name} is missing" for name in shapes if name not in there]
     for name, spec in there.items():
         weight = name.removesuffix(SCALE_SUFFIX)
@@ -128,7 +121,7 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
             continue
         if spec.shape != expected:
             problems.append(f"{spec} has the wrong shape: config.json says {list(expected)}")
-        if spec.dtype.name == _FP8 and name + SCALE_SUFFIX not in there and _quantised(config):
+        if spec.dtype.name == QUANTIZED and name + SCALE_SUFFIX not in there and is_quantized(config):
             problems.append(f"{name + SCALE_SUFFIX} is missing: {name} is quantised")
     if problems:
         raise InvalidArgument(
@@ -156,20 +149,3 @@ def _exceptions(bridge: Bridge, found: Sequence[TensorSpec], usual: DType) -> di
         elif spec.dtype != usual or kind.endswith((SCALE_SUFFIX, *bridge.keep_in_fp32)):
             exceptions[kind] = spec.dtype
     return exceptions
-
-
-def _quantised(config: Mapping[str, Any]) -> bool:
-    quantisation = config.get("quantization_config")
-    return isinstance(quantisation, Mapping) and quantisation.get("quant_method") == "fp8"
-
-
-def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    quantisation = config.get("quantization_config")
-    size = quantisation.get("weight_block_size") if isinstance(quantisation, Mapping) else None
-    if size is None:
-        return _BLOCK
-    if not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or n < 1 for n in size):
-        raise InvalidArgument(
-            f"config.json has weight_block_size = {str(size)[:40]}, not two positive integers"
-        )
-    return size[0], size[1]

@@ -62,8 +62,8 @@ class TorchDistCheckpoint:
 
 
 @dataclass(frozen=True)
-class TorchDistFile:
-    """One ``.distcp`` file to be written.
+class FramedFile:
+    """A file with tensors to be written.
 
     Attributes:
         name: its name.
@@ -88,7 +88,7 @@ class TorchDistFiles:
             is taken for complete.
     """
 
-    files: tuple[TorchDistFile, ...]
+    files: tuple[FramedFile, ...]
     layout: Layout
     metadata_files: Mapping[str, bytes] = field(repr=False)
 
@@ -119,6 +119,11 @@ def read_torch_dist(folder: Path) -> TorchDistCheckpoint:
     return TorchDistCheckpoint(layout, entries.others, MappingProxyType(sizes))
 
 
+def iterations_in(folder: Path) -> list[str]:
+    """Names of the newest sub-folders that hold a checkpoint: training loops write one for each iteration."""
+    return sorted(path.parent.name for path in folder.glob(f"*/{METADATA_FILE}"))[-3:]
+
+
 def _read_metadata(folder: Path) -> bytes:
     try:
         with _open(folder, METADATA_FILE) as (fd, size):
@@ -127,7 +132,7 @@ def _read_metadata(folder: Path) -> bytes:
             with open(fd, "rb", closefd=False) as file:
                 return file.read(size)
     except NotFound as error:
-        inner = sorted(path.parent.name for path in folder.glob(f"*/{METADATA_FILE}"))[-3:]
+        inner = iterations_in(folder)
         if inner:
             fix = f"give the folder of one iteration, such as {', '.join(inner)}"
         else:
@@ -279,7 +284,7 @@ class _Files:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._files: list[TorchDistFile] = []
+        self._files: list[FramedFile] = []
         self._framing: list[tuple[int, bytes]] = []
         self._nbytes = 0
         self._padded: dict[bytes, bytes] = {}
@@ -300,7 +305,7 @@ class _Files:
         self._nbytes = item.offset + length + len(padding)
         return item
 
-    def done(self) -> Iterator[TorchDistFile]:
+    def done(self) -> Iterator[FramedFile]:
         if self._nbytes:
             self._close()
         yield from self._files
@@ -309,6 +314,6 @@ class _Files:
         return f"__{len(self._files)}_0.distcp"
 
     def _close(self) -> None:
-        self._files.append(TorchDistFile(self._name(), self._nbytes, tuple(self._framing)))
+        self._files.append(FramedFile(self._name(), self._nbytes, tuple(self._framing)))
         self._framing = []
         self._nbytes = 0

@@ -4,6 +4,7 @@ It is the mechanism of everything else here, a plan between two layouts, carried
 
 - `convert`: the whole of it, `convert_folder`.
 - `conversions`: which bytes of which file go where, and what is left out.
+- `checkpoint_model`: which model a checkpoint holds.
 - `checkpoint_keys`: which keys and chunks a checkpoint is given.
 - `units`: the plan as pieces of work that can be done in any order.
 - `working_folder`: what an interrupted conversion leaves, so that the next run goes on.

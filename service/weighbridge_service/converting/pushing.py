@@ -11,7 +11,7 @@ from weighbridge import safetensors_files, wire
 from weighbridge.layouts import Layout, Placement, TensorSpec
 from weighbridge.push_sources import MappedSource, StreamSource
 from weighbridge.trainer import PushHandle, TrainerClient
-from weighbridge_service.converting.conversions import (
+from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
     in_dtype_of,
     model_part,

@@ -1,0 +1,56 @@
+"""fp8 weights with one scale for each block, as DeepSeek-V3 publishes them: what is called how, and which shapes belong together.
+
+Beside a matrix in float8_e4m3fn lies ``<its name>_scale_inv`` with one factor for each block of rows and columns; a weight is the
+product of both. ``quantization_config.weight_block_size`` of config.json gives the size of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weighbridge.errors import InvalidArgument
+
+QUANTIZED = "F8_E4M3"
+"""safetensors' name of the dtype of quantised weights."""
+SCALE_SUFFIX = "_scale_inv"
+"""What the name of a tensor of scales has more than that of the weight."""
+DEFAULT_BLOCK = (128, 128)
+"""Rows and columns of a block where the config does not say."""
+
+
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether a config says that the model's weights are fp8 with scales."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
+
+
+def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale.
+
+    Raises:
+        InvalidArgument: the config says something that is no size of a block.
+    """
+    quantization = config.get("quantization_config")
+    size = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    if size is None:
+        return DEFAULT_BLOCK
+    if not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or n < 1 for n in size):
+        raise InvalidArgument(
+            f"config.json has weight_block_size = {str(size)[:40]}, not two positive integers"
+        )
+    return size[0], size[1]
+
+
+def scale_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the scales of a weight.
+
+    Raises:
+        InvalidArgument: the weight has not as many axes as a block.
+    """
+    if len(shape) != len(block):
+        raise InvalidArgument(
+            f"a tensor of shape {list(shape)} cannot have scales for blocks of {list(block)}"
+        )
+    return tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True))

@@ -1,0 +1,163 @@
+"""Which model does a torch_dist checkpoint hold: its weights, under the keys that Megatron-core gives them, and its other files?"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from weighbridge import hf_folder
+from weighbridge.dtypes import DType
+from weighbridge.errors import LayoutError, NotFound
+from weighbridge.layouts import Layout, TensorSpec
+from weighbridge_service.bridges import Bridge, bridge_for, parse_config
+from weighbridge_service.relations import WeightMap
+from weighbridge_service.weight_maps import derive_weight_map
+from weighbridge_storage.torch_dist import TorchDistCheckpoint
+from weighbridge_storage.torch_dist_metadata import CONFIG_FILE
+
+SIDE_FOLDER = "hf"
+"""Folder inside of a checkpoint in which the model's config, tokenizer and so on are kept."""
+_FIRST_KEYS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
+_PREFIXES = ("", "module.", "model.", "module.module.")
+"""What may stand before all keys: Megatron-LM, verl and slime write none, NeMo the names of its wrappers."""
+_NOT_WEIGHTS = re.compile(
+    r"^(?:chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b"
+)
+_NAMED = 20
+
+
+def model_part(checkpoint: TorchDistCheckpoint) -> tuple[Layout, dict[str, int]]:
+    """A checkpoint's weights, under the keys that Megatron-core gives them, and how much there is besides, by kind.
+
+    Raises:
+        NotFound: there are no weights of a model.
+    """
+    tensors = checkpoint.layout.tensors
+    left_out: Counter[str] = Counter()
+    for name in checkpoint.others:
+        key = name.rpartition("/")[0] or name
+        state = _NOT_WEIGHTS.match(key)
+        kind = "_extra_state" if key.endswith("._extra_state") else key
+        left_out[f"{state[1] if state else kind} (objects)"] += 1
+    weights = []
+    for name in tensors:
+        state = _NOT_WEIGHTS.match(name)
+        if state:
+            left_out[f"{state[1]} (tensors)"] += 1
+        else:
+            weights.append(name)
+    prefix = next((p for p in _PREFIXES for key in _FIRST_KEYS if p + key in tensors), "")
+    keys = {name: name.removeprefix(prefix) for name in weights}
+    if len(set(keys.values())) != len(keys):
+        twice = sorted(name for name in weights if prefix + name in tensors)
+        raise LayoutError(f"keys are there with and without {prefix!r} in front", details=twice[:_NAMED])
+    if not keys:
+        raise NotFound("the checkpoint has no weights of a model", details=sorted(left_out)[:_NAMED])
+    return Layout(
+        {key: replace(tensors[name], name=key) for name, key in keys.items()},
+        tuple(
+            p._replace(shard=p.shard._replace(tensor=keys[p.shard.tensor]))
+            for p in checkpoint.layout.placements
+            if p.shard.tensor in keys
+        ),
+    ), dict(sorted(left_out.items()))
+
+
+def side_files_of(source: Path, config: Path | None) -> dict[str, bytes]:
+    """The files of a checkpoint's model besides its weights.
+
+    Args:
+        source: the checkpoint.
+        config: where they are; None to look in the checkpoint itself.
+
+    Raises:
+        NotFound: there are none.
+    """
+    if config is not None:
+        return hf_folder.side_files(config)
+    for folder in (source / SIDE_FOLDER, source):
+        if (folder / "config.json").is_file():
+            found = hf_folder.side_files(folder)
+            return {name: data for name, data in found.items() if name != CONFIG_FILE}
+    raise NotFound(
+        f"{source} has no config.json: a checkpoint of Megatron-core does not say which model it is of",
+        fix="name a Hugging Face folder that has it, and the tokenizer, with --config",
+    )
+
+
+def in_dtype_of(tensors: Iterable[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """A model's files with a ``config.json`` that names the dtype of most of its weights: loaders go by that."""
+    counted: Counter[DType] = Counter()
+    for spec in tensors:
+        if spec.dtype.is_float:
+            counted[spec.dtype] += spec.nbytes
+    if not counted:
+        return dict(side_files)
+    config = hf_folder.with_dtype(side_files["config.json"], counted.most_common(1)[0][0])
+    return {**side_files, "config.json": config}
+
+
+def checkpoint_model(config_json: bytes, there: Layout) -> tuple[dict[str, TensorSpec], WeightMap]:
+    """The model's tensors without the optional parts that the checkpoint lacks, in its dtypes, and how they relate.
+
+    Args:
+        config_json: which model it is.
+        there: the checkpoint's weights.
+
+    Raises:
+        InvalidArgument: the config has no map.
+        LayoutError: a tensor is unknown, or has another shape than the model's; names them all.
+    """
+    parse_config(config_json)
+    absent: tuple[str, ...] = ()
+    while True:
+        bridge = bridge_for(config_json, absent)
+        tensors, relation = _in_its_dtypes(bridge, there)
+        reached = {link.target for link in relation.links}
+        # a part's copies are made of tensors that are there anyway: they do not tell
+        copied = {link.target for link in relation.copies}
+        lacking = [
+            part
+            for part, names in bridge.parts.items()
+            if part not in absent and reached.isdisjoint(names) and not copied.issuperset(names)
+        ]
+        if not lacking:
+            return tensors, relation
+        absent = tuple(sorted((*absent, *lacking)))
+
+
+def _in_its_dtypes(bridge: Bridge, there: Layout) -> tuple[dict[str, TensorSpec], WeightMap]:
+    """Hugging Face's tensors in the dtypes of the checkpoint's, and how they relate."""
+    by_dtype: dict[DType, dict[str, TensorSpec]] = {}
+    for name, spec in there.tensors.items():
+        by_dtype.setdefault(spec.dtype, {})[name] = spec
+    maps = []
+    dtypes: dict[str, DType] = {}
+    problems: list[str] = []
+    for dtype, declared in by_dtype.items():
+        alike = {name: TensorSpec(name, dtype, shape) for name, shape in bridge.hugging_face.items()}
+        made = derive_weight_map(bridge, alike, declared)
+        maps.append(made)
+        problems += [
+            f"{target}: one part of it is {dtypes[target]}, another {dtype}"
+            for target in {link.target for link in (*made.links, *made.copies)}
+            if dtypes.setdefault(target, dtype) != dtype
+        ]
+    if problems:
+        raise LayoutError(
+            f"{len(problems)} tensors have parts of different dtypes", details=problems[:_NAMED]
+        )
+    usual = max(by_dtype, key=lambda dtype: sum(spec.nbytes for spec in by_dtype[dtype].values()))
+    tensors = {
+        name: TensorSpec(name, dtypes.get(name, usual), shape) for name, shape in bridge.hugging_face.items()
+    }
+    return tensors, WeightMap(
+        there.tensors,
+        tensors,
+        tuple(link for made in maps for link in made.links),
+        tuple(padding for made in maps for padding in made.padding),
+        tuple(link for made in maps for link in made.copies),
+    )
