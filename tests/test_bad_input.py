@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -50,7 +51,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge.layouts import Layout, Shard
+from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge.resources import VersionState
 from weighbridge.slices import Boxes, FullTensors, TensorParallel
 from weighbridge.trainer import TrainerClient
@@ -560,6 +561,33 @@ def test_a_vocabulary_padded_beyond_belief_is_refused_without_eating_memory(
     before = resident_bytes()
     with pytest.raises(LayoutError, match=name):
         raw.declare(model, number, spoilt(good, name, shape=(rows, 32)), space=wire.MEGATRON)
+    assert resident_bytes() - before < 500 << 20
+    assert_never_visible(bench, model, number)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.mlp.linear_fc2.weight",
+        "decoder.layers.mlp.experts.experts.linear_fc2.weight",
+        "decoder.layers.0.mlp.experts.experts.linear_fc2.weight",
+    ],
+)
+def test_layers_and_experts_beyond_count_are_refused_by_name_and_at_once(
+    bench: Bench, raw: RawClient, model: str, name: str
+) -> None:
+    good = layout_in(bench, "megatron")
+    spec = TensorSpec(name, parse("fp32"), (1 << 34, 64, 128))
+    shards = [*(p.shard for p in good.placements), Shard(name, Box((0, 0, 0), (1, 64, 128)))]
+    bad = Layout.stream([*good.tensors.values(), spec], shards)
+    restore = pb.RestoreRequest(model=GOOD, version="latest", layout=wire.layout_to_proto(bad, wire.MEGATRON))
+    number = raw.open(model)
+    before, started = resident_bytes(), time.monotonic()
+    with pytest.raises(LayoutError, match=re.escape(name)):
+        raw.declare(model, number, bad, space=wire.MEGATRON)
+    with pytest.raises(LayoutError, match=re.escape(name)):
+        raw.call(raw.checkpoints.Restore, restore)
+    assert time.monotonic() - started < 5
     assert resident_bytes() - before < 500 << 20
     assert_never_visible(bench, model, number)
 

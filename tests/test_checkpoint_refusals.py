@@ -189,6 +189,17 @@ def test_a_folder_that_is_not_what_its_config_says_is_refused(
     refused(trainer, spoil(folders["deepseek_v3_mtp"]).write(tmp_path), *expected)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_output_layer_of_its_own_in_a_tied_model_is_refused_with_the_reason(
+    trainer: TrainerClient, tmp_path: Path, family: str
+) -> None:
+    tied = folder_of(family, tied=True)
+    both = tied.having("lm_head.weight", tied.tensors["model.embed_tokens.weight"] + 1)
+    refused(trainer, both.write(tmp_path / "both"), "lm_head.weight", "config.json ties")
+    untied = both.configured(tie_word_embeddings=False).write(tmp_path / "untied")
+    assert trainer.register_model(f"tests/{family}-untied", untied).tensor_count == len(both.tensors)
+
+
 @pytest.mark.parametrize("family", MTP_TENSORS)
 def test_layers_of_prediction_are_there_whole_or_not_at_all(
     service: RunningService,

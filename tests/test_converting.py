@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import filecmp
 import io
 import json
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,8 +35,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tests.megatron_ranks import run_ranks
-from tests.reference import MtpReference, load_with_mbridge, tiny_config, tiny_model, tiny_value_model
+from tests.reference import (
+    MtpReference,
+    load_with_mbridge,
+    make_random,
+    tiny_config,
+    tiny_model,
+    tiny_value_model,
+)
 from tests.services import running_service
+from tests.test_family_conventions import gemma3_model, llama4_model, llama4_text_model, qwen2_5_vl_model
 from tests.test_torch_dist import assemble, write
 from weighbridge import EngineClient
 from weighbridge.boxes import Box
@@ -53,10 +62,13 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.layouts import Shard, TensorSpec
+from weighbridge_service import bridges
 from weighbridge_service.converting import units, worker, workers, working_folder
 from weighbridge_service.converting.checkpoint_keys import KeyForm, LayerSpec
 from weighbridge_service.converting.conversions import ConvertOptions
 from weighbridge_service.converting.convert import convert_folder
+from weighbridge_service.converting.working_folder import WorkingFolder
+from weighbridge_service.families.dense import Llama
 from weighbridge_storage.torch_dist import lay_out_torch_dist, read_torch_dist
 
 KILLS = int(os.environ.get("WEIGHBRIDGE_CONVERT_KILLS", "3"))
@@ -71,6 +83,14 @@ FAMILIES: list[tuple[str, bool, dict[str, Any]]] = [
     ("deepseek_v3_mtp", False, {}),
     ("mimo", False, {}),
 ]
+OTHER_MODELS: dict[str, Callable[[], Any]] = {
+    "gemma3": lambda: gemma3_model(tied=True),
+    "gemma3-untied": lambda: gemma3_model(tied=False),
+    "qwen2_5_vl": lambda: qwen2_5_vl_model(tied=False),
+    "llama4": lambda: llama4_model(every=1),
+    "llama4-interleaved": lambda: llama4_text_model(every=2),
+}
+"""Models that transformers makes of more than a few fields: with images, or with experts in one tensor."""
 
 
 def weights_of(family: str, *, tied: bool, **overrides: Any) -> tuple[PretrainedConfig, dict[str, Tensor]]:
@@ -122,7 +142,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_comes_back_is_what_went(
     tmp_path: Path, family: str, tied: bool, overrides: dict[str, Any]
 ) -> None:
-    config, weights = weights_of(family, tied=tied, **overrides)
+    config, weights = weights_of(family, tied=tied, torch_dtype="bfloat16", **overrides)
     weights = {
         # Routers' biases stay as they are in published checkpoints, in float32.
         name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
@@ -147,6 +167,19 @@ def test_what_comes_back_is_what_went(
         rows = read_torch_dist(checkpoint).layout.tensors["embedding.word_embeddings.weight"].shape[0]
         assert rows == -(-config.vocab_size // 128) * 128
     assert not list(tmp_path.glob("*.converting"))
+
+
+@pytest.mark.parametrize("key", OTHER_MODELS)
+def test_models_with_images_and_stacked_experts_come_back(tmp_path: Path, key: str) -> None:
+    model = OTHER_MODELS[key]()
+    make_random(model, seed=5)
+    model.save_pretrained(tmp_path / "hf")
+    convert_folder(tmp_path / "hf", tmp_path / "checkpoint")
+    convert_folder(tmp_path / "checkpoint", tmp_path / "back")
+    same(loaded(tmp_path / "back"), loaded(tmp_path / "hf"))
+    # a conversion to the same names would pass the comparison above
+    tensors = read_torch_dist(tmp_path / "checkpoint").layout.tensors
+    assert any(name.endswith("self_attention.linear_qkv.weight") for name in tensors)
 
 
 def test_a_value_head_comes_back(tmp_path: Path) -> None:
@@ -298,6 +331,32 @@ def test_a_checkpoint_without_multi_token_prediction_gives_a_model_without_it(tm
     convert_folder(source, tmp_path / "checkpoint")
     convert_folder(tmp_path / "checkpoint", tmp_path / "back")
     same(loaded(tmp_path / "back"), plain)
+
+
+def test_code_comes_along_and_what_does_not_is_named(tmp_path: Path, llama: Path) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(llama, source)
+    (source / "modeling_mine.py").write_text("raise SystemExit('nothing here runs this')")
+    (source / "optimizer.bin").write_bytes(b"x")
+    (source / "pictures").mkdir()
+    report = convert_folder(source, tmp_path / "checkpoint")
+    assert report.left_out == {"files (optimizer.bin, pictures)": 2}
+    report = convert_folder(tmp_path / "checkpoint", tmp_path / "back")
+    assert report.left_out == {"_extra_state (objects)": report.left_out["_extra_state (objects)"]}
+    names = {path.name for path in source.iterdir()} - {"optimizer.bin", "pictures"}
+    assert {path.name for path in (tmp_path / "back").iterdir()} == names
+    assert (tmp_path / "back/modeling_mine.py").read_bytes() == (source / "modeling_mine.py").read_bytes()
+
+
+def test_the_config_of_a_folder_names_the_dtype_of_its_weights(tmp_path: Path) -> None:
+    """A trainer keeps float32 of a model that was published in bfloat16."""
+    config, weights = weights_of("llama", tied=False, torch_dtype="bfloat16")
+    convert_folder(hf_folder(tmp_path / "hf", config, weights), tmp_path / "checkpoint")
+    convert_folder(tmp_path / "checkpoint", tmp_path / "back")
+    fields = json.loads((tmp_path / "back/config.json").read_text())
+    assert fields["dtype"] == fields["torch_dtype"] == "float32"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back", torch_dtype="auto")
+    same(model.state_dict(), weights)  # to the bit: bfloat16 on the way would show
 
 
 def test_a_checkpoint_is_imported_as_a_version(tmp_path: Path) -> None:
@@ -597,6 +656,200 @@ def test_an_interrupted_conversion_goes_on_only_if_nothing_has_changed(
     with pytest.raises(AlreadyExists, match="another process"):
         convert_folder(source, tmp_path / "held")
     held.close()
+
+
+@dataclass(frozen=True)
+class HalfDone:
+    """A whole checkpoint of the llama, and what a run that was stopped half-way has left of one."""
+
+    whole: Path
+    left: Path
+
+    def leave(self, target: Path) -> Path:
+        """Leave it for a target, as if the run had been one to there."""
+        shutil.copytree(self.left, target.with_name(f"{target.name}.converting"))
+        return target
+
+
+@pytest.fixture(scope="module")
+def half_done(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> HalfDone:
+    def stop(done: int, total: int) -> None:
+        if done >= total / 2 and threading.current_thread() is not threading.main_thread():
+            raise KeyboardInterrupt
+
+    folder = tmp_path_factory.mktemp("half-done")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(units, "UNIT_BYTES", SMALL_UNITS)
+        convert_folder(llama, folder / "whole")
+        with pytest.raises(KeyboardInterrupt):
+            convert_folder(llama, folder / "half", on_progress=stop, workers=1)
+    left = folder / "half.converting"
+    assert len((left / "journal").read_text().splitlines()) > 2
+    return HalfDone(folder / "whole", left)
+
+
+SMALL_UNITS = 100_000
+DEATHS: dict[str, tuple[Any, str, str]] = {
+    # what the next run finds: where the restarting one died, and on which side of it
+    "everything": (Path, "unlink", "before"),
+    "no journal": (working_folder, "_sync_folder", "before"),
+    "no files": (shutil, "rmtree", "behind"),
+    "room": (WorkingFolder, "_check_room", "behind"),
+    "new files": (WorkingFolder, "_write", "behind"),
+    "a new journal of another name": (Path, "replace", "before"),
+    "a new journal": (WorkingFolder, "_write_journal", "behind"),
+}
+
+
+@pytest.mark.parametrize(
+    ("death", "options"),
+    [
+        *((death, ConvertOptions()) for death in DEATHS),
+        ("new files", ConvertOptions(spec="local")),
+        ("a new journal", ConvertOptions(spec="local")),
+    ],
+)
+def test_a_restart_that_dies_at_once_leaves_nothing_that_passes_for_done(
+    tmp_path: Path,
+    llama: Path,
+    half_done: HalfDone,
+    monkeypatch: pytest.MonkeyPatch,
+    death: str,
+    options: ConvertOptions,
+) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", SMALL_UNITS)
+    target = half_done.leave(tmp_path / "new")
+    owner, name, side = DEATHS[death]
+    really = getattr(owner, name)
+
+    def die(*args: Any, **settings: Any) -> None:
+        if side == "behind":
+            really(*args, **settings)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, die)
+        with pytest.raises(KeyboardInterrupt):
+            convert_folder(llama, target, options, restart=True)
+    assert not target.exists()
+
+    refusal = None
+    try:
+        convert_folder(llama, target)
+    except FailedPrecondition as error:
+        refusal = error
+    if refusal is not None:  # what was begun anew is another conversion
+        assert options != ConvertOptions()
+        assert "--restart" in refusal.fix
+        assert not target.exists()
+        convert_folder(llama, target, restart=True)
+    _identical(target, half_done.whole)
+
+
+def test_a_conversion_by_other_rules_does_not_go_on_with_what_was_begun(
+    tmp_path: Path, llama: Path, half_done: HalfDone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer release may put the same tensors together in another way."""
+    monkeypatch.setattr(units, "UNIT_BYTES", SMALL_UNITS)
+    target = half_done.leave(tmp_path / "new")
+    really = Llama.rules
+
+    def up_before_gate(family: Llama) -> list[Any]:
+        return [
+            replace(rule, hugging_face=rule.hugging_face[::-1])
+            if rule.megatron.endswith(".mlp.linear_fc1.weight")
+            else rule
+            for rule in really(family)
+        ]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Llama, "rules", up_before_gate)
+        bridges._cached_bridge.cache_clear()
+        try:
+            with pytest.raises(FailedPrecondition, match="left of a conversion of another") as caught:
+                convert_folder(llama, target)
+        finally:
+            bridges._cached_bridge.cache_clear()
+    assert "--restart" in caught.value.fix
+    # or that would prove nothing
+    assert convert_folder(llama, target).resumed_bytes
+    _identical(target, half_done.whole)
+
+
+@pytest.mark.xfail(reason="the operating system's error comes out as it is", raises=OSError)
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_a_target_that_appears_meanwhile_is_not_overwritten(tmp_path: Path, llama: Path, what: str) -> None:
+    target = tmp_path / "new"
+    mine = target / "mine" if what == "folder" else target
+
+    def on_progress(done: int, total: int) -> None:
+        if not target.exists():
+            mine.parent.mkdir(exist_ok=True)
+            mine.write_text("mine")
+
+    for _ in range(2):  # while it is converted, and when that is gone on with
+        with pytest.raises(AlreadyExists, match="exists"):
+            convert_folder(llama, target, on_progress=on_progress)
+        assert mine.read_text() == "mine"
+        assert [path.name for path in mine.parent.iterdir() if not path.name.endswith(".converting")] == (
+            ["mine"] if what == "folder" else ["new"]
+        )
+    shutil.rmtree(target) if what == "folder" else target.unlink()
+    convert_folder(llama, target)
+    convert_folder(target, tmp_path / "back")
+    same(loaded(tmp_path / "back"), loaded(llama))
+
+
+def test_the_current_folder_may_be_the_target(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    convert_folder(llama, Path("."))
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    monkeypatch.chdir(tmp_path)  # the folder of before has made room for another
+    with pytest.raises(AlreadyExists):
+        convert_folder(llama, Path("here"))
+    with pytest.raises(InvalidArgument, match="cannot be made anew"):
+        convert_folder(llama, Path("/"))
+    convert_folder(Path("here"), Path("back"))
+    same(loaded(tmp_path / "back"), loaded(llama))
+
+
+def test_of_two_conversions_to_one_target_one_is_refused(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, second_waits, found = tmp_path / "new", threading.Event(), list[WeighbridgeError]()
+    really = fcntl.flock
+
+    def flock(lock: int, operation: int) -> None:
+        try:
+            really(lock, operation)
+        except BlockingIOError:
+            second_waits.set()
+            raise
+
+    def second() -> None:
+        try:
+            convert_folder(llama, target)
+        except WeighbridgeError as error:
+            found.append(error)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    other = threading.Thread(target=second)
+
+    def on_progress(done: int, total: int) -> None:
+        # planned, and holding the lock
+        if not second_waits.is_set():
+            other.start()
+            assert second_waits.wait(30)
+
+    convert_folder(llama, target, on_progress=on_progress, workers=1)
+    other.join(30)
+    assert [type(error) for error in found] == [AlreadyExists]
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    convert_folder(target, tmp_path / "back")
+    same(loaded(tmp_path / "back"), loaded(llama))
 
 
 def test_a_source_that_changes_meanwhile_is_noticed(tmp_path: Path, llama: Path) -> None:

@@ -33,6 +33,8 @@ from weighbridge.demo.megatron_cpu import Parallel
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound, WeighbridgeError
 from weighbridge.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge_storage.torch_dist import TorchDistFiles, lay_out_torch_dist, read_torch_dist
+from weighbridge_storage.torch_dist_metadata import read_entries
+from weighbridge_storage.torch_dist_pickles import allow, read_pickle
 
 CONFIG = {
     "vocab_size": 64,
@@ -489,6 +491,81 @@ def test_a_hostile_pickle_costs_nothing(tmp_path: Path, hostile: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(hostile)
     with pytest.raises(DataLoss):
         read_torch_dist(tmp_path)
+
+
+def described(path: Path, entries: dict[str, Any], stored: dict[Any, Any]) -> Path:
+    """A folder with nothing but this description."""
+    path.mkdir()
+    (path / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=stored)))
+    return path
+
+
+def tensor_of(shape: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
+    return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), chunks)
+
+
+def chunk(begin: int, size: int) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([begin]), torch.Size([size]))
+
+
+def test_a_list_of_chunks_that_many_tensors_refer_to_is_refused(tmp_path: Path) -> None:
+    """A few kilobytes could stand for millions of chunks: those without elements need no storage."""
+    nothing = [chunk(0, 0) for _ in range(1000)]
+    many = {f"w{number}": tensor_of((4,), nothing) for number in range(1000)}
+    folder = described(tmp_path / "lists", many, {})
+    assert (folder / ".metadata").stat().st_size < 200_000
+    with pytest.raises(DataLoss, match="lists more chunks than can be in its"):
+        read_torch_dist(folder)
+    # likewise where it is the whole entry that they share
+    with pytest.raises(DataLoss, match="lists more chunks than can be in its"):
+        read_torch_dist(described(tmp_path / "entries", dict.fromkeys(map(str, range(1000)), many["w0"]), {}))
+
+
+def test_tensors_of_one_shape_may_share_their_chunks(tmp_path: Path) -> None:
+    whole = [chunk(0, 3), chunk(3, 2)]
+    names = [f"w{number}" for number in range(50)]
+    saved = tmp_path / "saved"
+    dcp.save({name: torch.arange(5.0) for name in names}, checkpoint_id=saved, no_dist=True)
+    there = read_torch_dist(saved).layout.placements
+    assert len(there) == 50
+    stored = {
+        MetadataIndex(name, torch.Size([begin])): _StorageInfo("__0_0.distcp", 0, 1)
+        for name in names
+        for begin in (0, 3)
+    }
+    found = read_entries(
+        pickle.dumps(Metadata({name: tensor_of((5,), whole) for name in names}, storage_data=stored))
+    )
+    assert [shard.box for shard, _ in found.chunks] == [Box((0,), (3,)), Box((3,), (2,))] * 50
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        lambda n: (
+            n << 61
+        ),  # Python's integers have a hash of 61 bits: these all have that of 0 or of another few
+        lambda n: n * ((1 << 61) - 1),
+        lambda n: -n * ((1 << 61) - 1),
+        lambda n: (n * ((1 << 61) - 1), "w"),
+        lambda n: (1 << 50) + n,
+    ],
+)
+def test_integers_that_could_share_one_hash_are_no_keys(tmp_path: Path, key: Any) -> None:
+    for content in (
+        {key(n): n for n in range(1, 500)},
+        {key(n) for n in range(1, 500)},
+        Metadata({}, storage_data={key(n): n for n in range(1, 500)}),
+    ):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+        with pytest.raises(DataLoss, match=r"a key that is a (int|tuple)"):
+            read_torch_dist(tmp_path)
+
+
+def test_keys_of_up_to_fifty_bits_are_read() -> None:
+    keys = [0, 1, -5, (1 << 50) - 1, 1 - (1 << 50), "w", ("w", 1 << 49)]
+    data = pickle.dumps(dict.fromkeys(keys, 7))
+    assert read_pickle(data, allow(), "x") == dict.fromkeys(keys, 7)
 
 
 def test_shards_that_make_no_checkpoint_are_refused() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -97,6 +101,62 @@ def test_a_trainer_with_unknown_misshapen_or_miscast_tensors_is_told_of_each() -
     assert f"{fc2} F32" in text
     assert "wrong shape" in text
     assert "optimizer.state.exp_avg.x" in text
+
+
+@contextmanager
+def at_most(calls: int) -> Iterator[None]:
+    """Fail after so many calls of functions: what has no end is not waited for."""
+    left = calls
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        left -= event == "call"
+        if left < 0:
+            sys.setprofile(None)
+            raise AssertionError(f"more than {calls} calls")
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+MANY = 1 << 34
+UNENDING = pytest.mark.xfail(reason="layers without an axis of experts are counted to the end")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("decoder.layers.mlp.linear_fc2.weight", (MANY, 64, 128)),
+        ("decoder.layers.self_attention.linear_proj.weight", (MANY,)),
+        ("decoder.layers.input_layernorm.weight", (MANY, 0)),
+        ("decoder.layers.nothing.weight", (MANY, 64, 128)),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (MANY, 64, 128)),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (4, MANY, 64, 128)),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (MANY, MANY, 64, 128)),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (MANY, 0)),
+        ("decoder.layers.mlp.experts.experts.linear_fc1.weight_w", (4, MANY, 64, 128)),
+        ("decoder.layers.1.mlp.experts.experts.linear_fc2.weight", (MANY, 64, 128)),
+        ("decoder.layers.1.mlp.experts.experts.nothing.weight", (MANY, 64, 128)),
+        ("mtp.layers.transformer_layer.mlp.experts.experts.linear_fc1.weight", (MANY, MANY, 96, 64)),
+        pytest.param("decoder.layers.mlp.experts.experts.linear_fc2.weight", (MANY,), marks=UNENDING),
+        pytest.param("decoder.layers.mlp.experts.experts.nothing.weight", (MANY, 0, 128), marks=UNENDING),
+    ],
+)
+def test_layers_and_experts_beyond_count_are_refused_by_name_without_counting_them(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    bridge = _bridge(tiny_config("mixtral", tied=False))
+    specs = {
+        spec.name: spec
+        for spec in (TensorSpec("decoder.final_layernorm.weight", F32, (64,)), TensorSpec(name, F32, shape))
+    }
+    tensors = ModelTensors(F32).specs(bridge)
+    with at_most(20_000), pytest.raises(LayoutError) as caught:
+        derive_weight_map(bridge, tensors, specs)
+    assert caught.value.details == (f"{specs[name]} is no tensor of this mixtral model",)
 
 
 def test_tracing_follows_permuted_stacked_and_split_axes() -> None:
