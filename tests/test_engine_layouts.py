@@ -23,8 +23,9 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from torch import Tensor
 
-from tests.reference import tiny_config, tiny_model
+from tests.reference import tiny_config, tiny_model, tiny_value_model
 from tests.services import RunningService, running_service
+from tests.test_family_conventions import gemma3_model, llama4_model, qwen2_5_vl_model
 from weighbridge import (
     Boxes,
     EngineClient,
@@ -42,6 +43,7 @@ from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.safetensors_files import lay_out_files
 from weighbridge.slices import LayoutRequest
 from weighbridge.v1 import weight_service_pb2
+from weighbridge_service.bridges import Bridge, bridge_for
 from weighbridge_service.casting import Casting
 from weighbridge_service.engine_layouts import EngineLayouts, padding_of
 from weighbridge_service.planning import make_plan
@@ -52,37 +54,15 @@ MODEL = "tests/engine"
 DTYPES = ["fp32", "fp16", "bf16", "fp64"]
 
 
-class MetaBridge:
-    """What an engine's layout needs to know of a model, as transformers says it."""
-
-    def __init__(self, config: Any) -> None:
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        self.model_type = config.model_type
-        self.num_layers = config.num_hidden_layers
-        self.vocab_size = config.vocab_size
-        self.heads = (config.num_attention_heads, config.num_key_value_heads)
-        self.patterns = {**model.tp_plan, **(type(model)._tp_plan or {})}
-        self.names: list[str] = list(model.state_dict())
-
-    def parallel_plan(self) -> Mapping[str, str]:
-        return {
-            name: style
-            for pattern, style in self.patterns.items()
-            for name in self.names
-            if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name.rpartition(".")[0])
-        }
-
-    def head_counts(self) -> tuple[int, int]:
-        return self.heads
+def real_bridge(config: Any) -> Bridge:
+    return bridge_for(config.to_json_string(use_diff=False).encode())
 
 
 class PlainBridge:
     """A model without a plan."""
 
     model_type = "plain"
+    megatron: Mapping[str, Any] = {}
 
     def __init__(self, num_layers: int = 2, vocab_size: int = 64, heads: tuple[int, int] = (8, 8)) -> None:
         self.num_layers = num_layers
@@ -245,7 +225,7 @@ def by_hand(
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_key_value_heads_are_on_every_rank_that_needs_them(kv_heads: int, size: int) -> None:
     config = tiny_config("qwen3", tied=False, num_key_value_heads=kv_heads)
-    source = Source(MetaBridge(config), weights_of(config))
+    source = Source(real_bridge(config), weights_of(config))
     for rank in range(size):
         same(source.rank(size, rank), by_hand(source.state, kv_heads, size, rank))
 
@@ -257,7 +237,7 @@ def test_key_value_heads_are_on_every_rank_that_needs_them(kv_heads: int, size: 
 )
 def test_experts_are_spread_in_blocks_and_cut_inside(family: str, size: int, ep: int, etp: int) -> None:
     config = moe_config(family)
-    source = Source(MetaBridge(config), weights_of(config))
+    source = Source(real_bridge(config), weights_of(config))
     held: dict[str, int] = {}
     for rank in range(max(size, ep * etp)):
         tp_rank, ep_rank, etp_rank = rank % size, rank // etp % ep, rank % etp
@@ -274,7 +254,7 @@ def test_experts_are_spread_in_blocks_and_cut_inside(family: str, size: int, ep:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_experts_that_are_not_spread_are_cut_like_everything_else(family: str, size: int) -> None:
     config = moe_config(family)
-    source = Source(MetaBridge(config), weights_of(config))
+    source = Source(real_bridge(config), weights_of(config))
     for rank in range(size):
         same(source.rank(size, rank), by_hand(source.state, 4, size, rank))
 
@@ -286,7 +266,7 @@ def test_latent_attention_and_shared_experts_are_cut_as_engines_do(
 ) -> None:
     """transformers' plan says nothing of latent attention."""
     config = moe_config("deepseek_v3", q_lora_rank=q_lora_rank)
-    source = Source(MetaBridge(config), weights_of(config))
+    source = Source(real_bridge(config), weights_of(config))
     for rank in range(size):
         found = source.rank(size, rank, experts=ExpertParallel(8, rank))
         same(found, by_hand(source.state, 8, size, rank, (8, rank, 1, 0)))
@@ -307,7 +287,7 @@ def test_stacked_experts_are_spread_and_cut_between_gate_and_up(tmp_path: Path, 
     source = Source(PlainBridge(), {prefix + "gate_up_proj": fused, prefix + "down_proj": down})
     for ep_rank in range(ep):
         for rank in range(etp):
-            request = TensorParallel(2, 1, experts=ExpertParallel(ep, ep_rank, etp, rank))
+            request = TensorParallel(etp, rank, experts=ExpertParallel(ep, ep_rank, etp, rank))
             gate, up = (half.chunk(etp, dim=2)[rank].chunk(ep)[ep_rank] for half in fused.chunk(2, dim=2))
             slices = source.slices(request)
             expected = [gate, up] if etp > 1 else [torch.cat([gate, up], dim=2)]
@@ -371,7 +351,7 @@ def test_scales_of_fp8_weights_are_cut_in_blocks() -> None:
 def test_value_heads_routers_and_what_the_plan_does_not_know_come_whole() -> None:
     config = moe_config("qwen2_moe", tie_word_embeddings=True)
     state = weights_of(config) | {"score.weight": torch.randn(4, 32), "model.more.weight": torch.randn(8, 8)}
-    source = Source(MetaBridge(config), state)
+    source = Source(real_bridge(config), state)
     for rank in range(4):
         found = source.rank(4, rank)
         for name in ("score.weight", "model.more.weight", "model.norm.weight", "model.embed_tokens.weight"):
@@ -383,36 +363,33 @@ def test_value_heads_routers_and_what_the_plan_does_not_know_come_whole() -> Non
 # -- stages --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("cuts", [[0, 4], [0, 2, 4], [0, 1, 2, 3, 4], [0, 3, 4]])
-def test_the_stages_of_a_pipeline_hold_every_tensor_once(tied: bool, cuts: list[int]) -> None:
-    config = tiny_config("qwen2", tied=tied)
-    state = weights_of(config)
-    state |= {
-        "model.layers.4.embed_tokens.weight": torch.randn(128, 64),
-        "model.layers.4.self_attn.q_proj.weight": torch.randn(64, 64),
-        "model.mtp_layers.0.input_proj.weight": torch.randn(64, 128),
-        "model.mtp_layers.0.self_attn.q_proj.weight": torch.randn(64, 64),
-        "visual.blocks.0.attn.qkv.weight": torch.randn(8, 8),
-        "model.vision_tower.vision_model.encoder.layers.3.mlp.fc1.weight": torch.randn(8, 8),
-        "vision_model.model.layers.3.self_attn.q_proj.weight": torch.randn(8, 8),
-    }
-    source = Source(MetaBridge(config), state)
-    stages = [source.rank(2, 1, layers=(a, b)) for a, b in itertools.pairwise(cuts)]
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [("qwen2", False), ("qwen2", True), ("deepseek_v3_mtp", False), ("mimo", False), ("qwen2_5_vl", True)],
+)
+def test_the_stages_of_a_pipeline_hold_every_tensor_once(family: str, tied: bool, cuts: list[int]) -> None:
+    config = qwen2_5_vl_model(tied).config if family == "qwen2_5_vl" else tiny_config(family, tied=tied)
+    bridge = real_bridge(config)
+    generator = torch.Generator().manual_seed(3)
+    state = {name: torch.randn(shape, generator=generator) for name, shape in bridge.hugging_face.items()}
+    source = Source(bridge, state)
+    cuts = [cut * bridge.num_layers // 4 for cut in cuts]
+    pairs = [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
+    stages = [source.rank(2, 1, layers=pair) for pair in pairs]
     whole = source.rank(2, 1)
     assert whole.keys() == state.keys()
-    assert torch.equal(
-        whole["model.mtp_layers.0.self_attn.q_proj.weight"],
-        state["model.mtp_layers.0.self_attn.q_proj.weight"][32:],
-    )
+    last = len(stages) - 1
     for name, tensor in whole.items():
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer and int(layer[1]) < 4:
-            where = [i for i in range(len(stages)) if cuts[i] <= int(layer[1]) < cuts[i + 1]]
-        elif layer or "mtp" in name or name.startswith(("model.norm", "lm_head")):
-            where = [len(stages) - 1]
-        elif name == "model.embed_tokens.weight" and tied:
-            where = sorted({0, len(stages) - 1})
+        layer = re.match(r"model\.(language_model\.)?layers\.(\d+)\.", name)
+        if layer and int(layer[2]) < bridge.num_layers:
+            where = [i for i, (a, b) in enumerate(pairs) if a <= int(layer[2]) < b]
+        elif (
+            layer or "mtp" in name or name.startswith(("model.norm", "model.language_model.norm", "lm_head"))
+        ):
+            where = [last]
+        elif name.endswith("embed_tokens.weight") and tied:
+            where = sorted({0, last})
         else:
             where = [0]
         assert [i for i, stage in enumerate(stages) if name in stage] == where, name
@@ -420,17 +397,40 @@ def test_the_stages_of_a_pipeline_hold_every_tensor_once(tied: bool, cuts: list[
 
 
 def test_the_output_head_of_a_value_model_is_on_the_last_stage_and_its_embedding_only_on_the_first() -> None:
-    state = {
-        "language_model.model.embed_tokens.weight": torch.randn(8, 4),
-        "language_model.model.layers.0.x.weight": torch.randn(4),
-        "language_model.model.layers.1.x.weight": torch.randn(4),
-        "language_model.model.norm.weight": torch.randn(4),
-        "score.weight": torch.randn(1, 4),
-    }
-    source = Source(PlainBridge(), state)
-    names = list(state)
-    assert list(source.rank(1, 0, layers=(0, 1))) == names[:2]
-    assert list(source.rank(1, 0, layers=(1, 2))) == names[2:]
+    model = tiny_value_model(tiny_config("qwen2", tied=True), seed=3)
+    config = {**model.config.to_dict(), "architectures": ["Qwen2ForTokenClassification"]}
+    source = Source(bridge_for(json.dumps(config).encode()), dict(model.state_dict()))
+    first, last = (source.rank(1, 0, layers=layers) for layers in ((0, 2), (2, 4)))
+    assert "model.embed_tokens.weight" in first.keys() - last.keys()
+    assert {"model.norm.weight", "score.weight", "score.bias"} <= last.keys() - first.keys()
+
+
+@pytest.mark.parametrize("make", [gemma3_model, qwen2_5_vl_model, partial(llama4_model, 1)])
+def test_the_language_model_of_one_with_images_is_cut_and_its_vision_tower_is_not(make: Any) -> None:
+    bridge = real_bridge(make(tied=False).config)
+    generator = torch.Generator().manual_seed(3)
+    state = {name: torch.randn(shape, generator=generator) for name, shape in bridge.hugging_face.items()}
+    source = Source(bridge, state)
+    for rank in range(2):
+        found = source.rank(2, rank)
+        for name, tensor in state.items():
+            axis = None
+            if "vision" not in name and not name.startswith("visual."):
+                if re.search(r"\.(q|k|v|gate|up)_proj\.(weight|bias)$", name):
+                    axis = 0
+                elif re.search(r"\.(o|down)_proj\.weight$", name):
+                    axis = 1
+            if axis is not None:
+                assert torch.equal(found[name], tensor.chunk(2, dim=axis)[rank]), name
+            elif "norm" in name or "vision" in name or name.startswith("visual."):
+                assert torch.equal(found[name], tensor), name
+
+
+def test_a_family_whose_plan_cuts_nothing_is_refused_instead_of_giving_every_rank_everything() -> None:
+    source = Source(PlainBridge(), {"transformer.h.0.attn.q.weight": torch.randn(8, 8)})
+    assert source.rank(1, 0).keys() == {"transformer.h.0.attn.q.weight"}
+    with pytest.raises(InvalidArgument, match=r"nothing of a plain model (.|\n)* parallel_plan"):
+        source.rank(2, 0)
 
 
 # -- vocabulary ----------------------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def test_a_padded_vocabulary_is_zero_where_there_are_no_words(
     tied: bool, vocabulary: int, multiple: int, size: int
 ) -> None:
     config = tiny_config("llama", tied=tied, vocab_size=vocabulary)
-    source = Source(MetaBridge(config), weights_of(config))
+    source = Source(real_bridge(config), weights_of(config))
     padded = math.ceil(vocabulary / multiple) * multiple
     if padded % size:
         with pytest.raises(InvalidArgument, match=r"embed_tokens\.weight.*cut into 8"):
@@ -464,7 +464,7 @@ def test_a_padded_vocabulary_is_zero_where_there_are_no_words(
 
 def test_a_vocabulary_that_does_not_divide_is_refused_with_what_to_do() -> None:
     config = tiny_config("llama", tied=False, vocab_size=130)
-    source = Source(MetaBridge(config), weights_of(config))
+    source = Source(real_bridge(config), weights_of(config))
     with pytest.raises(InvalidArgument, match=r"lm_head\.weight[\s\S]*vocab_multiple"):
         source.rank(4, 0)
 
@@ -547,7 +547,7 @@ BAD: dict[str, tuple[TensorParallel, str]] = {
 @pytest.fixture(scope="module")
 def mixtral() -> Source:
     config = moe_config("mixtral")
-    return Source(MetaBridge(config), weights_of(config))
+    return Source(real_bridge(config), weights_of(config))
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -560,7 +560,7 @@ def test_a_request_that_does_not_fit_is_refused(mixtral: Source, what: str) -> N
 def test_a_model_without_experts_cannot_spread_them() -> None:
     config = tiny_config("llama", tied=True)
     with pytest.raises(InvalidArgument, match="no experts"):
-        Source(MetaBridge(config), weights_of(config)).rank(2, 0, experts=ExpertParallel(2, 0))
+        Source(real_bridge(config), weights_of(config)).rank(2, 0, experts=ExpertParallel(2, 0))
 
 
 @pytest.mark.parametrize(

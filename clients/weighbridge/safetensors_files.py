@@ -222,17 +222,9 @@ def map_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
     return {name: map_file(folder / name) for name in names}
 
 
-def specs_in(folder: Path) -> list[TensorSpec]:
-    """The tensors in the safetensors files of a folder, by their headers; none if it has no such file.
-
-    Raises:
-        NotFound: no such folder, or a file that the index names is missing.
-        DataLoss: a file or the index is damaged.
-    """
-    if folder.is_dir() and not (folder / INDEX_FILE).exists() and not any(folder.glob("*.safetensors")):
-        return []
-    files = layout_of_files({name: data.data for name, data in map_folder(folder).items()})
-    return list(files.layout.tensors.values())
+def has_weights(folder: Path) -> bool:
+    """Whether there are safetensors files in a folder, or should be."""
+    return (folder / INDEX_FILE).exists() or any(folder.glob("*.safetensors"))
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:

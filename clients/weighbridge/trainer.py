@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from weighbridge import dtypes, hf_folder, pieces, rpc, safetensors_files, wire
 from weighbridge.client import Client
-from weighbridge.dequantizing import Dequantized
 from weighbridge.errors import (
     AlreadyExists,
     DataLoss,
@@ -24,8 +23,9 @@ from weighbridge.errors import (
     Unavailable,
     WeighbridgeError,
 )
-from weighbridge.layouts import Layout
-from weighbridge.push_sources import MappedSource, OpenSource, StagingPool, StreamSource
+from weighbridge.folder_weights import FolderWeights
+from weighbridge.layouts import Layout, TensorSpec
+from weighbridge.push_sources import OpenSource, StagingPool, StreamSource
 from weighbridge.resources import Model, Version, VersionState
 from weighbridge.tensor_stream import StreamWriter
 from weighbridge.v1 import checkpoint_service_pb2 as pb
@@ -191,7 +191,10 @@ class TrainerClient(Client):
         """
         folder = Path(hf_dir)
         files = hf_folder.side_files(folder)
-        return self.register_files(model, files, dtype, safetensors_files.specs_in(folder))
+        tensors: Iterable[TensorSpec] = ()
+        if safetensors_files.has_weights(folder):
+            tensors = FolderWeights.read(folder, files["config.json"]).layout.tensors.values()
+        return self.register_files(model, files, dtype, tensors)
 
     def push(
         self,
@@ -252,22 +255,14 @@ class TrainerClient(Client):
             As `register_model` and `push_folder` do, and:
             InvalidArgument: ``dequantize`` is given, and there is nothing to dequantise or a scale is missing.
         """
-        if not dequantize:
-            self.register_model(model, hf_dir)
-            return self.push_folder(model, hf_dir, step=step, run=run)
-        dtype = dtypes.parse(dequantize)
-        if not dtype.is_float:
+        dtype = dtypes.parse(dequantize) if dequantize else None
+        if dtype is not None and not dtype.is_float:
             raise InvalidArgument(f"fp8 weights cannot become {dtype}", fix="use bf16, fp16 or fp32")
-        side_files = hf_folder.side_files(Path(hf_dir))
-        buffers = safetensors_files.map_folder(Path(hf_dir))
-        files = safetensors_files.layout_of_files({name: data.data for name, data in buffers.items()})
-        weights = Dequantized(files.layout, buffers, side_files["config.json"], dtype)
-        side_files["config.json"] = weights.config_json
-        self.register_files(model, side_files, "", weights.layout.tensors.values())
-        return self.push_shards(
-            model, weights.layout, wire.HUGGING_FACE, weights.open_source, step=step, rank=0, world_size=1, run=run,
-            request_id=str(uuid.uuid4()),
-        )  # fmt: skip
+        files = hf_folder.side_files(Path(hf_dir))
+        weights = FolderWeights.read(Path(hf_dir), files["config.json"], dequantize=dtype)
+        files["config.json"] = weights.config_json
+        self.register_files(model, files, "", weights.layout.tensors.values())
+        return self._push_weights(model, weights, step, run, str(uuid.uuid4()))
 
     def push_folder(
         self,
@@ -292,17 +287,16 @@ class TrainerClient(Client):
             LayoutError: the folder's tensors are not those of the model.
             DataLoss: a file is damaged.
         """
-        buffers = safetensors_files.map_folder(Path(hf_dir))
-        files = safetensors_files.layout_of_files({name: data.data for name, data in buffers.items()})
-        layout = Layout.stream(files.layout.tensors.values(), [p.shard for p in files.layout.placements])
-        placements = files.layout.placements
+        config = Path(hf_dir) / "config.json"
+        weights = FolderWeights.read(Path(hf_dir), config.read_bytes() if config.is_file() else b"{}")
+        return self._push_weights(model, weights, step, run, request_id or str(uuid.uuid4()))
 
-        def mapped(indexes: Sequence[int], stream: Layout) -> StreamSource:
-            return MappedSource(stream, [placements[i] for i in indexes], buffers)
-
+    def _push_weights(
+        self, model: str, weights: FolderWeights, step: int, run: str | None, request_id: str
+    ) -> PushHandle:
         return self.push_shards(
-            model, layout, wire.HUGGING_FACE, mapped, step=step, rank=0, world_size=1, run=run,
-            request_id=request_id or str(uuid.uuid4()),
+            model, weights.layout, wire.HUGGING_FACE, weights.open_source, step=step, rank=0, world_size=1, run=run,
+            request_id=request_id,
         )  # fmt: skip
 
     def push_shards(

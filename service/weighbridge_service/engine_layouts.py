@@ -14,6 +14,7 @@ from weighbridge.errors import InvalidArgument, NotFound
 from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
 from weighbridge_service.bridges import Bridge, kind_of
+from weighbridge_service.megatron_layouts import BEHIND_THE_LAYERS, place_of
 
 MAX_BOXES = 1_000_000
 """Most boxes in one request."""
@@ -53,12 +54,7 @@ _STYLES = {
 _LATENT_KIND = " (latent)"
 
 _DECODER = r"(?:model\.|language_model\.)*"
-_LAYER = re.compile(_DECODER + r"layers\.(\d+)\.")
 _PREDICTING = re.compile("^" + _DECODER + r"mtp([_.]layers\.\d+)?\.")
-_BEHIND_THE_LAYERS = re.compile(_DECODER + r"(norm|lm_head|score|v_head|value_head|reward_head)\.")
-_OUTPUT = re.compile(_DECODER + r"(lm_head|score)\.")
-_EMBEDDING = re.compile(_DECODER + r"embed_tokens\.")
-_VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head|shared_head\.head)\.(weight|bias)")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..+")
 _STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
@@ -140,6 +136,7 @@ class _Facts:
     """What the cuts need to know of a model.
 
     Attributes:
+        model_type: of its config.
         tensors: by name.
         plan: its own parallel plan.
         heads: attention heads.
@@ -152,10 +149,13 @@ class _Facts:
         stacked: the tensors that hold all experts of a layer.
         kinds: of which kind each tensor is; those of one kind and shape are cut alike.
         latent: where attention is multi-head latent attention, as the names of its modules.
-        tied: whether the embedding is the output layer too.
         block: rows and columns of an fp8 weight that share a scale.
+        places: the decoder layer of each tensor, or its place before or behind the layers.
+        vocabulary: tensors whose first axis is the vocabulary.
+        output_too: tensors that are before the layers and behind them: an embedding that is the output layer too.
     """
 
+    model_type: str
     tensors: Mapping[str, TensorSpec]
     plan: Mapping[str, str]
     heads: int
@@ -168,8 +168,10 @@ class _Facts:
     stacked: frozenset[str]
     kinds: Mapping[str, str]
     latent: frozenset[str]
-    tied: bool
     block: tuple[int, int]
+    places: Mapping[str, int]
+    vocabulary: frozenset[str]
+    output_too: frozenset[str]
 
 
 def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, int]) -> _Facts:
@@ -186,6 +188,7 @@ def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, 
     heads, kv_heads = bridge.head_counts()
     latent = {name.rpartition(".kv_b_proj.")[0] for _, name in common if ".self_attn.kv_b_proj." in name}
     return _Facts(
+        bridge.model_type,
         tensors,
         bridge.parallel_plan(),
         heads,
@@ -198,9 +201,29 @@ def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, 
         frozenset(name for _, name in common if _STACKED.fullmatch(name)),
         {name: kind_of(name) + _LATENT_KIND * (_attention(name) in latent) for name in tensors},
         frozenset(latent),
-        tied=not any(_OUTPUT.match(name) for _, name in common),
-        block=block,
+        block,
+        *_places(bridge),
     )
+
+
+def _places(bridge: Bridge) -> tuple[dict[str, int], frozenset[str], frozenset[str]]:
+    """Where Hugging Face's tensors belong, which are of the vocabulary, and which the last stage has as well."""
+    places: dict[str, int] = {}
+    vocabulary: set[str] = set()
+    embedding: set[str] = set()
+    untied = False
+    for name, entry in bridge.megatron.items():
+        place = place_of(name)
+        for target in entry.targets:
+            places[target.name] = place
+        # what a model has a second time is for its layers that predict further tokens
+        places |= dict.fromkeys(entry.rule.copies, BEHIND_THE_LAYERS)
+        if entry.rule.vocabulary:
+            vocabulary |= {*(target.name for target in entry.targets), *entry.rule.copies}
+        if name.endswith("word_embeddings.weight"):
+            embedding |= {target.name for target in entry.targets}
+        untied = untied or name.endswith("output_layer.weight")
+    return places, frozenset(vocabulary), frozenset(() if untied else embedding)
 
 
 def _rank(facts: _Facts, request: TensorParallel) -> Iterator[tuple[TensorSpec, Box]]:
@@ -213,6 +236,7 @@ def _rank(facts: _Facts, request: TensorParallel) -> Iterator[tuple[TensorSpec, 
     if experts is not None and not (facts.experts or facts.stacked):
         raise InvalidArgument("the model has no experts to be spread", fix="ask without expert parallelism")
     alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], list[Box]]] = {}
+    cut = False
     for spec in _held(facts, experts):
         if request.layers is not None and not _of_stage(facts, spec.name, request.layers):
             continue
@@ -229,9 +253,15 @@ def _rank(facts: _Facts, request: TensorParallel) -> Iterator[tuple[TensorSpec, 
                 shape, boxes = spec.shape, [_in_blocks(spec, weight, box, facts.block) for box in boxes]
             found = alike[kind] = shape, boxes
         shape, boxes = found
+        cut = cut or (boxes[0].extent != shape and weight.name not in facts.vocabulary)
         held = spec if shape == spec.shape else replace(spec, shape=shape)
         for box in boxes:
             yield held, box
+    if request.size > 1 and not cut:
+        raise InvalidArgument(
+            f"nothing of a {facts.model_type} model but its vocabulary would be cut for {request.size} ranks",
+            fix="the family's parallel_plan() has to name its modules (docs/families.md); or pull explicit boxes",
+        )
 
 
 def _held(facts: _Facts, experts: ExpertParallel | None) -> Iterable[TensorSpec]:
@@ -251,13 +281,12 @@ def _held(facts: _Facts, experts: ExpertParallel | None) -> Iterable[TensorSpec]
 def _of_stage(facts: _Facts, name: str, layers: tuple[int, int]) -> bool:
     """Whether a tensor is on a pipeline stage."""
     is_first, is_last = layers[0] == 0, layers[1] == facts.num_layers
-    layer = _LAYER.match(name)
-    if layer:
-        number = int(layer[1])
-        return is_last if number >= facts.num_layers else layers[0] <= number < layers[1]
-    if _PREDICTING.match(name) or _BEHIND_THE_LAYERS.match(name):
+    place = facts.places[name.removesuffix(SCALE_SUFFIX)]
+    if place >= 0:
+        return layers[0] <= place < layers[1]
+    if place == BEHIND_THE_LAYERS:
         return is_last
-    return is_first or (is_last and facts.tied and _EMBEDDING.match(name) is not None)
+    return is_first or (is_last and name in facts.output_too)
 
 
 def _slices(facts: _Facts, spec: TensorSpec, request: TensorParallel) -> tuple[tuple[int, ...], list[Box]]:
@@ -269,7 +298,7 @@ def _slices(facts: _Facts, spec: TensorSpec, request: TensorParallel) -> tuple[t
     block = None
     if stacked and len(spec.shape) == 3 and experts is not None:
         block = _cut(spec, 0, experts.size, experts.rank, what="experts")
-    if _VOCABULARY.fullmatch(spec.name) and spec.shape[0] == facts.vocab_size:
+    if spec.name in facts.vocabulary and spec.shape[0] == facts.vocab_size:
         return _vocabulary(spec, style, request)
     if style == _GATE_AND_UP and len(spec.shape) == 3:
         if size == 1:

@@ -198,9 +198,22 @@ class _Groups:
     last: list[Entry]  # behind it
     embedding: list[
         Entry
-    ]  # on the last stage once more: as a tied output layer, or for the layers of prediction
+    ]  # on the last stage once more: as a tied output layer, or for predicting further tokens
     layers: dict[int, list[Entry]]
-    of_experts: dict[tuple[int, int], list[Entry]]  # by layer, -1 for those behind the decoder, and expert
+    of_experts: dict[tuple[int, int], list[Entry]]  # by place and expert
+
+
+BEFORE_THE_LAYERS, BEHIND_THE_LAYERS = -2, -1
+"""Places of tensors that belong to no layer of the decoder."""
+
+
+def place_of(name: str) -> int:
+    """The decoder layer that a tensor of Megatron-core belongs to, `BEFORE_THE_LAYERS` or `BEHIND_THE_LAYERS`."""
+    of_layer = _IN_LAYER.match(name)
+    if of_layer:
+        return int(of_layer[1])
+    behind = _LAST_STAGE.search(name) and not name.startswith("vision")
+    return BEHIND_THE_LAYERS if behind else BEFORE_THE_LAYERS
 
 
 @functools.lru_cache(maxsize=8)
@@ -209,13 +222,12 @@ def _groups(bridge: Bridge) -> _Groups:
     untied = any(name.endswith("output_layer.weight") for name in bridge.megatron)
     predicting = any(name.startswith("mtp.") for name in bridge.megatron)
     for name, entry in bridge.megatron.items():
-        of_layer, of_expert = _IN_LAYER.match(name), _EXPERT.search(name)
-        layer = int(of_layer[1]) if of_layer else -1
+        place, of_expert = place_of(name), _EXPERT.search(name)
         if of_expert:
-            groups.of_experts.setdefault((layer, int(of_expert[1])), []).append(entry)
-        elif of_layer:
-            groups.layers.setdefault(layer, []).append(entry)
-        elif _LAST_STAGE.search(name) and not name.startswith("vision"):
+            groups.of_experts.setdefault((place, int(of_expert[1])), []).append(entry)
+        elif place >= 0:
+            groups.layers.setdefault(place, []).append(entry)
+        elif place == BEHIND_THE_LAYERS:
             groups.last.append(entry)
         else:
             groups.first.append(entry)
@@ -229,7 +241,7 @@ def _held(groups: _Groups, rank: TrainerRank, layers: Sequence[int], experts: ra
     last = stage == size - 1
     if stage == 0:
         yield from groups.first
-    for layer in (*layers, -1) if last else layers:
+    for layer in (*layers, BEHIND_THE_LAYERS) if last else layers:
         yield from groups.layers.get(layer, ())
         for expert in experts:
             yield from groups.of_experts.get((layer, expert), ())

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from weighbridge import hf_folder, safetensors_files
 from weighbridge.block_scales import SCALE_SUFFIX
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
+from weighbridge.folder_weights import tied_copies
 from weighbridge.layouts import Layout, Placement, TensorSpec
 from weighbridge_service.bridges import Bridge, bridge_for, parse_config
 from weighbridge_service.converting.checkpoint_keys import (
@@ -189,7 +190,8 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
     read = state_of(source, [*mapped, *side])
     there = safetensors_files.layout_of_files({name: data.data for name, data in mapped.items()}).layout
     del mapped
-    bridge, tensors = _hugging_face_model(side["config.json"], there)
+    tied = tied_copies(side["config.json"], there.tensors)
+    bridge, tensors = _hugging_face_model(side["config.json"], there, tied)
     wanted = checkpoint_tensors(
         bridge, tensors, keys=options.keys, spec=options.spec, vocab_multiple=options.vocab_multiple
     )
@@ -202,7 +204,7 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
         objects=dict.fromkeys(wanted.objects, content),
     )
     relation = derive_weight_map(bridge, tensors, {spec.name: spec for spec in wanted.specs})
-    twins = tuple(_twins(there, relation))
+    twins = (*_tied_twins(there, tied), *_twins(there, relation))
     left_out = {twin.name for twin in twins}
     kept = Layout(
         {name: spec for name, spec in there.tensors.items() if name not in left_out},
@@ -227,7 +229,9 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
     )
 
 
-def _hugging_face_model(config_json: bytes, there: Layout) -> tuple[Bridge, dict[str, TensorSpec]]:
+def _hugging_face_model(
+    config_json: bytes, there: Layout, tied: Mapping[str, str]
+) -> tuple[Bridge, dict[str, TensorSpec]]:
     """The model, and the tensors that its files have."""
     scaled = [name for name in there.tensors if name.endswith(SCALE_SUFFIX)]
     if scaled or any(spec.dtype.name.startswith("F8") for spec in there.tensors.values()):
@@ -237,10 +241,15 @@ def _hugging_face_model(config_json: bytes, there: Layout) -> tuple[Bridge, dict
             fix="dequantise them first: weighbridge import --dequantize bf16, then convert the folder of that version",
         )
     config = parse_config(config_json)
-    specs = list(there.tensors.values())
+    specs = [spec for name, spec in there.tensors.items() if name not in tied]
     found = tensors_found(bridge_for(config_json), config, specs)
     bridge = bridge_for(config_json, found.absent)
     return bridge, {name: there.tensors[name] for name in bridge.hugging_face}
+
+
+def _tied_twins(there: Layout, tied: Mapping[str, str]) -> Iterable[Twin]:
+    placed = {p.shard.tensor: p for p in there.placements}
+    return (Twin(copy, placed[copy], placed[original]) for copy, original in tied.items())
 
 
 def _twins(there: Layout, relation: WeightMap) -> Iterable[Twin]:

@@ -21,6 +21,7 @@ from weighbridge_service.families.rules import WHOLE, Rule, Shape
 from weighbridge_service.families.shapes import (
     label_count,
     meta_model,
+    names_on_disk,
     shapes_of,
     transformers_config,
     with_all_experts,
@@ -73,11 +74,11 @@ class Family:
     def parallel_plan(self) -> Mapping[str, str]:
         """How engines cut modules for tensor parallelism, as transformers writes its plans.
 
-        Patterns of module names, with ``*`` for numbers, to ``colwise``, ``rowwise`` and others.
+        Patterns of module names as files have them, with ``*`` for numbers, to ``colwise``, ``rowwise`` and others.
         """
-        plan = dict(self.model.tp_plan)
-        plan.update(type(self.model)._tp_plan or {})
-        return plan
+        on_disk = names_on_disk(self.model)
+        plan = {**self.model.tp_plan, **(type(self.model)._tp_plan or {})}
+        return {on_disk(pattern): style for pattern, style in plan.items()}
 
     @property
     def text_config(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from weighbridge.errors import InvalidArgument
@@ -120,7 +120,7 @@ def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's tensors by the names they have in files, in the order of the state dict, tied ones once."""
     seen: set[int] = set()
     shapes = {}
-    on_disk = _names_on_disk(model)
+    on_disk = names_on_disk(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
@@ -128,8 +128,8 @@ def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _names_on_disk(model: Any) -> Any:
-    """transformers renames the tensors of some models when it loads them, and back when it saves them."""
+def names_on_disk(model: Any) -> Callable[[str], str]:
+    """From names in a model to names in files: transformers renames tensors of some models when it loads and saves them."""
     renamed = [
         (re.compile(re.sub(r"\(.*\)", "", new.lstrip("^"))), re.sub(r"\(.*\)", "", old.lstrip("^")))
         for old, new in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items()
