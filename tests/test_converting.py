@@ -776,7 +776,6 @@ def test_a_conversion_by_other_rules_does_not_go_on_with_what_was_begun(
     _identical(target, half_done.whole)
 
 
-@pytest.mark.xfail(reason="the operating system's error comes out as it is", raises=OSError)
 @pytest.mark.parametrize("what", ["folder", "file"])
 def test_a_target_that_appears_meanwhile_is_not_overwritten(tmp_path: Path, llama: Path, what: str) -> None:
     target = tmp_path / "new"

@@ -412,7 +412,7 @@ def test_the_language_model_of_one_with_images_is_cut_and_its_vision_tower_is_no
     state = {name: torch.randn(shape, generator=generator) for name, shape in bridge.hugging_face.items()}
     source = Source(bridge, state)
     for rank in range(2):
-        found = source.rank(2, rank)
+        found = dict(source.slices(TensorParallel(2, rank)))
         for name, tensor in state.items():
             axis = None
             if "vision" not in name and not name.startswith("visual."):

@@ -120,12 +120,7 @@ def test_a_head_of_an_earlier_version_takes_the_same_model_and_no_other(
         OTHER_HEADS,
         {"tie_word_embeddings": True},
         {"model_type": "qwen3", "head_dim": 8},
-        pytest.param(
-            {"torch_dtype": "bfloat16"},
-            marks=pytest.mark.xfail(
-                reason="without files of weights the dtype of the first registration stays"
-            ),
-        ),
+        {"torch_dtype": "bfloat16"},
     ],
     ids=str,
 )

@@ -295,7 +295,7 @@ def model_for_registration(
     if found:
         by_files = tensors_found(bridge_for(files["config.json"]), config, found)
         kept = replace(kept, absent=by_files.absent) if dtype else by_files
-    elif not dtype and there is not None and there.registration:
+    elif not dtype and there is not None and there.next_version > 1:
         kept = _kept(name, there)
     model = RegisteredModel(name, files["config.json"], kept, files_identity(files), sorted(files))
     _ = model.identity  # builds the bridge: what cannot be mapped is refused now, not at the first push
@@ -336,8 +336,9 @@ def _agree(there: Mapping[str, Any], model: RegisteredModel) -> bool:
     if identity.startswith(f"{IDENTITY_FORMAT}:"):
         return identity == model.identity
     # written by an earlier version of the service
-    digest = there.get("tensors_digest")
-    return digest is None or digest == model.files.layout.digest
+    wanted = registration_of(model)
+    compared = ["tensors_digest"] if "tensors_digest" in there else ["dtype", "tensor_count", "tensor_bytes"]
+    return all(there.get(name) == wanted[name] for name in compared)
 
 
 def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> Model:

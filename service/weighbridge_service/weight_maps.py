@@ -163,7 +163,9 @@ def _stacked(bridge: Bridge, name: str, shape: Shape) -> Iterator[tuple[tuple[in
     by_layer, by_expert = _LAYERS.match(name), _EXPERTS.match(name)
     if not by_layer and not by_expert:
         yield (), bridge.find(name)
-    elif by_layer and shape:
+    elif not shape or not shape[0]:
+        yield (), None
+    elif by_layer:
         for layer in range(shape[0]):
             for rest, entry in _stacked(bridge, f"{by_layer[1]}{layer}.{by_layer[2]}", shape[1:]):
                 yield (layer, *rest), entry
@@ -172,7 +174,7 @@ def _stacked(bridge: Bridge, name: str, shape: Shape) -> Iterator[tuple[tuple[in
         # all layers or none: a tensor that leaves some out is another one
         if bridge.find(_first(f"{by_layer[1]}{shape[0]}.{by_layer[2]}")) is not None:
             yield (), None
-    elif by_expert and shape:
+    elif by_expert:
         for expert in range(shape[0]):
             entry = bridge.find(f"{by_expert[1]}{expert}.{by_expert[2]}")
             yield (expert,), entry

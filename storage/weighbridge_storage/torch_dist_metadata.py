@@ -22,7 +22,7 @@ from typing import Any
 from weighbridge import dtypes
 from weighbridge.boxes import Box
 from weighbridge.errors import DataLoss, InvalidArgument
-from weighbridge.layouts import Shard, TensorSpec, check_spec
+from weighbridge.layouts import MAX_RANK, Shard, TensorSpec, check_spec
 from weighbridge_storage.names import shown
 from weighbridge_storage.torch_dist_pickles import (
     OTHER_DTYPES,
@@ -153,13 +153,18 @@ def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, .
         offset = index.state.get("offset")
         if offset is None:  # not a tensor's
             continue
-        if type(fields[0]) is not str or not are_sizes(offset):
+        if type(fields[0]) is not str or not _is_short(offset) or not are_sizes(offset):
             raise DataLoss(f"{METADATA_FILE} has an index whose name or offset is not one")
         key = fields[0], offset
         if key in items:
             raise DataLoss(f"{METADATA_FILE} stores {shown(fields[0])} {list(offset)} twice")
         items[key] = _read_item(_instance(info, _INFO), checked)
     return items
+
+
+def _is_short(sizes: Any) -> bool:
+    """Whether there are no more than a tensor has axes: long ones that many entries share would take for ever."""
+    return type(sizes) is tuple and len(sizes) <= MAX_RANK
 
 
 def _read_item(info: Instance, checked: dict[str, str]) -> Item | str:
@@ -199,7 +204,7 @@ def _read_tensor(name: str, entry: Any) -> tuple[TensorSpec, list[Box]]:
     boxes = []
     for chunk in chunks:
         offset, extent = _instance(chunk, _CHUNK).fields("offsets", "sizes")
-        if not (are_sizes(offset) and are_sizes(extent)):
+        if not (_is_short(offset) and _is_short(extent) and are_sizes(offset) and are_sizes(extent)):
             raise DataLoss(f"{METADATA_FILE} has a chunk of {spec} without offset or size")
         box = Box(offset, extent)
         if len(offset) != len(extent) or not box.fits(size):

@@ -151,7 +151,12 @@ class WorkingFolder:
             os.fdatasync(self._stream)
 
     def finish(self, conversion: Conversion) -> None:
-        """Write the other files and give the folder its final name."""
+        """Write the other files and give the folder its final name.
+
+        Raises:
+            AlreadyExists: there is something of this name by now.
+            ResourceExhausted: the disk is full.
+        """
         with room(self.files):
             for name, content in conversion.side_files.items():
                 path = self.files / name
@@ -163,9 +168,17 @@ class WorkingFolder:
             for folder in {path.parent for path in self.files.rglob("*")}:
                 _sync_folder(folder)
             self._append(_COMPLETE)
-            if self.target.exists():
-                self.target.rmdir()  # an empty folder: it has been checked
-            self.files.rename(self.target)
+            try:
+                if self.target.exists():
+                    self.target.rmdir()
+                self.files.rename(self.target)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise AlreadyExists(
+                    f"{self.target} exists by now: someone else has made it while this conversion ran",
+                    fix="move it away and run the same command again: nothing is left to do but to rename",
+                ) from error
             _sync_folder(self.target.parent)
         self.remove()
 

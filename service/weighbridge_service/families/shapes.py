@@ -53,9 +53,11 @@ def transformers_config(model_type: str, config: Mapping[str, Any]) -> Any:
     """
     import transformers
 
-    return transformers.CONFIG_MAPPING[model_type](
+    made = transformers.CONFIG_MAPPING[model_type](
         **_own_fields(transformers.CONFIG_MAPPING[model_type], config)
     )
+    _check_experts(getattr(made, "text_config", made), config.get("num_nextn_predict_layers") or 0)
+    return made
 
 
 def _own_fields(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,11 +80,16 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
             raise InvalidArgument(
                 f"config.json has {name} = {str(value)[:40]}, not an integer from {smallest} to {largest}"
             )
-    layers = config.get("num_hidden_layers") or 0
+
+
+def _check_experts(text_config: Any, further_layers: int) -> None:
+    """Refuse more experts than fit into memory as names."""
+    layers = getattr(text_config, "num_hidden_layers", 0) + further_layers
     for name in _EXPERTS:
-        if layers * (config.get(name) or 0) > _MOST_EXPERTS_IN_ALL:
+        experts = getattr(text_config, name, None) or 0
+        if layers * experts > _MOST_EXPERTS_IN_ALL:
             raise InvalidArgument(
-                f"config.json has {layers} layers with {config[name]} experts each, more than {_MOST_EXPERTS_IN_ALL} in all"
+                f"config.json has {layers} layers with {experts} experts each, more than {_MOST_EXPERTS_IN_ALL} in all"
             )
 
 
