@@ -62,6 +62,7 @@ class PlainBridge:
     """A model without a plan."""
 
     model_type = "plain"
+    experts = 0
     megatron: Mapping[str, Any] = {}
 
     def __init__(self, num_layers: int = 2, vocab_size: int = 64, heads: tuple[int, int] = (8, 8)) -> None:

@@ -110,8 +110,15 @@ def gate_up(weights: Weights, prefix: str, kind: str = "weight") -> Tensor:
 # -- families ------------------------------------------------------------------------------------------------------------
 
 
-def gemma3(weights: Weights) -> Iterator[Held]:
-    language, tower = "language_model.model", "vision_tower.vision_model"
+def gemma3_text(weights: Weights) -> Iterator[Held]:
+    """The language model alone has the names that it has inside of the others, without the prefix."""
+    inside = {f"language_model.{name}": tensor for name, tensor in weights.items()}
+    for held in gemma3_language(inside):
+        yield replace(held, key=held.key.removeprefix("language_model."))
+
+
+def gemma3_language(weights: Weights) -> Iterator[Held]:
+    language = "language_model.model"
     yield from ends(
         weights, f"{language}.embed_tokens.weight", f"{language}.norm.weight", "language_model.lm_head.weight"
     )
@@ -143,6 +150,11 @@ def gemma3(weights: Weights) -> Iterator[Held]:
         }
         for name, (data, cut) in of_layer.items():
             yield Held(f"{here}.{name}", data, cut, layer=(layer, 4))
+
+
+def gemma3(weights: Weights) -> Iterator[Held]:
+    yield from gemma3_language(weights)
+    tower = "vision_tower.vision_model"
     embeddings = f"{tower}.embeddings"
     for name, there in {
         "vision_model.position_embeddings.weight": f"{embeddings}.position_embedding.weight",
@@ -377,6 +389,11 @@ def gemma3_model(tied: bool) -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def gemma3_text_model(tied: bool) -> Any:
+    text = {**TEXT, "head_dim": 16, "tie_word_embeddings": tied}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**text))
+
+
 def qwen2_5_vl_model(tied: bool) -> Any:
     vision = {**VISION, "depth": 2, "num_heads": 4, "out_hidden_size": 64}
     text = {**TEXT, "tie_word_embeddings": tied}
@@ -420,6 +437,8 @@ EXPERTS = [
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[Weights], Iterator[Held]], list[Grid]]] = {
     "gemma3": (lambda: gemma3_model(tied=True), gemma3, DENSE),
     "gemma3-untied": (lambda: gemma3_model(tied=False), gemma3, DENSE),
+    "gemma3_text": (lambda: gemma3_text_model(tied=True), gemma3_text, DENSE),
+    "gemma3_text-untied": (lambda: gemma3_text_model(tied=False), gemma3_text, DENSE),
     "qwen2_5_vl": (lambda: qwen2_5_vl_model(tied=False), qwen2_5_vl, DENSE),
     "qwen2_5_vl-tied": (lambda: qwen2_5_vl_model(tied=True), qwen2_5_vl, DENSE),
     "llama4_text": (lambda: llama4_text_model(every=1), llama4_text, EXPERTS),

@@ -1,23 +1,28 @@
-"""Is a package that brings a family, and is broken, named as what is in the way?
+"""Does a package bring a family as the documentation says, and is a broken one named as what is in the way?
 
 Entry points here are Python's own, of modules that the tests write.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from weighbridge import TensorParallel, dtypes
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge_service import families
-from weighbridge_service.bridges import bridge_for
+from weighbridge_service.bridges import Bridge, bridge_for
+from weighbridge_service.engine_layouts import EngineLayouts
 from weighbridge_service.families import family_of
 from weighbridge_service.families.dense import Llama
+from weighbridge_service.model_tensors import ModelTensors
 
 CONFIG = {"model_type": "mine"}
 _numbers = count()
@@ -118,3 +123,29 @@ def test_a_package_that_is_listed_twice_is_one(bring: Bring, write: Callable[[st
         family_of({"model_type": "others"})
     assert "mine" in caught.value.fix
     assert value.partition(":")[0] in sys.modules
+
+
+def test_the_family_of_the_documentation_works_as_it_stands_there() -> None:
+    page = (Path(__file__).parents[1] / "docs/families.md").read_text("utf-8")
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    config = {
+        "model_type": "my_model", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 128, "tie_word_embeddings": False,
+    }  # fmt: skip
+    bridge = Bridge(names["MyModel"](config))
+    shapes = bridge.hugging_face
+    assert shapes["transformer.h.2.attn.k.weight"] == (32, 64)
+    assert shapes["transformer.ln_f.weight"] == (64,)
+    specs = ModelTensors(dtypes.parse("bf16")).specs(bridge)
+    layout = EngineLayouts(bridge, specs).layout(TensorParallel(2, 1, layers=(2, 3)))
+    found = {p.shard.tensor: p.shard.box.extent for p in layout.placements}
+    layer = "transformer.h.2."
+    assert found == {
+        f"{layer}ln_1.weight": (64,), f"{layer}ln_2.weight": (64,),
+        f"{layer}attn.q.weight": (32, 64), f"{layer}attn.k.weight": (16, 64), f"{layer}attn.v.weight": (16, 64),
+        f"{layer}attn.out.weight": (64, 32), f"{layer}mlp.gate.weight": (48, 64), f"{layer}mlp.up.weight": (48, 64),
+        f"{layer}mlp.down.weight": (64, 48), "transformer.ln_f.weight": (64,), "lm_head.weight": (64, 64),
+    }  # fmt: skip

@@ -26,8 +26,7 @@ _CORRECTIONS = tuple(
     for pattern, style in (
         # engines differ in how they cut what reads images and sounds, and its heads are others than the decoder's
         (r"(.*\.)?(visual|vision_tower|vision_model|audio_tower)\..+", _WHOLE),
-        # every rank routes every token, and a score is a row or two
-        (r".*\.(gate|router|shared_expert_gate)\.\w+", _WHOLE),
+        # a score is a row or two
         (r"(.*\.)?(score|v_head|value_head|reward_head)\..+", _WHOLE),
         # multi-head latent attention: what goes from or to the latent vector, which all heads share, is not cut
         (r".*\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.\w+", _WHOLE),
@@ -42,6 +41,9 @@ _CORRECTIONS = tuple(
     )
 )
 """How tensors are cut where engines agree and transformers' plan is silent or has another scheme; the first one counts."""
+_ROUTER = re.compile(r".*\.(gate|router|shared_expert_gate)\.\w+")
+"""What says which expert a token goes to: every rank routes every token. With one row for each expert, or one alone; other
+layers may be called a gate as well."""
 _LATENT = {"q_proj": _COLWISE, "o_proj": _ROWWISE}
 """The other projections of multi-head latent attention, known by the ``kv_b_proj`` beside them."""
 _STYLES = {
@@ -143,6 +145,7 @@ class _Facts:
         kv_heads: key-value heads.
         num_layers: decoder layers.
         vocab_size: rows of the embedding.
+        experts_in_a_layer: routed experts; 0 if there are none.
         experts: how many there are, by the name they are under.
         of_expert: the tensors of one expert, by the name it is under and its number; each with its place in the order.
         common: the other tensors, in the same form.
@@ -162,6 +165,7 @@ class _Facts:
     kv_heads: int
     num_layers: int
     vocab_size: int
+    experts_in_a_layer: int
     experts: Mapping[str, int]
     of_expert: Mapping[tuple[str, int], Sequence[tuple[int, str]]]
     common: Sequence[tuple[int, str]]
@@ -195,6 +199,7 @@ def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, 
         kv_heads,
         bridge.num_layers,
         bridge.vocab_size,
+        bridge.experts,
         experts,
         of_expert,
         common,
@@ -313,6 +318,8 @@ def _slices(facts: _Facts, spec: TensorSpec, request: TensorParallel) -> tuple[t
 
 
 def _style(facts: _Facts, spec: TensorSpec) -> str:
+    if _ROUTER.fullmatch(spec.name) and spec.shape[:1] in ((facts.experts_in_a_layer,), (1,)):
+        return _WHOLE
     for pattern, style in _CORRECTIONS:
         if pattern.fullmatch(spec.name):
             return style

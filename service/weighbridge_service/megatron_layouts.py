@@ -79,7 +79,7 @@ class Stages:
         if size < 1 or virtual < 1 or middle < 0 or rest < 0 or (middle and rest % (middle * virtual)):
             raise InvalidArgument(
                 f"{counted} layers cannot be spread evenly over {size} pipeline stages",
-                fix="name the layers of the first or of the last stage, or count embedding and loss as layers",
+                fix="choose a size that divides them; a running trainer declares its own stages, of any sizes",
             )
         each = rest // middle if middle else 0
         per_stage = [each] * size

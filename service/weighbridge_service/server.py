@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import FrameType
@@ -206,8 +205,6 @@ def _first_signal() -> Iterator[Callable[[], int]]:
 
 def _warm_up() -> None:
     """Import what the first registration needs, which takes seconds."""
-    # megatron-core and mbridge say at length what a machine without a GPU lacks, none of which is used here
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|mbridge)(\.|$)")
     try:
         bridge_for(json.dumps(_WARM_UP_CONFIG).encode())
     except Exception:

@@ -106,7 +106,7 @@ def derive_weight_map(
             padding += [(spec.name, box) for box in subtract(Box.whole(spec.shape), [held])]
     if problems:
         raise LayoutError(
-            f"{len(problems)} declared tensors contradict the model",
+            f"{len(problems)} tensors contradict the model",
             details=problems[:_NAMED],
             fix="push the model's own sharded_state_dict() (no optimizer state), of the model that was registered, "
             "in the dtype it was registered with",

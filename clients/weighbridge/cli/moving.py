@@ -203,7 +203,8 @@ def _layer_range(ctx: click.Context, param: click.Parameter, text: str | None) -
 @click.option(
     "--vocab-multiple",
     type=_SIZE,
-    help="Pad embedding and output layer with zeros to a multiple of it, and cut both; engines use 64.",
+    help="Pad embedding and output layer with zeros to a multiple of it, and cut both; engines use 64.  [default: the "
+    "embedding is whole on each rank, as transformers has it]",
 )
 @click.option("--dtype", help="Cast floating-point tensors, e.g. to bf16.  [default: keep them as they are]")
 @client_options
@@ -387,12 +388,14 @@ def _pull_rank(
     dtype: str | None,
     as_json: bool,
 ) -> None:
+    from weighbridge import dtypes, hf_folder
     from weighbridge.cli.rank_files import describe
 
     pull = client.pull(reference.model, reference.version, part, dtype=dtype)
     files = client.model_files(reference.model, pull.version.number)
     name, about = describe(part, dtype)
-    beside = {"config.json": files["config.json"]}
+    config = files["config.json"]
+    beside = {"config.json": config if dtype is None else hf_folder.with_dtype(config, dtypes.parse(dtype))}
     _write_rank(out / name, pull.version, pull.layout, pull.stream(), about, beside, as_json, "pulling")
 
 

@@ -139,7 +139,14 @@ def _in_its_dtypes(bridge: Bridge, there: Layout) -> tuple[dict[str, TensorSpec]
     problems: list[str] = []
     for dtype, declared in by_dtype.items():
         alike = {name: TensorSpec(name, dtype, shape) for name, shape in bridge.hugging_face.items()}
-        made = derive_weight_map(bridge, alike, declared)
+        try:
+            made = derive_weight_map(bridge, alike, declared)
+        except LayoutError as error:
+            raise LayoutError(
+                f"the checkpoint is not one of this {bridge.model_type} model: {error.message}",
+                details=error.details,
+                fix="give the config.json that belongs to the checkpoint (--config)",
+            ) from error
         maps.append(made)
         problems += [
             f"{target}: one part of it is {dtypes[target]}, another {dtype}"

@@ -78,6 +78,25 @@ class ConvertOptions:
         if self.vocab_multiple < 1 or (self.max_file_bytes is not None and self.max_file_bytes < 1):
             raise InvalidArgument("the vocabulary's multiple and the largest file are at least 1")
 
+    def check_for(self, source: Kind) -> None:
+        """Refuse what would have no effect.
+
+        Raises:
+            InvalidArgument: an option is for conversions in the other direction.
+        """
+        default = ConvertOptions()
+        if source == "hugging_face" and self.config is not None:
+            raise InvalidArgument(
+                "--config is for torch_dist checkpoints, and the source is none",
+                fix="leave it out: a Hugging Face folder has its own config.json",
+            )
+        chosen = self.keys, self.spec, self.vocab_multiple
+        if source == "torch_dist" and chosen != (default.keys, default.spec, default.vocab_multiple):
+            raise InvalidArgument(
+                "--keys, --spec and --vocab-multiple are for a torch_dist target, and the source is one",
+                fix="leave them out: a Hugging Face folder has one form only",
+            )
+
 
 class Twin(NamedTuple):
     """A tensor of the source that is left out because it has to be the same as another one."""
@@ -176,7 +195,9 @@ def plan_conversion(source: Path, options: ConvertOptions) -> Conversion:
         LayoutError: some tensor is missing, unknown, there twice or of the wrong dtype; names them.
     """
     options.check()
-    if kind_of_folder(source) == "hugging_face":
+    kind = kind_of_folder(source)
+    options.check_for(kind)
+    if kind == "hugging_face":
         return _from_hugging_face(source, options)
     return _from_torch_dist(source, options)
 

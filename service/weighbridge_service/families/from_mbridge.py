@@ -6,6 +6,7 @@ mbridge is run on tensors without weights, and without a process group or a devi
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,8 +32,11 @@ class MBridgeFamily(Family):
 
     def rules(self) -> Sequence[Rule]:
         """What mbridge's tables say."""
-        model_type = self.mbridge_type or self.config["model_type"]
-        return list(self._rules(_offline_bridge(self.transformers_config, model_type, self.further_names)))
+        return self.rules_of(self.transformers_config, self.mbridge_type or self.config["model_type"])
+
+    def rules_of(self, config: Any, model_type: str) -> list[Rule]:
+        """What mbridge's tables say for a config and a model type of transformers."""
+        return list(self._rules(_offline_bridge(config, model_type, self.further_names)))
 
     def _rules(self, bridge: Any) -> Iterator[Rule]:
         for name, target in bridge._DIRECT_MAPPING.items():
@@ -85,6 +89,8 @@ class _MBridgeConversion:
 
 def _offline_bridge(config: Any, model_type: str, further_names: Mapping[str, tuple[str, ...]]) -> Any:
     """An mbridge bridge that needs no process group and shares nothing with others of its class."""
+    # megatron-core and mbridge say at length what a machine without a GPU lacks, none of which is used here
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|mbridge)(\.|$)")
     import mbridge  # noqa: F401  (registers the families)
     from mbridge.core.bridge import _MODEL_REGISTRY
     from mbridge.core.parallel_states import ParallelStates

@@ -1,4 +1,4 @@
-"""Gemma 3 with images."""
+"""Gemma 3, with images and without."""
 
 from __future__ import annotations
 
@@ -9,14 +9,39 @@ from weighbridge_service.families.from_mbridge import MBridgeFamily
 from weighbridge_service.families.rules import Rule
 
 
+_OUTPUT = "language_model.output_layer.weight"
+
+
 class Gemma3(MBridgeFamily):
     """Gemma 3 from 4B on. Norms are stored as offsets from one on both sides (``layernorm_zero_centered_gamma``)."""
 
     def rules(self) -> Sequence[Rule]:
         """What mbridge's tables say, with the name in files of an output layer that is not the embedding."""
+        return _with_output_layer(super().rules())
+
+
+class Gemma3Text(MBridgeFamily):
+    """Gemma 3 of 270M and 1B, which are the language model alone."""
+
+    def rules(self) -> Sequence[Rule]:
+        """Those of the language model inside of the others, without its prefixes."""
+        import transformers
+
+        inside = transformers.Gemma3Config(text_config=self.transformers_config.to_dict())
+        prefix = "language_model."
         return [
-            dataclasses.replace(rule, hugging_face=("language_model.lm_head.weight",))
-            if rule.megatron == "language_model.output_layer.weight"
-            else rule
-            for rule in super().rules()
+            dataclasses.replace(
+                rule,
+                megatron=rule.megatron.removeprefix(prefix),
+                hugging_face=tuple(name.removeprefix(prefix) for name in rule.hugging_face),
+            )
+            for rule in _with_output_layer(self.rules_of(inside, "gemma3"))
+            if rule.megatron.startswith(prefix)
         ]
+
+
+def _with_output_layer(rules: Sequence[Rule]) -> list[Rule]:
+    name = ("language_model.lm_head.weight",)
+    return [
+        dataclasses.replace(rule, hugging_face=name) if rule.megatron == _OUTPUT else rule for rule in rules
+    ]
