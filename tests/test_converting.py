@@ -46,7 +46,7 @@ from tests.reference import (
 from tests.services import running_service
 from tests.test_family_conventions import gemma3_model, llama4_model, llama4_text_model, qwen2_5_vl_model
 from tests.test_torch_dist import assemble, write
-from weighbridge import EngineClient
+from weighbridge import EngineClient, TrainerClient
 from weighbridge.boxes import Box
 from weighbridge.cli import commands
 from weighbridge.demo.megatron_cpu import Parallel
@@ -553,6 +553,50 @@ def test_what_cannot_be_begun_is_refused_before_it_begins(
     assert not (tmp_path / "new").exists()
     (tmp_path / "new").mkdir()
     convert_folder(llama, tmp_path / "new")
+
+
+def test_a_second_copy_of_a_tied_tensor_is_compared_and_left_out(tmp_path: Path) -> None:
+    config, weights = weights_of("qwen2", tied=True)
+    source = hf_folder(tmp_path / "hf", config, weights)
+    plain = load_file(source / "model.safetensors")
+    save_file(
+        {**plain, "lm_head.weight": plain["model.embed_tokens.weight"].clone()}, source / "model.safetensors"
+    )
+
+    report = convert_folder(source, tmp_path / "checkpoint")
+    convert_folder(tmp_path / "checkpoint", tmp_path / "back")
+
+    assert report.left_out == {"copies of other tensors": 1}
+    same(loaded(tmp_path / "back"), plain)
+    with running_service(tmp_path / "store") as running, TrainerClient(running.address) as trainer:
+        trainer.import_folder("acme/tied", source).wait(timeout=60)
+        with EngineClient(running.address) as engine:
+            same(dict(engine.pull("acme/tied")), plain)
+        save_file({**plain, "lm_head.weight": torch.zeros(128, 64)}, source / "model.safetensors")
+        with pytest.raises(
+            InvalidArgument, match=r"lm_head\.weight is not the same as model\.embed_tokens\.weight"
+        ):
+            trainer.import_folder("acme/tied", source)
+    with pytest.raises(DataLoss, match=r"lm_head\.weight is not the same"):
+        convert_folder(source, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keys": "stacked"}, "--keys"),
+        ({"spec": "local"}, "--spec"),
+        ({"vocab_multiple": 1}, "--vocab-multiple"),
+    ],
+)
+def test_options_of_the_other_direction_are_refused(
+    tmp_path: Path, llama: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgument, match="--config"):
+        convert_folder(llama, tmp_path / "new", ConvertOptions(config=llama))
+    convert_folder(llama, tmp_path / "checkpoint")
+    with pytest.raises(InvalidArgument, match=message):
+        convert_folder(tmp_path / "checkpoint", tmp_path / "new", ConvertOptions(**options))
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["past the page cache", "through it"])

@@ -521,6 +521,17 @@ def test_a_list_of_chunks_that_many_tensors_refer_to_is_refused(tmp_path: Path) 
         read_torch_dist(described(tmp_path / "entries", dict.fromkeys(map(str, range(1000)), many["w0"]), {}))
 
 
+def test_offsets_of_more_axes_than_a_tensor_has_are_refused(tmp_path: Path) -> None:
+    """Thousands of entries could share one of thousands of numbers."""
+    long = torch.Size([0] * 9)
+    stored = {MetadataIndex("w", long): _StorageInfo("__0_0.distcp", 0, 1)}
+    with pytest.raises(DataLoss, match="index whose name or offset is not one"):
+        read_torch_dist(described(tmp_path / "index", {"w": tensor_of((4,), [chunk(0, 4)])}, stored))
+    many = ChunkStorageMetadata(long, long)
+    with pytest.raises(DataLoss, match=r"chunk of .* without offset or size"):
+        read_torch_dist(described(tmp_path / "chunk", {"w": tensor_of((4,), [many])}, {}))
+
+
 def test_tensors_of_one_shape_may_share_their_chunks() -> None:
     whole = [chunk(0, 3), chunk(3, 2)]
     names = [f"w{number}" for number in range(50)]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from weighbridge_service.families.from_mbridge import MBridgeFamily
 from weighbridge_service.families.rules import Rule
 
-
 _OUTPUT = "language_model.output_layer.weight"
 
 
