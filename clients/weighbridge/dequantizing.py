@@ -53,7 +53,10 @@ class Dequantized:
         self._specs = files.tensors
         quantised = {name for name, spec in files.tensors.items() if spec.dtype.name == QUANTIZED}
         if not quantised:
-            raise InvalidArgument("no weight of the folder is in fp8", fix="import it without dequantising")
+            raise InvalidArgument(
+                f"no weight of the folder is in {QUANTIZED}, the only kind of fp8 that has scales",
+                fix="import it without dequantising",
+            )
         problems = [problem for name in sorted(quantised) if (problem := self._problem(name))]
         if problems:
             raise InvalidArgument(
@@ -73,6 +76,10 @@ class Dequantized:
             return f"{spec} has no {name + SCALE_SUFFIX}"
         if len(spec.shape) != 2 or scale.shape != scale_shape(spec.shape, self._block):
             return f"{scale} is not one scale for each block of {list(self._block)} of {spec}"
+        if not scale.dtype.is_float:
+            return f"{scale} is of a dtype that scales do not have"
+        if not self._rows_of(scale.name, 0, scale.shape[0]).isfinite().all():
+            return f"{scale} has values that are not finite"
         return None
 
     def open_source(self, indexes: Sequence[int], stream: Layout) -> _DequantizedSource:
@@ -87,8 +94,9 @@ class Dequantized:
         weight, scale = self._rows_of(name, first, last), name + SCALE_SUFFIX
         block_rows, block_columns = self._block
         scales = self._rows_of(scale, first // block_rows, math.ceil(last / block_rows)).float()
-        factors = scales.repeat_interleave(block_rows, 0)[: last - first]
-        factors = factors.repeat_interleave(block_columns, 1)[:, : weight.shape[1]]
+        # a block may be larger than the matrix
+        factors = scales.repeat_interleave(min(block_rows, last - first), 0)[: last - first]
+        factors = factors.repeat_interleave(min(block_columns, weight.shape[1]), 1)[:, : weight.shape[1]]
         made = (weight.float() * factors).to(self._dtype.torch)
         found: Bytes = made.view(torch.uint8).reshape(-1).numpy()
         return found

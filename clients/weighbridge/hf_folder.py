@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md", ".py")
 """Files of code belong to models that transformers has none for; nothing here runs them."""
+MAX_SIDE_FILE_BYTES = 256 << 20
 _OWN_FILES = (safetensors_files.INDEX_FILE, "pytorch_model.bin.index.json", "weighbridge.json")
 
 
@@ -27,17 +28,23 @@ def side_files(folder: Path) -> dict[str, bytes]:
 
     Raises:
         NotFound: no such folder, or no ``config.json`` in it.
+        InvalidArgument: a file is larger than `MAX_SIDE_FILE_BYTES`.
     """
     if not (folder / "config.json").is_file():
         raise NotFound(
             f"there is no config.json in {folder}",
             fix="name a folder that model.save_pretrained() has written",
         )
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix in _SIDE_SUFFIXES and path.name not in _OWN_FILES
-    }
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix in _SIDE_SUFFIXES and path.name not in _OWN_FILES:
+            if path.stat().st_size > MAX_SIDE_FILE_BYTES:
+                raise InvalidArgument(
+                    f"{path} has {path.stat().st_size} bytes, more than a tokenizer's {MAX_SIDE_FILE_BYTES}",
+                    fix="move it out of the folder if it does not belong to the model",
+                )
+            found[path.name] = path.read_bytes()
+    return found
 
 
 def write_hf_folder(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,8 +233,11 @@ def map_file(path: Path) -> NDArray[np.uint8]:
 
     Raises:
         NotFound: there is no such file.
+        DataLoss: there is something else of this name.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataLoss(f"{path} is not a regular file", fix="put the file of weights in its place")
         with path.open("rb") as file:
             if path.stat().st_size == 0:
                 return np.empty(0, dtype=np.uint8)

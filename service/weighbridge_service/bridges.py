@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +13,16 @@ from typing import Any
 
 from weighbridge.errors import InvalidArgument, LayoutError, WeighbridgeError
 from weighbridge_service.families import Family, Rule, family_of
-from weighbridge_service.families.rules import Shape
+from weighbridge_service.families.rules import WHOLE, Shape
 from weighbridge_service.relations import Link
 from weighbridge_service.tracing import trace
 
 _FIELD = re.compile(r"\{(layer|expert)(?:\+(\d+))?\}")
 _INDEXED = re.compile(r"^(.+)\[(.+)\]$")
+_LONGEST_AXIS = 1 << 24
+_MOST_ELEMENTS, _MOST_IN_HALVES = 1 << 30, 1 << 32
+"""Of a tensor whose elements are put elsewhere, which takes 4 bytes for each to find out; halves are only told apart. The largest
+known are 3 * 10^8, the projections of Llama 3.1 405B, and 2 * 10^9, its MLP."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _SAME_NORM = (
     # the norm in front of the MLP: the Transformer Engine spec fuses it into dense layers only, the local one names it so
@@ -91,6 +96,11 @@ class Bridge:
         self.keep_in_fp32 = family.keep_in_fp32
         self.one_key_for_all_layers = family.one_key_for_all_layers
         self.hugging_face: dict[str, Shape] = dict(family.hugging_face_shapes())
+        for name, shape in self.hugging_face.items():
+            if not all(1 <= n <= _LONGEST_AXIS for n in shape):
+                raise InvalidArgument(
+                    f"by config.json {name} would have the shape {list(shape)}: axes have 1 to {_LONGEST_AXIS} elements"
+                )
         self._links: dict[tuple[str, Shape], list[Link]] = {}
         self.megatron: dict[str, Entry] = {}
         self.parts: dict[str, list[str]] = {}
@@ -143,6 +153,11 @@ class Bridge:
         found = self._links.get(key)
         if found is None:
             conversion = entry.rule.conversion
+            limit = _MOST_IN_HALVES if entry.rule.halves or entry.rule.vocabulary else _MOST_ELEMENTS
+            if math.prod(entry.shape) > limit and conversion is not WHOLE:
+                raise InvalidArgument(
+                    f"by config.json {entry.name} would have {math.prod(entry.shape)} elements, more than {limit}"
+                )
             found = trace(
                 entry.name,
                 entry.shape,

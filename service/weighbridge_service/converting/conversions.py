@@ -17,6 +17,7 @@ from weighbridge.block_scales import SCALE_SUFFIX
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 from weighbridge.folder_weights import tied_copies
 from weighbridge.layouts import Layout, Placement, TensorSpec
+from weighbridge.slices import MAX_VOCAB_MULTIPLE
 from weighbridge_service.bridges import Bridge, bridge_for, parse_config
 from weighbridge_service.converting.checkpoint_keys import (
     KeyForm,
@@ -75,8 +76,12 @@ class ConvertOptions:
         Raises:
             InvalidArgument: a number is not positive.
         """
-        if self.vocab_multiple < 1 or (self.max_file_bytes is not None and self.max_file_bytes < 1):
-            raise InvalidArgument("the vocabulary's multiple and the largest file are at least 1")
+        if not 1 <= self.vocab_multiple <= MAX_VOCAB_MULTIPLE:
+            raise InvalidArgument(
+                f"a vocabulary is padded to a multiple of 1 to {MAX_VOCAB_MULTIPLE}, not of {self.vocab_multiple}"
+            )
+        if self.max_file_bytes is not None and self.max_file_bytes < 1:
+            raise InvalidArgument("the largest file has at least one byte")
 
     def check_for(self, source: Kind) -> None:
         """Refuse what would have no effect.
@@ -181,7 +186,8 @@ def state_of(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
             state = (folder / name).stat()
         except FileNotFoundError as error:
             raise NotFound(f"the file {name} is missing in {folder}") from error
-        found[name] = state.st_size, state.st_mtime_ns
+        # the time of the last change of anything: that of the content can be set, and copying programs set it
+        found[name] = state.st_size, state.st_ctime_ns
     return found
 
 

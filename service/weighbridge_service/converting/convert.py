@@ -121,7 +121,7 @@ def convert_folder(
     try:
         if _is_occupied(target):
             # by the run before, which was stopped when nothing was left to do, or by another process meanwhile
-            finished = folder.was_finished(units.identity())
+            finished = folder.was_finished(units.identity()) and folder.is_whole(target, conversion)
             if finished or not folder.has_files():
                 folder.remove()
             if not finished:

@@ -178,6 +178,8 @@ class _Files:
         if found is None:
             if len(self._maps) >= _OPEN_FILES:
                 self._maps.popitem(last=False)
+            if not os.fstat(self.source(index)).st_size:
+                raise _Failed(TOO_SHORT, path)
             area = mmap.mmap(self.source(index), 0, access=mmap.ACCESS_READ)
             found = self._maps[path] = area, np.frombuffer(area, np.uint8)
         self._maps.move_to_end(path)

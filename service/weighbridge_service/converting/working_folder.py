@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from weighbridge_service.converting.conversions import Conversion
 
 SUFFIX = ".converting"
 _COMPLETE = "complete"
+_NUMBER = re.compile(r"[0-9]{1,12}")
 _LOCK_SECONDS = 10.0
 
 
@@ -56,6 +58,7 @@ class WorkingFolder:
 
     Raises:
         AlreadyExists: another process converts to the same target.
+        FailedPrecondition: a symbolic link is in the place of the folder.
     """
 
     def __init__(self, target: Path) -> None:
@@ -64,6 +67,11 @@ class WorkingFolder:
         self.files = self.path / "files"
         self._journal = self.path / "journal"
         self._stream = -1  # the journal, from the beginning on
+        for path in (self.path, self.files):
+            if path.is_symlink():
+                raise FailedPrecondition(
+                    f"{path} is a symbolic link, and what it points to is not to be changed"
+                )
         # workers of a run that was killed end with the unit they are at
         deadline = time.monotonic() + _LOCK_SECONDS
         while (lock := self._try_lock()) is None:
@@ -117,8 +125,9 @@ class WorkingFolder:
                 "changed since",
                 fix=f"run again with --restart to throw it away and begin anew, or remove {self.path}",
             )
-        # where a file is missing or has another size somebody has been at them: nothing that the journal says is certain
-        whole = all(self._size(file.name) == file.nbytes for file in conversion.files)
+        # where a file is missing, has another size or does not belong there somebody has been at them: nothing that the journal
+        # says is certain
+        whole = self.is_whole(self.files, conversion) and self._has_nothing_else(conversion)
         with room(self.path):
             if found != identity or restart or not whole:
                 # the journal goes first: it must never speak of files that are made anew
@@ -182,6 +191,17 @@ class WorkingFolder:
             _sync_folder(self.target.parent)
         self.remove()
 
+    @staticmethod
+    def is_whole(folder: Path, conversion: Conversion) -> bool:
+        """Whether all files of the conversion that have tensors are in a folder, with their sizes."""
+        return all(_size(folder / file.name) == file.nbytes for file in conversion.files)
+
+    def _has_nothing_else(self, conversion: Conversion) -> bool:
+        known = {*(file.name for file in conversion.files), *conversion.side_files}
+        return all(
+            path.is_dir() or str(path.relative_to(self.files)) in known for path in self.files.rglob("*")
+        )
+
     def has_files(self) -> bool:
         """Whether there is anything that an earlier run has written."""
         return self.files.exists()
@@ -215,18 +235,12 @@ class WorkingFolder:
         lines = self._lines()
         if not lines:
             return None, set()
-        return lines[0], {int(line) for line in lines[1:] if line.isdigit()}
-
-    def _size(self, name: str) -> int | None:
-        try:
-            return (self.files / name).stat().st_size
-        except FileNotFoundError:
-            return None
+        return lines[0], {int(line) for line in lines[1:] if _NUMBER.fullmatch(line)}
 
     def _check_room(self, conversion: Conversion) -> None:
         there = 0
         for file in conversion.files:
-            if self._size(file.name) is not None:
+            if _size(self.files / file.name) is not None:
                 there += (self.files / file.name).stat().st_blocks * 512
         state = os.statvfs(self.path)
         free, needed = state.f_bavail * state.f_frsize, conversion.nbytes - there
@@ -252,6 +266,13 @@ class WorkingFolder:
             finally:
                 os.close(fd)
         _sync_folder(self.files)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _sync_folder(path: Path) -> None:

@@ -31,12 +31,13 @@ _LARGEST = {
     "n_shared_experts": 1 << 10,
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_MOST_EXPERTS_IN_ALL = 100_000
+_MOST_EXPERTS_IN_ALL = 50_000
 """Over all layers; the largest model there is has 23,000, and each means three tensors or more."""
 _MAY_BE_ZERO = ("num_nextn_predict_layers", "n_shared_experts")
 _FURTHER_FIELDS = ("head_dim", "tie_word_embeddings", "vision_use_head")
 """Fields that have a say in which tensors there are and that transformers reads without naming them."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_SIZES = ("_dim", "_size", "_rank", "_heads", "_layers", "_experts", "_groups")
 _MOST_LABELS = 1 << 16
 _HEADS = ("ForTokenClassification", "ForSequenceClassification")
 """What the names of architectures with a value or reward head end with."""
@@ -73,12 +74,15 @@ def _own_fields(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_sizes(config: Mapping[str, Any]) -> None:
     """Refuse sizes that no model has, before anything is made of them."""
+    for name, value in config.items():
+        if name.endswith(_SIZES) and type(value) is int and value < 0:
+            raise InvalidArgument(f"config.json has {name} = {value}, which is negative")
     for name, largest in _LARGEST.items():
         value = config.get(name)
         smallest = 0 if name in _MAY_BE_ZERO else 1
         if value is not None and (type(value) is not int or not smallest <= value <= largest):
             raise InvalidArgument(
-                f"config.json has {name} = {str(value)[:40]}, not an integer from {smallest} to {largest}"
+                f"config.json has {name} = {repr(value)[:40]}, not an integer from {smallest} to {largest}"
             )
 
 
