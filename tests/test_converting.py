@@ -790,6 +790,67 @@ def test_a_restart_that_dies_at_once_leaves_nothing_that_passes_for_done(
     _identical(target, half_done.whole)
 
 
+def _damage(folder: Path, what: str) -> None:
+    if what == "journal":
+        with (folder / "journal").open("a") as journal:
+            journal.write("9" * 5000 + "\nno number\n\xb2\n")
+    elif what == "further file":
+        (folder / "files/hf").mkdir()
+        (folder / "files/hf/evil.json").write_text("{}")
+    elif what == "missing file":
+        next((folder / "files").glob("*.distcp")).unlink()
+    else:
+        with next((folder / "files").glob("*.distcp")).open("ab") as file:
+            file.write(b"more")
+
+
+@pytest.mark.parametrize("what", ["journal", "further file", "missing file", "longer file"])
+def test_a_working_folder_that_somebody_has_been_at_leads_to_the_same_bytes(
+    tmp_path: Path, llama: Path, half_done: HalfDone, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", SMALL_UNITS)
+    target = half_done.leave(tmp_path / "new")
+    _damage(tmp_path / "new.converting", what)
+    convert_folder(llama, target)
+    _identical(target, half_done.whole)
+
+
+@pytest.mark.parametrize("what", ["new.converting", "new.converting/files"])
+def test_what_a_symbolic_link_in_the_place_of_a_working_folder_points_to_is_left_alone(
+    tmp_path: Path, llama: Path, what: str
+) -> None:
+    mine = tmp_path / "mine"
+    (mine / "files").mkdir(parents=True)
+    (mine / "__0_0.distcp").write_text("mine")
+    (tmp_path / what).parent.mkdir(exist_ok=True)
+    (tmp_path / what).symlink_to(mine)
+    with pytest.raises(FailedPrecondition, match="symbolic link"):
+        convert_folder(llama, tmp_path / "new", restart=True)
+    assert sorted(path.name for path in mine.iterdir()) == ["__0_0.distcp", "files"]
+
+
+def test_a_target_that_was_finished_and_then_damaged_is_not_taken_for_done(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "new"
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkingFolder, "remove", lambda self: None)
+        convert_folder(llama, target)
+    (target / "__0_0.distcp").write_text("broken")
+    with pytest.raises(AlreadyExists):
+        convert_folder(llama, target)
+
+
+def test_what_is_no_file_of_weights_is_refused_and_not_waited_for(tmp_path: Path, llama: Path) -> None:
+    for number, make in enumerate((os.mkfifo, os.mkdir)):
+        source = tmp_path / str(number)
+        shutil.copytree(llama, source)
+        (source / "model.safetensors").unlink()
+        make(source / "model.safetensors")
+        with pytest.raises(DataLoss, match=r"model\.safetensors is not a regular file"):
+            convert_folder(source, tmp_path / "new")
+
+
 def test_a_conversion_by_other_rules_does_not_go_on_with_what_was_begun(
     tmp_path: Path, llama: Path, half_done: HalfDone, monkeypatch: pytest.MonkeyPatch
 ) -> None:

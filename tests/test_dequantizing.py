@@ -7,10 +7,11 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from tests.reference import tiny_config, tiny_model
@@ -158,7 +159,22 @@ def test_a_stream_of_dequantised_weights_can_be_read_from_anywhere(folder: Path)
         assert bytes(source.read(start, stop)) == whole[start:stop]
 
 
-@pytest.mark.parametrize("what", ["missing", "misshapen", "nothing", "other"])
+def test_a_block_may_be_larger_than_the_matrix(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = load_file(folder / "model.safetensors")[name]
+    scale = torch.full((1, 1), 0.25)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1 << 40, 1 << 40]}}
+    data = {"w": np.frombuffer(save({name: weight, name + "_scale_inv": scale}), np.uint8)}
+    weights = Dequantized(
+        layout_of_files(data).layout, data, json.dumps(config).encode(), dtypes.parse("fp32")
+    )
+    found = bytes(weights.open_source([0], weights.layout).read(0, weights.layout.nbytes))
+    assert torch.equal(
+        torch.frombuffer(bytearray(found), dtype=torch.float32).reshape(weight.shape), weight.float() * 0.25
+    )
+
+
+@pytest.mark.parametrize("what", ["missing", "misshapen", "nothing", "other", "complex", "not finite"])
 def test_what_cannot_be_dequantised_is_refused(folder: Path, tmp_path: Path, what: str) -> None:
     state = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -170,7 +186,13 @@ def test_what_cannot_be_dequantised_is_refused(folder: Path, tmp_path: Path, wha
         state[name + "_scale_inv"] = torch.ones(3, 3)
     elif what == "nothing":
         state = {n: t for n, t in state.items() if "_proj" not in n}
-        says = "no weight of the folder is in fp8"
+        says = "no weight of the folder is in F8_E4M3"
+    elif what == "complex":
+        state[name + "_scale_inv"] = state[name + "_scale_inv"].to(torch.complex64)
+        says = f"{name}_scale_inv C64"
+    elif what == "not finite":
+        state[name + "_scale_inv"][0, 0] = torch.nan
+        says = "not finite"
     else:
         config["quantization_config"]["quant_method"] = "awq"
         says = "awq"

@@ -6,6 +6,7 @@ Heads as earlier versions of the service wrote them are made by hand: a registra
 from __future__ import annotations
 
 import json
+import resource
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -235,6 +236,36 @@ def test_experts_beyond_count_over_all_layers_are_refused_at_once(
     )  # it took minutes and gigabytes; importing transformers takes its time
     with pytest.raises(NotFound):
         catalog.get_model(str(NAME))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "value"),
+    [
+        *(
+            ("deepseek_v3", name, value)
+            for name in ("kv_lora_rank", "v_head_dim")
+            for value in (0, 1 << 28, 1 << 40)
+        ),
+        ("deepseek_v3", "qk_nope_head_dim", 10**9),
+        ("deepseek_v3", "qk_rope_head_dim", -8),
+        ("llama", "head_dim", 1 << 14),
+        ("llama", "hidden_size", 1 << 20),
+        ("llama", "num_hidden_layers", "4"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_by_name_before_memory_is_taken(
+    catalog: Catalog, model_type: str, name: str, value: Any
+) -> None:
+    config = {
+        "model_type": model_type,
+        "num_attention_heads": 1 << 12,
+        "num_key_value_heads": 1 << 12,
+        name: value,
+    }
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidArgument, match=r"config\.json"):
+        catalog.register_model(str(NAME), {"config.json": json.dumps(config).encode()})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
 
 # -- what a process remembers --------------------------------------------------------------------------------------------
