@@ -481,6 +481,12 @@ class LyingStore(ObjectStore):
     def copy(self, source: str, target: str) -> None:
         self.inner.copy(source, target)
 
+    def discard_unfinished(self, prefix: str, older_than_s: float) -> int:
+        return self.inner.discard_unfinished(prefix, older_than_s)
+
+    def close(self) -> None:
+        self.inner.close()
+
 
 @pytest.mark.parametrize("error", [Conflict, Unavailable, DeadlineExceeded])
 @pytest.mark.parametrize(

@@ -5,16 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from weighbridge_storage.s3_settings import is_s3, parse_location
+
+_DEFAULT_SCRATCH = Path("weighbridge-data")
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
     """Settings of one service process.
 
     Attributes:
-        store: folder that keeps everything.
+        store: where versions are kept: a folder, or a location such as ``s3://bucket/prefix``
+            (`weighbridge_storage.opening`).
+        scratch: folder on this machine for what may be lost: images that do not fit into memory, bytes fetched from S3. By
+            default the store's folder, or ``weighbridge-data`` in the current one if the store is not a folder.
         exports: folder under which exports that are asked for over HTTP are written; by default ``exports`` in the
-            store's folder.
-        memory_budget: most bytes of shared memory for images; what does not fit goes to files in the store's folder.
+            scratch folder.
+        memory_budget: most bytes of shared memory for images; what does not fit goes to files in the scratch folder.
         receive_timeout: seconds without a word from any rank after which a version being received is given up.
         declare_timeout: seconds that a rank waits for the others to declare their layouts.
         publish_attempts: how often making a version durable is tried.
@@ -25,7 +32,8 @@ class ServiceConfig:
             them may be watches.
     """
 
-    store: Path
+    store: Path | str
+    scratch: Path | None = None
     exports: Path | None = None
     memory_budget: int = 8 << 30
     receive_timeout: float = 300.0
@@ -37,6 +45,16 @@ class ServiceConfig:
     grpc_workers: int = 1024
 
     @property
+    def scratch_folder(self) -> Path:
+        """Where what may be lost goes."""
+        return self.scratch or (_DEFAULT_SCRATCH if is_s3(self.store) else Path(self.store))
+
+    @property
     def exports_folder(self) -> Path:
         """Where exports go."""
-        return self.exports or self.store / "exports"
+        return self.exports or self.scratch_folder / "exports"
+
+    @property
+    def store_shown(self) -> str:
+        """The store for people: without options, and a folder from the root on."""
+        return str(parse_location(str(self.store)) if is_s3(self.store) else Path(self.store).absolute())

@@ -159,7 +159,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
         http_server.start(create_app(service, exports, metrics))
         sys.stdout.write(
             f"weighbridge serving gRPC on {_with_port(grpc, grpc_server.port)}, HTTP on http://{http_server.address}, "
-            f"store {config.store.absolute()}\n"
+            f"store {config.store_shown}\n"
         )
         sys.stdout.flush()
         warming = threading.Thread(target=_warm_up, name="warm-up", daemon=True)

@@ -7,7 +7,8 @@ from weighbridge_service.config import ServiceConfig
 from weighbridge_service.intake import Intake
 from weighbridge_service.serving import Serving
 from weighbridge_storage.images import ImagePool
-from weighbridge_storage.local import LocalStore
+from weighbridge_storage.opening import open_store
+from weighbridge_storage.probe import probe
 
 
 class Weighbridge:
@@ -15,6 +16,11 @@ class Weighbridge:
 
     Args:
         config: its settings.
+
+    Raises:
+        FailedPrecondition: the store does not keep conditional writes.
+        WeighbridgeError: the store cannot be opened or used.
+        OSError: the scratch folder cannot be made.
 
     Attributes:
         catalog: models, versions and refs.
@@ -25,10 +31,14 @@ class Weighbridge:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
-        config.store.mkdir(parents=True, exist_ok=True)
-        scratch = config.store / ".images"
-        scratch.mkdir(exist_ok=True)
-        self._store = LocalStore(config.store)
+        scratch = config.scratch_folder / ".images"
+        scratch.mkdir(parents=True, exist_ok=True)
+        self._store = open_store(config.store, scratch=scratch)
+        try:
+            probe(self._store)
+        except BaseException:
+            self._store.close()
+            raise
         self.images = ImagePool(config.memory_budget, scratch)
         self.catalog = Catalog(self._store)
         self.intake = Intake(self.catalog, self.images, config)

@@ -25,7 +25,6 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -41,6 +40,7 @@ from weighbridge_storage.objects import (
     check_key,
     check_prefix,
     error_for,
+    pieces_of,
 )
 
 ETAG_BY_CONTENT_LIMIT = 64 << 20
@@ -92,7 +92,7 @@ class LocalStore(ObjectStore):
         self._flushed: set[str] = set()
 
     def close(self) -> None:
-        """Give back the file handles and the folder for temporary files. The store cannot be used afterwards."""
+        """See `ObjectStore.close`. The folder for temporary files goes with it."""
         if not self._release_temp.alive:
             return
         with suppress(OSError):
@@ -212,6 +212,19 @@ class LocalStore(ObjectStore):
             # Renaming a file onto another name of itself does nothing, and leaves both.
             with suppress(OSError):
                 os.unlink(temp, dir_fd=self._temp)
+
+    def discard_unfinished(self, prefix: str, older_than_s: float) -> int:
+        """See `ObjectStore.discard_unfinished`. A lock tells who is dead, so neither keys nor ages are looked at."""
+        check_prefix(prefix)
+        try:
+            temp_root = os.open(_TEMP, _FOLDER_FLAGS, dir_fd=self._root)
+            try:
+                with _alone_in(temp_root):
+                    return _remove_stale(temp_root)
+            finally:
+                os.close(temp_root)
+        except OSError as error:
+            raise error_for(error, "removing what dead writers left") from error
 
     def _install(self, temp: str, key: str, mode: PutMode, what: str) -> None:
         """Move a finished temporary file to its place if the condition holds."""
@@ -338,34 +351,48 @@ def _ensure_folder(parent: int, name: str) -> int:
     return os.open(name, _FOLDER_FLAGS, dir_fd=parent)
 
 
-def _claim_temp_folder(temp_root: int) -> tuple[str, int]:
-    """A new locked sub-folder, after those that nobody holds any more are removed.
-
-    The lock on ``temp_root`` keeps others from seeing a folder between its making and its locking.
-    """
+@contextmanager
+def _alone_in(temp_root: int) -> Iterator[None]:
+    """Keep others from seeing a sub-folder between its making and its locking."""
     fcntl.flock(temp_root, fcntl.LOCK_EX)
     try:
-        for name in os.listdir(temp_root):
-            with suppress(OSError):
-                _remove_if_stale(temp_root, name)
+        yield
+    finally:
+        fcntl.flock(temp_root, fcntl.LOCK_UN)
+
+
+def _claim_temp_folder(temp_root: int) -> tuple[str, int]:
+    """A new locked sub-folder, after those that nobody holds any more are removed."""
+    with _alone_in(temp_root):
+        _remove_stale(temp_root)
         own = uuid.uuid4().hex
         os.mkdir(own, dir_fd=temp_root)
         folder = os.open(own, _FOLDER_FLAGS, dir_fd=temp_root)
         fcntl.flock(folder, fcntl.LOCK_EX)
         return own, folder
-    finally:
-        fcntl.flock(temp_root, fcntl.LOCK_UN)
 
 
-def _remove_if_stale(temp_root: int, name: str) -> None:
+def _remove_stale(temp_root: int) -> int:
+    """Remove the sub-folders that nobody holds; gives the number of files in them."""
+    removed = 0
+    for name in os.listdir(temp_root):
+        # Held by a writer that lives, or removed by somebody else.
+        with suppress(OSError):
+            removed += _remove_if_stale(temp_root, name)
+    return removed
+
+
+def _remove_if_stale(temp_root: int, name: str) -> int:
     folder = os.open(name, _FOLDER_FLAGS, dir_fd=temp_root)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for left_over in os.listdir(folder):
-            os.unlink(left_over, dir_fd=folder)
+        left_over = os.listdir(folder)
+        for file in left_over:
+            os.unlink(file, dir_fd=folder)
         os.rmdir(name, dir_fd=temp_root)
     finally:
         os.close(folder)
+    return len(left_over)
 
 
 def _check_condition(folder: int, name: str, key: str, mode: PutMode) -> None:
@@ -405,12 +432,10 @@ def _etag(status: os.stat_result, content: bytes) -> str:
 
 def _fill(file: int, data: Buffer | Iterable[Buffer], what: str) -> str:
     """Write all of ``data`` to an open file and flush it to the device; returns its etag."""
-    pieces: Iterable[Any] = [data] if isinstance(data, bytes | bytearray | memoryview | np.ndarray) else data
     content = xxhash.xxh3_128()
     size = 0
-    for piece in pieces:
-        # Errors of the caller's iterator pass through unchanged; only our own are translated.
-        view = _bytes_of(piece)
+    # Errors of the caller's iterator pass through unchanged; only our own are translated.
+    for view in pieces_of(data):
         size += len(view)
         if size <= ETAG_BY_CONTENT_LIMIT:
             content.update(view)
@@ -425,15 +450,6 @@ def _fill(file: int, data: Buffer | Iterable[Buffer], what: str) -> str:
     except OSError as error:
         raise error_for(error, what) from error
     return content.hexdigest() if size <= ETAG_BY_CONTENT_LIMIT else _etag(status, b"")
-
-
-def _bytes_of(piece: Buffer) -> memoryview:
-    try:
-        size = len(piece) if isinstance(piece, bytes | bytearray) else piece.nbytes
-        # Through numpy: a memoryview casts neither an empty array nor a format that `struct` does not know.
-        return np.frombuffer(piece, dtype=np.uint8).data if size else memoryview(b"")
-    except (TypeError, ValueError, AttributeError, BufferError) as error:
-        raise InvalidArgument(f"a piece of type {type(piece).__name__} is not contiguous bytes") from error
 
 
 def _pieces(file: int, what: str) -> Iterator[bytes]:

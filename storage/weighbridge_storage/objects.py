@@ -69,6 +69,7 @@ class ObjectStore(ABC):
 
         Raises:
             Conflict: the condition does not hold; nothing was written.
+            DeadlineExceeded: whether it was written, or still will be, could not be found out.
         """
 
     @abstractmethod
@@ -110,7 +111,8 @@ class ObjectStore(ABC):
     def folders(self, prefix: str) -> Iterator[str]:
         """The distinct next components, without slash, of all keys that continue behind ``prefix`` with a component and a slash.
 
-        ``folders("models/acme/")`` gives ``smol`` if there is ``models/acme/smol/head.json``. In no promised order.
+        ``folders("models/acme/")`` gives ``smol`` if there is ``models/acme/smol/head.json``. In no promised order. Some
+        servers go on naming a folder after its last object was deleted.
 
         Raises:
             InvalidArgument: ``prefix`` is neither empty nor ends with a slash.
@@ -129,6 +131,20 @@ class ObjectStore(ABC):
         Raises:
             NotFound: there is no object at ``source``.
         """
+
+    @abstractmethod
+    def discard_unfinished(self, prefix: str, older_than_s: float) -> int:
+        """Remove what writers that died left of objects that they never finished; gives the number of these.
+
+        Args:
+            prefix: what the objects' keys would have begun with.
+            older_than_s: age in seconds from which on a write counts as dead where the store cannot tell. One that is
+                still under way fails, and writes nothing.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back connections, threads and files. The store cannot be used afterwards; closing again does nothing."""
 
 
 def check_key(key: str) -> str:
@@ -176,6 +192,26 @@ def check_folder_prefix(prefix: str) -> str:
     if check_prefix(prefix) and not prefix.endswith("/"):
         raise InvalidArgument(f"prefix {shown(prefix)} does not end with a slash")
     return prefix
+
+
+def pieces_of(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
+    """The bytes of what `ObjectStore.put` takes, piece by piece; what the caller's iterator raises passes through.
+
+    Raises:
+        InvalidArgument: a piece is not contiguous memory.
+    """
+    whole = isinstance(data, bytes | bytearray | memoryview | np.ndarray)
+    pieces: Iterable[Any] = [data] if whole else data
+    for piece in pieces:
+        try:
+            size = len(piece) if isinstance(piece, bytes | bytearray) else piece.nbytes
+            # Through numpy: a memoryview casts neither an empty array nor a format that `struct` does not know.
+            view = np.frombuffer(piece, dtype=np.uint8).data if size else memoryview(b"")
+        except (TypeError, ValueError, AttributeError, BufferError) as error:
+            raise InvalidArgument(
+                f"a piece of type {type(piece).__name__} is not contiguous bytes"
+            ) from error
+        yield view
 
 
 _NO_ROOM = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,13 +11,32 @@ from weighbridge.cli.parsing import size
 from weighbridge.cli.running import Command, needs_extra
 
 
+class StoreLocation(click.Path):
+    """A folder, or a URL, which is left to the service."""
+
+    name = "location"
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A path, or the URL as it is."""
+        if isinstance(value, str) and "://" in value:
+            if not value.startswith("s3://"):
+                self.fail("is neither a folder nor s3://BUCKET/PREFIX", param, ctx)
+            return value
+        return super().convert(value, param, ctx)
+
+
 @click.command("serve", cls=Command)
 @click.option(
     "--store",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=StoreLocation(),
     default="./weighbridge-data",
     show_default=True,
-    help="Folder that keeps everything.",
+    help="What keeps the versions: a folder, or s3://BUCKET/PREFIX?endpoint=URL&region=REGION&addressing=path|virtual, "
+    "all options optional, with credentials from the environment as boto3 finds them (AWS_ACCESS_KEY_ID, "
+    "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ...).",
 )
 @click.option(
     "--grpc",
@@ -38,7 +58,7 @@ from weighbridge.cli.running import Command, needs_extra
     callback=size,
     default="8GiB",
     show_default=True,
-    help="Most shared memory for weights in transit; what does not fit goes to files in the store.",
+    help="Most shared memory for weights in transit; what does not fit goes to files in the scratch folder.",
 )
 @click.option(
     "--receive-timeout",
@@ -57,9 +77,15 @@ from weighbridge.cli.running import Command, needs_extra
     help="How long shutting down waits for what is under way.",
 )
 @click.option(
+    "--scratch",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for what may be lost: weights in transit that do not fit into memory, bytes fetched from S3.  "
+    "[default: the store's folder; for S3 ./weighbridge-data]",
+)
+@click.option(
     "--exports",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for exports that are asked for over HTTP.  [default: exports in the store]",
+    help="Folder for exports that are asked for over HTTP.  [default: exports in the scratch folder]",
 )
 @click.option(
     "--log-level",
@@ -70,12 +96,13 @@ from weighbridge.cli.running import Command, needs_extra
 @click.pass_context
 def serve_command(
     ctx: click.Context,
-    store: Path,
+    store: Path | str,
     grpc: str,
     http: str,
     memory_budget: int,
     receive_timeout: float,
     drain_seconds: float,
+    scratch: Path | None,
     exports: Path | None,
     log_level: str,
 ) -> None:
@@ -86,6 +113,7 @@ def serve_command(
 
     config = ServiceConfig(
         store=store,
+        scratch=scratch,
         exports=exports,
         memory_budget=memory_budget,
         receive_timeout=receive_timeout,

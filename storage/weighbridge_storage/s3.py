@@ -1,0 +1,137 @@
+"""How does a bucket, or a part of one, serve as an object store?
+
+An object's name in the bucket is its key behind the store's prefix. Conditions are the server's: If-None-Match and If-Match,
+on PutObject and on the request that completes a multipart upload. The server must keep them, which `probe` finds out; AWS,
+SeaweedFS, MinIO, Ceph and R2 say that they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from weighbridge.errors import InvalidArgument
+from weighbridge_storage.names import shown
+from weighbridge_storage.objects import (
+    MAX_KEY_LENGTH,
+    Buffer,
+    ByteArray,
+    ObjectStore,
+    PutMode,
+    check_folder_prefix,
+    check_key,
+    check_prefix,
+)
+from weighbridge_storage.s3_client import S3Client
+from weighbridge_storage.s3_errors import S3_ERRORS, s3_error
+from weighbridge_storage.s3_reads import Reads
+from weighbridge_storage.s3_settings import S3Settings
+from weighbridge_storage.s3_uploads import Uploads
+
+
+class S3Store(ObjectStore):
+    """An object store on an S3 server. Nothing is asked of the server before the first call.
+
+    Args:
+        settings: which bucket, where, and within which bounds.
+        scratch: folder for the content of objects that `map` brings; None keeps it in memory.
+
+    Raises:
+        Unavailable: boto3 cannot be configured, e.g. because a profile is not there.
+    """
+
+    def __init__(self, settings: S3Settings, scratch: Path | None = None) -> None:
+        try:
+            self._client = S3Client(settings)
+        except (*S3_ERRORS, ValueError) as error:
+            raise s3_error(error, f"opening the store in {settings}") from error
+        self._prefix = settings.prefix
+        self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="s3")
+        self._uploads = Uploads(self._client, settings, self._pool)
+        self._reads = Reads(self._client, settings, self._pool, scratch)
+
+    def close(self) -> None:
+        """See `ObjectStore.close`. Waits for requests that are under way."""
+        self._pool.shutdown()
+        self._client.close()
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        """See `ObjectStore.get`. Compares the content with the server's checksum, where it keeps one for the whole."""
+        return self._reads.get(self._name(key), f"reading {key}")
+
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
+        """See `ObjectStore.put`."""
+        return self._uploads.put(self._name(key), data, mode, f"writing {key}")
+
+    def size(self, key: str) -> int:
+        """See `ObjectStore.size`."""
+        return self._reads.head(self._name(key), f"reading the size of {key}").size
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """See `ObjectStore.read_range`."""
+        return self._reads.read_range(self._name(key), start, length, f"reading a part of {key}")
+
+    def map(self, key: str) -> ByteArray:
+        """See `ObjectStore.map`. Takes as much memory, or room in the scratch folder, as the object has bytes."""
+        return self._reads.fetch(self._name(key), f"reading {key}")
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """See `ObjectStore.list`. Objects whose names could not be keys are passed over."""
+        return self._list(check_prefix(prefix))
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """See `ObjectStore.folders`."""
+        return self._folders(check_folder_prefix(prefix))
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`. In a bucket that keeps versions, the server goes on holding the bytes."""
+        name = self._name(key)
+        try:
+            self._client.delete(name)
+        except S3_ERRORS as error:
+            raise s3_error(error, f"deleting {key}") from error
+
+    def copy(self, source: str, target: str) -> None:
+        """See `ObjectStore.copy`. The server does it; no bytes come here."""
+        self._uploads.copy(self._name(source), self._name(target), f"copying {source} to {target}")
+
+    def discard_unfinished(self, prefix: str, older_than_s: float) -> int:
+        """See `ObjectStore.discard_unfinished`: aborts multipart uploads. Their parts cost money until then.
+
+        Ages are by the server's clock. Some servers (MinIO) list uploads for whole keys only, and find none here.
+        """
+        return self._uploads.discard_unfinished(self._prefix + check_prefix(prefix), older_than_s)
+
+    def _name(self, key: str) -> str:
+        name = self._prefix + check_key(key)
+        if len(name.encode()) > MAX_KEY_LENGTH:
+            raise InvalidArgument(
+                f"object key {shown(key)} has more than {MAX_KEY_LENGTH} bytes with the store's prefix"
+            )
+        return name
+
+    def _list(self, prefix: str) -> Iterator[str]:
+        try:
+            for name in self._client.list(self._prefix + prefix):
+                key = name.removeprefix(self._prefix)
+                if _is_key(key):
+                    yield key
+        except S3_ERRORS as error:
+            raise s3_error(error, f"listing {shown(prefix)}") from error
+
+    def _folders(self, prefix: str) -> Iterator[str]:
+        try:
+            for name in self._client.folders(self._prefix + prefix):
+                folder = name[len(self._prefix + prefix) : -1]
+                if _is_key(folder):
+                    yield folder
+        except S3_ERRORS as error:
+            raise s3_error(error, f"listing {shown(prefix)}") from error
+
+
+def _is_key(text: str) -> bool:
+    with suppress(InvalidArgument):
+        return check_key(text) == text
+    return False

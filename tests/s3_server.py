@@ -1,0 +1,156 @@
+"""S3 servers on loopback for tests: SeaweedFS, which keeps conditions, and rclone, which ignores them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import urlopen
+
+from weighbridge_storage.s3_settings import S3Settings
+
+ACCESS_KEY = "weighbridge-tests"
+SECRET_KEY = "not-a-secret-of-anybody"
+BUCKET = "tests"
+_START_SECONDS = 30.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A running server with the bucket `BUCKET`.
+
+    Attributes:
+        endpoint: its URL.
+        pid: its process.
+    """
+
+    endpoint: str
+    pid: int
+
+    def settings(self, **changes: Any) -> S3Settings:
+        """A part of the bucket that nobody else uses, with short waits."""
+        defaults: dict[str, Any] = {
+            "bucket": BUCKET,
+            "prefix": f"{uuid.uuid4().hex}/",
+            "endpoint": self.endpoint,
+            "region": "us-east-1",
+            "connect_timeout_s": 2.0,
+            "read_timeout_s": 20.0,
+        }
+        return S3Settings(**{**defaults, **changes})
+
+    def location(self) -> str:
+        """The same, as a location."""
+        return f"s3://{BUCKET}/{uuid.uuid4().hex}?endpoint={quote(self.endpoint)}&region=us-east-1"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+@contextmanager
+def seaweedfs(folder: Path) -> Iterator[S3Server]:
+    """SeaweedFS with its data in a folder."""
+    names = ("master", "volume", "filer", "s3", "admin")
+    ports = free_ports(2 * len(names))
+    pairs = zip(names, ports[::2], ports[1::2], strict=True)
+    command = [
+        "weed", "-logtostderr=true", "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-bucket={BUCKET}",
+        "-admin.ui=false", "-webdav=false", "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        *(flag for name, http, grpc in pairs for flag in (f"-{name}.port={http}", f"-{name}.port.grpc={grpc}")),
+    ]  # fmt: skip
+    # it takes all the memory it finds otherwise
+    settings = {"GOMEMLIMIT": "400MiB", "GOGC": "50"}
+    s3_port = ports[2 * names.index("s3")]
+    with _running(command, settings, folder, f"http://127.0.0.1:{s3_port}", f"/{BUCKET}") as server:
+        yield server
+
+
+@contextmanager
+def rclone(folder: Path) -> Iterator[S3Server]:
+    """``rclone serve s3`` over a folder."""
+    (folder / "data" / BUCKET).mkdir(parents=True)
+    [port] = free_ports(1)
+    command = [
+        "rclone", "serve", "s3", "--config=", f"--addr=127.0.0.1:{port}", f"--auth-key={ACCESS_KEY},{SECRET_KEY}",
+        "--vfs-cache-mode=off", str(folder / "data"),
+    ]  # fmt: skip
+    with _running(command, {}, folder, f"http://127.0.0.1:{port}", "/") as server:
+        yield server
+
+
+@contextmanager
+def _running(
+    command: list[str], settings: dict[str, str], folder: Path, endpoint: str, path: str
+) -> Iterator[S3Server]:
+    log = folder / "server.log"
+    environment = {
+        **os.environ,
+        **settings,
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+    }
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [_program(command[0]), *command[1:]],
+            env=environment,
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_parent,
+        )
+    try:
+        _wait_until(lambda: _answers(endpoint + path), process, log)
+        yield S3Server(endpoint, process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _program(name: str) -> str:
+    """The program next to this Python, where packages that carry one put it."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def _end_with_parent() -> None:
+    # a test process that is killed cannot end it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=2):
+            return True
+    except HTTPError as error:
+        return error.code in (400, 403)  # it wants a signature, and so it is there
+    except OSError:
+        return False
+
+
+def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not holds():
+        ended = process.poll() is not None
+        assert not ended and time.monotonic() < deadline, log.read_text()[-2000:]
+        time.sleep(0.05)
