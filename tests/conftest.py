@@ -1,7 +1,62 @@
 """What holds for all tests."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+
+from tests.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, seaweedfs
+from weighbridge_storage.objects import ObjectStore
+from weighbridge_storage.opening import open_store
 
 # machines that run tests are shared: how long one example takes says nothing
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
+
+
+@pytest.fixture(scope="session")
+def aws_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The test servers' credentials, for this process and those that it starts, and nothing of the user's own."""
+    nowhere = str(tmp_path_factory.mktemp("aws") / "none")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+        patch.setenv("AWS_CONFIG_FILE", nowhere)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", nowhere)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        for name in (
+            "AWS_PROFILE",
+            "AWS_SESSION_TOKEN",
+            "AWS_REGION",
+            "AWS_ENDPOINT_URL",
+            "AWS_ENDPOINT_URL_S3",
+        ):
+            patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def seaweed(aws_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """SeaweedFS. Every worker that needs one has its own: none outlives or waits for another."""
+    with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server
+
+
+@pytest.fixture(params=["local", "s3"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a store is that has nothing in it: of each kind, one after the other."""
+    if request.param == "local":
+        return str(tmp_path / "store")
+    server: S3Server = request.getfixturevalue("seaweed")
+    return server.location()
+
+
+@pytest.fixture
+def store(location: str) -> Iterator[ObjectStore]:
+    """The store there."""
+    opened = open_store(location)
+    yield opened
+    opened.close()

@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import quote
-from urllib.request import urlopen
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
 
 from weighbridge_storage.s3_settings import S3Settings
 
@@ -83,7 +85,7 @@ def seaweedfs(folder: Path) -> Iterator[S3Server]:
     # it takes all the memory it finds otherwise
     settings = {"GOMEMLIMIT": "400MiB", "GOGC": "50"}
     s3_port = ports[2 * names.index("s3")]
-    with _running(command, settings, folder, f"http://127.0.0.1:{s3_port}", f"/{BUCKET}") as server:
+    with _running(command, settings, folder, f"http://127.0.0.1:{s3_port}") as server:
         yield server
 
 
@@ -96,14 +98,12 @@ def rclone(folder: Path) -> Iterator[S3Server]:
         "rclone", "serve", "s3", "--config=", f"--addr=127.0.0.1:{port}", f"--auth-key={ACCESS_KEY},{SECRET_KEY}",
         "--vfs-cache-mode=off", str(folder / "data"),
     ]  # fmt: skip
-    with _running(command, {}, folder, f"http://127.0.0.1:{port}", "/") as server:
+    with _running(command, {}, folder, f"http://127.0.0.1:{port}") as server:
         yield server
 
 
 @contextmanager
-def _running(
-    command: list[str], settings: dict[str, str], folder: Path, endpoint: str, path: str
-) -> Iterator[S3Server]:
+def _running(command: list[str], settings: dict[str, str], folder: Path, endpoint: str) -> Iterator[S3Server]:
     log = folder / "server.log"
     environment = {
         **os.environ,
@@ -121,7 +121,7 @@ def _running(
             preexec_fn=_end_with_parent,
         )
     try:
-        _wait_until(lambda: _answers(endpoint + path), process, log)
+        _wait_until(_has_bucket(endpoint), process, log)
         yield S3Server(endpoint, process.pid)
     finally:
         process.kill()
@@ -138,19 +138,29 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _answers(url: str) -> bool:
-    try:
-        with urlopen(url, timeout=2):
-            return True
-    except HTTPError as error:
-        return error.code in (400, 403)  # it wants a signature, and so it is there
-    except OSError:
-        return False
+def _has_bucket(endpoint: str) -> Callable[[], bool]:
+    client = boto3.session.Session().client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=ACCESS_KEY,
+        aws_secret_access_key=SECRET_KEY,
+        config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=5),
+    )
+
+    def ask() -> bool:
+        try:
+            client.head_bucket(Bucket=BUCKET)
+        except (BotoCoreError, ClientError):
+            return False
+        return True
+
+    return ask
 
 
 def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while not holds():
-        ended = process.poll() is not None
-        assert not ended and time.monotonic() < deadline, log.read_text()[-2000:]
+        assert process.poll() is None, log.read_text()[-2000:]
+        assert time.monotonic() < deadline, log.read_text()[-2000:]
         time.sleep(0.05)

@@ -15,7 +15,6 @@ from weighbridge.errors import Conflict, FailedPrecondition, NotFound, Weighbrid
 from weighbridge_storage.objects import IfMatch, ObjectStore, PutMode
 
 _WRITERS = 8
-_ROUNDS = 2
 
 
 def probe(store: ObjectStore) -> None:
@@ -28,15 +27,13 @@ def probe(store: ObjectStore) -> None:
         FailedPrecondition: the store does not keep conditions.
         WeighbridgeError: as `ObjectStore.put`; the store cannot be used at all.
     """
-    prefix = f"probe/{uuid.uuid4().hex}"
-    keys = [f"{prefix}/{number}" for number in range(_ROUNDS + 1)]
+    single, raced = (f"probe/{uuid.uuid4().hex}" for _ in range(2))
     try:
-        _one_by_one(store, keys[0])
-        for key in keys[1:]:
-            etag = _race(store, key, "create")
-            _race(store, key, IfMatch(etag))
+        _one_by_one(store, single)
+        etag = _race(store, raced, "create")
+        _race(store, raced, IfMatch(etag))
     finally:
-        for key in keys:
+        for key in (single, raced):
             with suppress(WeighbridgeError):
                 store.delete(key)
 
