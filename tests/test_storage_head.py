@@ -517,12 +517,26 @@ def test_a_change_is_made_once_whatever_the_responses_say(
 
 def test_a_change_whose_fate_is_forgotten_is_reported_as_unknown(store: ObjectStore) -> None:
     HeadStore(store).update(SMOL, allocate_version, create=True)
-    lying = LyingStore(store, ["lost-then-many-others"], Conflict)
+    lying = LyingStore(store, ["lost-then-many-others"], Unavailable)
     with pytest.raises(DeadlineExceeded, match="could not be found out"):
         HeadStore(lying).update(SMOL, allocate_version)
     found = HeadStore(store).read(SMOL)
     assert found is not None
     assert found[0].next_version == 1 + 1 + 1 + REMEMBERED_WRITES + 1
+
+
+def test_a_conflict_leaves_no_doubt_however_often_others_change_the_head(store: ObjectStore) -> None:
+    HeadStore(store).update(SMOL, allocate_version, create=True)
+
+    class Crowded(LyingStore):
+        def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
+            while self.script:
+                files_id = self.script.pop()
+                HeadStore(store).update(SMOL, lambda head: (register(head, files_id, {}), None))  # noqa: B023
+            return self.inner.put(key, data, mode=mode)
+
+    others = [str(number) for number in range(REMEMBERED_WRITES + 3)]
+    assert HeadStore(Crowded(store, others, Conflict)).update(SMOL, allocate_version) == 2
 
 
 def test_reads_that_fail_after_a_lost_response_are_repeated(store: ObjectStore) -> None:

@@ -360,6 +360,7 @@ class HeadStore:
         results: dict[str, T] = {}
         found = self.read(model)
         attempt = 0
+        doubtful = False
         while True:
             if found is None and not create:
                 raise NotFound(f"there is no model {model}", fix="register it first")
@@ -375,6 +376,8 @@ class HeadStore:
                 return result
             except (Conflict, Unavailable, DeadlineExceeded) as error:
                 failure = error
+                # A store that says Conflict has made sure of it: however often others change the head, ours is not in it.
+                doubtful = doubtful or not isinstance(error, Conflict)
             # Look at once, while the head remembers this write if it landed, and again after a pause, for a head as
             # fresh as can be. A write that timed out may land between the two, so look for all of them each time.
             seen = base.generation
@@ -385,8 +388,10 @@ class HeadStore:
                 for landed in results.keys() & set(now.writes):
                     return results[landed]
                 # Once the generation has moved on, no write that was made for an earlier one can land any more.
-                if seen == base.generation and now.generation > seen + REMEMBERED_WRITES:
-                    raise _unknown_outcome(model, "it was changed too often meanwhile")
+                if seen == base.generation and now.generation > seen:
+                    if doubtful and now.generation > seen + REMEMBERED_WRITES:
+                        raise _unknown_outcome(model, "it was changed too often meanwhile")
+                    doubtful = False
                 seen = now.generation
             if time.monotonic() > give_up:
                 if seen == base.generation:
