@@ -76,7 +76,8 @@ class HeldPart:
         self._budget = budget
 
     def release(self) -> None:
-        """Give the room back. Doing it again does nothing."""
+        """Let go of the bytes, and give their room back. Doing it again does nothing."""
+        self.body = bytearray()
         room, self._room = self._room, 0
         if room:
             self._budget.give_back(room)
