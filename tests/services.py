@@ -16,7 +16,7 @@ from weighbridge_service.service import Weighbridge
 class RunningService:
     """A service and its gRPC address."""
 
-    def __init__(self, store: Path, **settings: Any) -> None:
+    def __init__(self, store: Path | str, **settings: Any) -> None:
         defaults: dict[str, Any] = {"memory_budget": 1 << 30, "drain_seconds": 5.0, "grpc_workers": 64}
         self.service = Weighbridge(ServiceConfig(store, **{**defaults, **settings}))
         self.metrics = Metrics(self.service)
@@ -31,8 +31,8 @@ class RunningService:
 
 
 @contextmanager
-def running_service(store: Path, **settings: Any) -> Iterator[RunningService]:
-    """A service over this store folder, drained and stopped in the end."""
+def running_service(store: Path | str, **settings: Any) -> Iterator[RunningService]:
+    """A service over this store, drained and stopped in the end."""
     running = RunningService(store, **settings)
     try:
         yield running

@@ -185,6 +185,15 @@ def test_serve_has_the_defaults_of_the_service() -> None:
     assert defaults["drain_seconds"] == config.drain_seconds
 
 
+@pytest.mark.parametrize("store", ["http://x/y", "gs://bucket", "s3:"])
+def test_serve_refuses_what_is_neither_a_folder_nor_s3(store: str, tmp_path: Path) -> None:
+    store = store if "://" in store else str(tmp_path / "file")
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(commands, ["serve", "--store", store])
+    assert result.exit_code == 2
+    assert "neither a folder nor s3://" in result.stderr or "is a file" in result.stderr
+
+
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setitem(sys.modules, "weighbridge_service.server", None)

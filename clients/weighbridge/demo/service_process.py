@@ -22,21 +22,23 @@ class ServiceProcess:
     """``weighbridge serve`` on free ports of loopback; a context that ends it.
 
     Args:
-        store: folder that keeps everything.
+        store: what keeps the versions: a folder or a location.
         logs: folder for what it prints, ``service.out`` and ``service.log``.
+        scratch: folder for what may be lost; None for the service's default.
 
     Attributes:
-        store: the folder.
+        store: the store.
         log: where it writes what it does.
     """
 
-    def __init__(self, store: Path, logs: Path) -> None:
+    def __init__(self, store: Path | str, logs: Path, scratch: Path | None = None) -> None:
         self.store = store
         self.log = logs / "service.log"
         self._out = logs / "service.out"
         command = [
             sys.executable, "-m", "weighbridge", "serve", "--store", str(store),
             "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0",
+            *(() if scratch is None else ("--scratch", str(scratch))),
         ]  # fmt: skip
         with self._out.open("w") as out, self.log.open("w") as log:
             # A session of its own: Ctrl-C goes to the program, and the program tells the service.
