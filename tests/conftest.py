@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
+import botocore.session
 import pytest
 from hypothesis import settings
 
@@ -35,6 +37,8 @@ def aws_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             "AWS_ENDPOINT_URL_S3",
         ):
             patch.delenv(name, raising=False)
+        # to read boto3's description of S3 takes longer than most tests
+        patch.setattr(botocore.session, "create_loader", functools.cache(botocore.session.create_loader))
         yield
 
 

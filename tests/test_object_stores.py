@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,14 +145,6 @@ def test_listing_finds_what_begins_with_the_prefix(store: ObjectStore) -> None:
     store.delete("z/z/z/z")
     assert {"a", "a-b"} <= set(store.folders("")) <= {"a", "a-b", "z"}
     assert set(store.list("z")) == set()
-
-
-def test_a_listing_of_many_objects_has_each_of_them_once(store: ObjectStore) -> None:
-    keys = {f"many/{number % 3}/{number}" for number in range(1100)}
-    with ThreadPoolExecutor(16) as writers:
-        list(writers.map(lambda key: store.put(key, b"", mode="overwrite"), keys))
-    assert sorted(store.list("many/")) == sorted(keys)
-    assert sorted(store.folders("many/")) == ["0", "1", "2"]
 
 
 def test_a_copy_has_the_content_and_a_fate_of_its_own(store: ObjectStore) -> None:

@@ -158,6 +158,19 @@ def test_only_uploads_of_the_age_and_prefix_that_are_named_are_aborted(
     other.close()
 
 
+def test_a_listing_of_many_pages_has_everything_once(settings: S3Settings) -> None:
+    store = S3Store(dataclasses.replace(settings, page=3))
+    keys = {f"many/{number % 5}/{number}" for number in range(20)}
+    for key in keys:
+        store.put(key, b"", mode="create")
+        store._client.begin_upload(f"{settings.prefix}{key}", "w", checksums=True)
+    assert sorted(store.list("many/")) == sorted(keys)
+    assert sorted(store.folders("many/")) == ["0", "1", "2", "3", "4"]
+    assert store.discard_unfinished("many/", older_than_s=0) == 20
+    assert unfinished(store) == 0
+    store.close()
+
+
 def test_a_large_object_is_copied_in_parts(settings: S3Settings) -> None:
     store = S3Store(dataclasses.replace(settings, single_copy_bytes=SMALLEST_PART))
     data = np.random.default_rng(1).integers(0, 256, 3 * SMALLEST_PART + 1, dtype=np.uint8)

@@ -20,7 +20,7 @@ from weighbridge_storage.objects import IfMatch, ObjectStore, PutMode
 from weighbridge_storage.s3 import S3Store
 from weighbridge_storage.s3_settings import SMALLEST_PART, S3Settings
 
-RUNS = int(os.environ.get("WEIGHBRIDGE_S3_FAULTS", "3"))
+RUNS = int(os.environ.get("WEIGHBRIDGE_S3_FAULTS", "2"))
 FIRST_SEED = int(os.environ.get("WEIGHBRIDGE_S3_FAULTS_SEED", "1"))
 WRITERS = 3
 LARGE = SMALLEST_PART + 1_000_000
@@ -81,7 +81,7 @@ def test_a_conditional_write_is_done_once_in_spite_of_a_fault(
     assert honest.get("k") == (b"2", second)
 
 
-@pytest.mark.parametrize("fault", ["refused", "reset", "lost", "lost-500", "late"])
+@pytest.mark.parametrize("fault", ["reset", "lost", "late"])
 @pytest.mark.parametrize("request_number", range(4))
 def test_a_write_in_parts_is_done_once_in_spite_of_a_fault(
     faulty: S3Store, honest: S3Store, proxy: FaultProxy, fault: Fault, request_number: int

@@ -95,6 +95,7 @@ class S3Client:
             # as well would cost more than all the rest.
             self._s3 = make(payload_signing_enabled=False)
         self._bucket = settings.bucket
+        self._page = settings.page
 
     def close(self) -> None:
         """Close its connections."""
@@ -217,7 +218,8 @@ class S3Client:
                 yield Unfinished(entry["Key"], entry["UploadId"], age.total_seconds())
 
     def _pages(self, operation: str, **arguments: str) -> Iterator[dict[str, Any]]:
-        yield from self._s3.get_paginator(operation).paginate(Bucket=self._bucket, **arguments)
+        pages = self._s3.get_paginator(operation)
+        yield from pages.paginate(Bucket=self._bucket, PaginationConfig={"PageSize": self._page}, **arguments)
 
 
 def _config(settings: S3Settings, s3: dict[str, object]) -> Config:

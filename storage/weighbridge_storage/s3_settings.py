@@ -39,6 +39,7 @@ class S3Settings:
         memory_bytes: most bytes of parts that are held for uploads at a time, by all threads together. One part may be
             larger.
         single_copy_bytes: objects of more bytes are copied in parts.
+        page: most names that are asked for in one request of a listing.
         parallel: most parts and ranges that travel at a time, of all calls together.
         attempts: how often a request is tried.
         connect_timeout_s: seconds to wait for a connection.
@@ -56,6 +57,7 @@ class S3Settings:
     part_bytes: int = 16 << 20
     memory_bytes: int = 160 << 20
     single_copy_bytes: int = LARGEST_PART
+    page: int = 1000
     parallel: int = 8
     attempts: int = 5
     connect_timeout_s: float = 5.0
