@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -102,6 +103,18 @@ def test_a_write_whose_fate_cannot_be_found_out_is_not_reported_as_either(
         faulty.put("k", b"1", mode="create")
     assert caught.value.fix
     assert honest.get("k")[0] == b"1"
+
+
+def test_a_write_that_lands_after_the_store_has_given_up_is_not_reported_as_refused(
+    faulty: S3Store, honest: S3Store, proxy: FaultProxy
+) -> None:
+    for number in range(3):
+        proxy.script = ["late"] * 4
+        with contextlib.suppress(DeadlineExceeded):
+            etag = faulty.put(f"k{number}", b"1", mode="create")
+            assert etag == honest.get(f"k{number}")[1]
+        proxy.wait_until_quiet()
+        assert honest.get(f"k{number}")[0] == b"1"
 
 
 def test_a_write_that_others_replaced_before_it_could_be_looked_at_is_not_called_a_conflict(
