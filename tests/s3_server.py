@@ -43,13 +43,12 @@ class S3Server:
     pid: int
 
     def settings(self, **changes: Any) -> S3Settings:
-        """A part of the bucket that nobody else uses, with short waits."""
+        """A part of the bucket that nobody else uses, with waits that fit tests."""
         defaults: dict[str, Any] = {
             "bucket": BUCKET,
             "prefix": f"{uuid.uuid4().hex}/",
             "endpoint": self.endpoint,
             "region": "us-east-1",
-            "connect_timeout_s": 2.0,
             "read_timeout_s": 20.0,
         }
         return S3Settings(**{**defaults, **changes})

@@ -42,7 +42,8 @@ class S3Settings:
         page: most names that are asked for in one request of a listing.
         parallel: most parts and ranges that travel at a time, of all calls together.
         attempts: how often a request is tried.
-        connect_timeout_s: seconds to wait for a connection.
+        connect_timeout_s: seconds to wait for a connection, and for the server to take more bytes of a request: to urllib3
+            the two are one.
         read_timeout_s: seconds to wait for the next bytes of a response.
 
     Raises:
@@ -60,7 +61,7 @@ class S3Settings:
     page: int = 1000
     parallel: int = 8
     attempts: int = 5
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: float = 20.0
     read_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
