@@ -20,7 +20,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install demo serve test bench bench-planning bench-convert lint format protos protos-check clean
+.PHONY: help install demo demo-s3 serve test bench bench-planning bench-convert lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,6 +44,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## train, push, pull and generate, on this machine
 	@$(BIN)/weighbridge demo $(ARGS)
+
+demo-s3: $(STAMP) ## the same, with SeaweedFS as the object store
+	@$(BIN)/python -m tests.s3_server $(BIN)/weighbridge demo $(ARGS) --store
 
 serve: $(STAMP) ## run the service on localhost, keeping versions in .weighbridge (STORE=...)
 	@$(BIN)/weighbridge serve --grpc 127.0.0.1:50051 --http 127.0.0.1:8080 --store $(STORE) $(ARGS)

@@ -1,4 +1,7 @@
-"""S3 servers on loopback for tests: SeaweedFS, which keeps conditions, and rclone, which ignores them."""
+"""S3 servers on loopback for tests: SeaweedFS, which keeps conditions, and rclone, which ignores them.
+
+``python -m tests.s3_server COMMAND ...`` runs a command with the location of a new store as its last argument.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -163,3 +167,14 @@ def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], log
         assert process.poll() is None, log.read_text()[-2000:]
         assert time.monotonic() < deadline, log.read_text()[-2000:]
         time.sleep(0.05)
+
+
+def main() -> int:
+    """Run a command beside a server, and give its exit code."""
+    os.environ.update(AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY)
+    with tempfile.TemporaryDirectory(prefix="weighbridge-s3-") as folder, seaweedfs(Path(folder)) as server:
+        return subprocess.run([*sys.argv[1:], server.location()], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

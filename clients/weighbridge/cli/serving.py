@@ -129,12 +129,19 @@ def serve_command(
     type=click.Path(file_okay=False, path_type=Path),
     help="Where to keep everything.  [default: a temporary folder]",
 )
+@click.option(
+    "--store",
+    metavar="FOLDER|s3://...",
+    help="Where the service keeps versions.  [default: a folder in --dir]",
+)
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def demo_command(ctx: click.Context, work_dir: Path | None, steps: int, as_json: bool) -> None:
+def demo_command(
+    ctx: click.Context, work_dir: Path | None, store: str | None, steps: int, as_json: bool
+) -> None:
     """Train, push, pull and generate, on this machine."""
     with needs_extra("demo"):
         from weighbridge.demo.run import run_demo
 
-    ctx.exit(run_demo(work_dir, steps, as_json))
+    ctx.exit(run_demo(work_dir, steps, as_json, store))

@@ -48,15 +48,18 @@ class Story:
         steps: optimizer steps of the trainer.
         say: is told what goes on.
         report: is filled in.
+        store: where the service keeps versions; a folder in ``work`` if None.
     """
 
-    def __init__(self, work: Path, steps: int, say: Callable[[str], None], report: Report) -> None:
+    def __init__(
+        self, work: Path, steps: int, say: Callable[[str], None], report: Report, store: str | None = None
+    ) -> None:
         self.work = work
         self.steps = steps
         self.report = report
         self._say = say
         self._hf_dir = work / "hf"
-        self._store = work / "store"
+        self._store = store or str(work / "store")
         report.model = MODEL
 
     def tell(self) -> None:
@@ -68,7 +71,7 @@ class Story:
         """
         # The service and the ranks' server import what they need while the model is being converted.
         start_server()
-        with ServiceProcess(self._store, self.work) as service:
+        with ServiceProcess(self._store, self.work, self.work / "scratch") as service:
             with self._stage("convert SmolLM2-135M-Instruct from GGUF to a Hugging Face folder"):
                 model, tokenizer = lm.convert_gguf(lm.find_gguf(), self._hf_dir)
                 weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -97,8 +100,8 @@ class Story:
             with self._stage("serve the latest version with three engines"):
                 self._serve_trained(server)
             with self._stage("ask transformers to load version 2 from the object store"):
-                stored = self._store / "models" / MODEL / "versions" / f"{2:012d}"
-                self.report.texts["transformers, after"] = lm.continue_prompt(*lm.load_folder(stored))
+                folder = _stored_folder(self._store, 2, self.work / "stored")
+                self.report.texts["transformers, after"] = lm.continue_prompt(*lm.load_folder(folder))
             self._compare_texts()
             exit_code = service.stop()
         self._check("the service ended in good order", exit_code == 0, f"exit code {exit_code}")
@@ -242,3 +245,20 @@ def _differences(
 
 def _few(names: list[str], total: int) -> str:
     return f"{len(names)} of {total} tensors: {', '.join(names[:3])}" if names else f"{total} tensors"
+
+
+def _stored_folder(location: str, number: int, into: Path) -> Path:
+    """A version's folder as it lies in the store; copied out as it is if the store is no folder."""
+    from weighbridge_storage.opening import open_store
+
+    prefix = f"models/{MODEL}/versions/{number:012d}/"
+    if Path(location).is_dir():
+        return Path(location, prefix)
+    into.mkdir()
+    store = open_store(location)
+    try:
+        for key in store.list(prefix):
+            (into / key.removeprefix(prefix)).write_bytes(store.map(key).tobytes())
+    finally:
+        store.close()
+    return into
