@@ -19,7 +19,9 @@ from starlette.exceptions import HTTPException
 
 from weighbridge.errors import Unavailable, WeighbridgeError
 from weighbridge_service.exports import Exports
+from weighbridge_service.http_hub import hub_router, on_hub_error
 from weighbridge_service.http_problems import BodyLimit, Problem, on_error
+from weighbridge_service.http_ranges import RangeNotSatisfiable
 from weighbridge_service.http_resources import (
     ExportIn,
     ExportOut,
@@ -33,6 +35,7 @@ from weighbridge_service.http_resources import (
     VersionOut,
     VersionsOut,
 )
+from weighbridge_service.hub import HubNotFound
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
 
@@ -228,6 +231,8 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics) -> Fast
         generate_unique_id_function=_operation_id,
         redirect_slashes=False,
         exception_handlers={
+            HubNotFound: on_hub_error,
+            RangeNotSatisfiable: on_hub_error,
             WeighbridgeError: on_error,
             RequestValidationError: on_error,
             HTTPException: on_error,
@@ -238,4 +243,5 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics) -> Fast
     app.include_router(_models_router(service))
     app.include_router(_exports_router(exports))
     app.include_router(_operations_router(service, metrics))
+    app.include_router(hub_router(service.catalog))
     return app

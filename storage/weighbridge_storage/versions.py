@@ -111,12 +111,21 @@ def read_manifest(store: ObjectStore, model: ModelName, number: int) -> Manifest
     Raises:
         DataLoss: it is not there, or malformed, although the version is part of history.
     """
-    key = version_key(model, number, MANIFEST_FILE)
+    return Manifest.from_json(
+        read_manifest_text(store, model, number), version_key(model, number, MANIFEST_FILE)
+    )
+
+
+def read_manifest_text(store: ObjectStore, model: ModelName, number: int) -> bytes:
+    """A version's manifest as it is stored.
+
+    Raises:
+        DataLoss: it is not there, although the version is part of history.
+    """
     try:
-        data, _ = store.get(key)
+        return store.get(version_key(model, number, MANIFEST_FILE))[0]
     except NotFound as error:
         raise DataLoss(f"the manifest of {model}@{number} is missing from the store") from error
-    return Manifest.from_json(data, key)
 
 
 def open_version(

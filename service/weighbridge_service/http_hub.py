@@ -1,0 +1,195 @@
+"""The routes that Hugging Face's clients use: with `HF_ENDPOINT` set to the service, they find durable versions here.
+
+Handlers say what the URL names, call one function of `hub` or one method of `Hub`, and put the answer into HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
+from urllib.parse import parse_qs, quote, urlencode
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, StreamingResponse
+
+from weighbridge.errors import InvalidArgument
+from weighbridge_service import hub as documents
+from weighbridge_service.catalog import Catalog
+from weighbridge_service.http_problems import ProblemResponse
+from weighbridge_service.http_ranges import RangeNotSatisfiable, byte_range
+from weighbridge_service.hub import Asked, HubNotFound, HubVersion, RepoNotFound, etag_of
+from weighbridge_service.hub_reading import Hub
+from weighbridge_storage.names import shown
+
+_API = "/api/models/"
+_TREE_PAGE = 1000
+_MOST_PATHS = 10_000
+_READ_BYTES = 4 << 20
+"""Read from the store at a time. A file on its way holds two such pieces: one being sent, and the next one being read."""
+_SEND_BYTES = 1 << 20
+
+
+def hub_router(catalog: Catalog) -> APIRouter:
+    """The routes over the durable versions of a catalog. They are not in the OpenAPI document: the protocol is not ours."""
+    hub = Hub(catalog)
+    router = APIRouter(include_in_schema=False)
+
+    @router.get(_API + "{namespace}/{name}")
+    @router.get(_API + "{namespace}/{name}/revision/{rest:path}")
+    def model_info(asked: Annotated[Asked, Depends(_asked_of_api)], blobs: bool = False) -> Response:
+        """A version and the names of its files."""
+        version = hub.version(asked.model, asked.revision)
+        return _json(documents.model_info(version, sizes=blobs), version)
+
+    @router.get(_API + "{namespace}/{name}/tree/{rest:path}")
+    def tree(
+        request: Request,
+        asked: Annotated[Asked, Depends(_asked_of_api)],
+        cursor: str = "",
+        expand: bool = False,
+        limit: Annotated[int | None, Query(ge=1, le=_TREE_PAGE)] = None,
+    ) -> Response:
+        """The files of a version, page by page."""
+        version = hub.version(asked.model, asked.revision)
+        page, behind = documents.tree_page(
+            version, asked.path.strip("/"), cursor, limit or _TREE_PAGE, expand=expand
+        )
+        answer = _json(page, version)
+        if behind is not None:
+            answer.headers["Link"] = f'<{_with_cursor(request, behind)}>; rel="next"'
+        return answer
+
+    @router.post(_API + "{namespace}/{name}/paths-info/{rest:path}")
+    def paths_info(
+        asked: Annotated[Asked, Depends(_asked_of_api)], form: Annotated[dict[str, list[str]], Depends(_form)]
+    ) -> Response:
+        """Those of some files that a version has."""
+        version = hub.version(asked.model, asked.revision)
+        expand = form.get("expand", ["false"])[0].lower() in ("true", "1")
+        return _json(documents.paths_info(version, form.get("paths", []), expand=expand), version)
+
+    @router.get(_API + "{namespace}/{name}/refs")
+    def refs(asked: Annotated[Asked, Depends(_asked_of_api)]) -> Response:
+        """The refs of a model."""
+        return JSONResponse(hub.refs(asked.model))
+
+    @router.get("/api/whoami-v2")
+    def whoami() -> Response:
+        """Who asks."""
+        return JSONResponse(documents.whoami())
+
+    @router.head("/{namespace}/{name}/resolve/{rest:path}")
+    def file_metadata(asked: Annotated[Asked, Depends(_asked_of_file)]) -> Response:
+        """Size and identity of a file."""
+        version = hub.version(asked.model, asked.revision)
+        return Response(headers=_file_headers(version, asked.path))
+
+    @router.get("/{namespace}/{name}/resolve/{rest:path}")
+    def file(request: Request, asked: Annotated[Asked, Depends(_asked_of_file)]) -> Response:
+        """A file, or a range of it."""
+        version = hub.version(asked.model, asked.revision)
+        headers = _file_headers(version, asked.path)
+        size = version.file(asked.path).size
+        condition = request.headers.get("if-range")
+        wanted = byte_range(
+            request.headers.get("range") if condition in (None, headers["ETag"]) else None, size
+        )
+        headers["Content-Length"] = str(wanted.end - wanted.start)
+        if wanted.partial:
+            headers["Content-Range"] = f"bytes {wanted.start}-{wanted.end - 1}/{size}"
+
+        def read(start: int) -> bytes:
+            return hub.read(version, asked.path, start, min(_READ_BYTES, wanted.end - start))
+
+        # a file that cannot be read is a problem document, not a stream that breaks
+        pieces = _stream(read, read(wanted.start), wanted.start, wanted.end)
+        return StreamingResponse(
+            pieces, 206 if wanted.partial else 200, headers, media_type="application/octet-stream"
+        )
+
+    # behind all others: a model may be called tests/resolve
+    @router.get(_API + "{name}")
+    @router.get(_API + "{name}/revision/{rest:path}")
+    @router.get("/{name}/resolve/{rest:path}")
+    @router.head("/{name}/resolve/{rest:path}")
+    def no_namespace(name: str) -> Response:
+        """Names of one part, such as `gpt2`, are no models here."""
+        raise RepoNotFound(f"there is no model {shown(name)}", fix="models are called namespace/name")
+
+    return router
+
+
+async def on_hub_error(_: Request, error: Exception) -> Response:
+    """A problem document, with the headers by which Hugging Face's clients tell what is wrong."""
+    if isinstance(error, RangeNotSatisfiable):
+        headers = {"Content-Range": f"bytes */{error.size}"}
+    elif isinstance(error, HubNotFound):
+        said = error.message.encode("ascii", "backslashreplace").decode()
+        headers = {"X-Error-Code": error.code, "X-Error-Message": said}
+        if error.commit:
+            headers["X-Repo-Commit"] = error.commit
+    else:
+        raise error
+    return ProblemResponse(error.reason, error.http_status, error.message, fix=error.fix, headers=headers)
+
+
+async def _asked_of_api(request: Request) -> Asked:
+    return Asked.of(_raw_path(request), _API)
+
+
+async def _asked_of_file(request: Request) -> Asked:
+    return Asked.of(_raw_path(request))
+
+
+def _raw_path(request: Request) -> str:
+    raw: bytes = request.scope["raw_path"]
+    return raw.decode("latin-1")
+
+
+def _with_cursor(request: Request, cursor: str) -> str:
+    others = [(name, value) for name, value in request.query_params.multi_items() if name != "cursor"]
+    path = quote(_raw_path(request), safe="/%")
+    return f"{request.url.scheme}://{request.url.netloc}{path}?{urlencode([*others, ('cursor', cursor)])}"
+
+
+async def _form(request: Request) -> dict[str, list[str]]:
+    body = await request.body()
+    try:
+        return parse_qs(body.decode(), max_num_fields=_MOST_PATHS)
+    except ValueError as error:
+        raise InvalidArgument(
+            "the body is no form, or has too many fields", fix=f"ask for at most {_MOST_PATHS} paths"
+        ) from error
+
+
+def _json(document: Any, version: HubVersion) -> Response:
+    return JSONResponse(document, headers={"X-Repo-Commit": version.commit})
+
+
+def _file_headers(version: HubVersion, path: str) -> dict[str, str]:
+    file = version.file(path)
+    return {
+        "X-Repo-Commit": version.commit,
+        "ETag": f'"{etag_of(file)}"',
+        "Content-Length": str(file.size),
+        "Accept-Ranges": "bytes",
+    }
+
+
+async def _stream(
+    read: Callable[[int], bytes], piece: bytes, start: int, end: int
+) -> AsyncIterator[memoryview]:
+    """Pieces from ``start`` up to ``end``, the first of which is there already; each is read while the one before is sent."""
+    while piece:
+        start += len(piece)
+        ahead = asyncio.ensure_future(run_in_threadpool(read, start)) if start < end else None
+        try:
+            view = memoryview(piece)
+            for offset in range(0, len(view), _SEND_BYTES):
+                yield view[offset : offset + _SEND_BYTES]
+            piece = await ahead if ahead is not None else b""
+        finally:
+            if ahead is not None:
+                ahead.cancel()

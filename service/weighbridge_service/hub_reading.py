@@ -1,0 +1,76 @@
+"""Finding durable versions for Hugging Face's clients, and reading their files piece by piece."""
+
+from __future__ import annotations
+
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound
+from weighbridge_service.catalog import Catalog
+from weighbridge_service.hub import HubVersion, RepoNotFound, is_commit, no_revision, number_of, refs_document
+from weighbridge_service.models import Cache
+from weighbridge_storage.head import Head
+from weighbridge_storage.manifest import Manifest
+from weighbridge_storage.names import MANIFEST_FILE, ModelName, version_key
+from weighbridge_storage.versions import read_manifest_text
+
+_KEPT_FILES = 100_000
+"""Files of versions that are remembered, over all models: some 300 bytes each."""
+
+
+class Hub:
+    """The durable versions in a catalog, by the revisions that Hugging Face's clients use. Thread-safe.
+
+    Args:
+        catalog: which models there are.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._versions: Cache[HubVersion] = Cache(_KEPT_FILES, lambda version: 1 + len(version.files))
+
+    def version(self, name: str, revision: str) -> HubVersion:
+        """The version of a revision.
+
+        Raises:
+            RepoNotFound: no such model.
+            RevisionNotFound: the model has no such durable version.
+        """
+        model, head = self._model(name)
+        found = self._version(model, head, number_of(model, head, revision))
+        if is_commit(revision) and revision != found.commit:
+            raise no_revision(model, head, revision)
+        return found
+
+    def refs(self, name: str) -> dict[str, object]:
+        """The document about a model's refs. Raises RepoNotFound."""
+        model, head = self._model(name)
+        numbers = head.versions.keys() & set(head.refs.values())
+        return refs_document(head, {number: self._version(model, head, number).commit for number in numbers})
+
+    def read(self, version: HubVersion, path: str, start: int, length: int) -> bytes:
+        """A part of a file.
+
+        Raises:
+            DataLoss: the file is missing from the store, or shorter than the manifest says.
+        """
+        try:
+            return self._catalog.store.read_range(
+                version_key(version.model, version.number, path), start, length
+            )
+        except (NotFound, InvalidArgument) as error:
+            raise DataLoss(
+                f"{path} of {version.model}@{version.number} in the store is not what its manifest says"
+            ) from error
+
+    def _model(self, name: str) -> tuple[ModelName, Head]:
+        try:
+            model = ModelName.parse(name)
+            return model, self._catalog.head(model)
+        except (InvalidArgument, NotFound) as error:
+            raise RepoNotFound(error.message, fix=error.fix) from error
+
+    def _version(self, model: ModelName, head: Head, number: int) -> HubVersion:
+        def read() -> HubVersion:
+            text = read_manifest_text(self._catalog.store, model, number)
+            return HubVersion.of(Manifest.from_json(text, version_key(model, number, MANIFEST_FILE)), text)
+
+        # a model that was removed and registered again may give a number to another version
+        return self._versions.get_or_make((model, number, head.versions[number].write_id), read)
