@@ -18,9 +18,11 @@ import httpx2 as httpx
 import pytest
 import torch
 from safetensors.torch import load_file
+from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.reference import tiny_config, tiny_model
+from tests.s3_server import S3Server
 from tests.services import RunningService, running_service
 from weighbridge import TrainerClient
 from weighbridge.errors import Unavailable
@@ -48,7 +50,7 @@ class Seen:
 
 
 class Recorder:
-    """Remembers the requests that go through it."""
+    """Remembers the requests about the model that go through it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,7 +58,8 @@ class Recorder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            # newer clients also ask the Hub about themselves
+            if message["type"] == "http.response.start" and MODEL in scope["path"]:
                 asked = dict(scope["headers"]).get(b"range", b"").decode("latin-1")
                 self.seen.append(Seen(scope["method"], scope["path"], asked, message["status"]))
             await send(message)
@@ -420,6 +423,29 @@ def test_a_tag_called_main_is_what_clients_get_unasked(endpoint: Endpoint) -> No
         finally:
             trainer.delete_ref(MODEL, "main")
     assert endpoint.http.get(f"/api/models/{MODEL}").json()["sha"] == endpoint.sha("2")
+
+
+def test_versions_on_s3_are_offered_too(
+    seaweed: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_hub, "_READ_BYTES", 100_000)
+    folder = tmp_path / "hf"
+    tiny_model(tiny_config("llama", tied=False), 4).save_pretrained(folder)
+    with running_service(seaweed.location(), scratch=tmp_path / "scratch") as running:
+        with TrainerClient(running.address) as trainer:
+            trainer.register_model(MODEL, folder)
+            trainer.push_folder(MODEL, folder, step=1).wait(timeout=60)
+        exports = Exports(running.service)
+        http = TestClient(create_app(running.service, exports, running.metrics))
+        url = f"/{MODEL}/resolve/main/{WEIGHTS}"
+        (tmp_path / WEIGHTS).write_bytes(whole := http.get(url).content)
+        assert http.get(url, headers={"range": "bytes=99999-250001"}).content == whole[99_999:250_002]
+        assert http.get(f"/{MODEL}/resolve/1/config.json").content == (folder / "config.json").read_bytes()
+        exports.close()
+    expected = load_file(folder / WEIGHTS)
+    found = load_file(tmp_path / WEIGHTS)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 # -- HTTP ------------------------------------------------------------------------------------------------------------
