@@ -265,18 +265,23 @@ def test_of_32_racing_creates_exactly_one_wins(store: ObjectStore, location: str
 
 
 def test_readers_see_whole_objects_while_writers_replace_and_delete_them(store: ObjectStore) -> None:
-    stop = time.monotonic() + 1.0
+    begin = time.monotonic()
     failures: list[object] = []
     seen = set()
 
+    def goes_on() -> bool:
+        # some requests a second are all that a server gives on a busy machine
+        passed = time.monotonic() - begin
+        return passed < 1 or (seen != {b"\x01", b"\x02"} and passed < 30)
+
     def write(value: int) -> None:
-        while time.monotonic() < stop:
+        while goes_on():
             store.put("deep/er/object", [bytes([value]) * 50_000] * 4, mode="overwrite")
             if random.random() < 0.3:
                 store.delete("deep/er/object")
 
     def read() -> None:
-        while time.monotonic() < stop:
+        while goes_on():
             try:
                 data = store.get("deep/er/object")[0]
             except NotFound:
