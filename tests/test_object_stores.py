@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,26 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.scripts import start
 from weighbridge.errors import Conflict, InvalidArgument, NotFound
 from weighbridge_storage.objects import IfMatch, ObjectStore
 
-REPOSITORY = Path(__file__).parent.parent
 HOSTILE_KEYS = [
     "", "/", "/etc/passwd", "..", "../x", "a/../../x", "a/./b", "a//b", "a/", "a\x00b", "a\\b", "x" * 10_000, "x" * 256,
     ".tmp/x", ".locks/00", "a/.hidden", "a\nb", "é" * 128, "\ud800",
 ]  # fmt: skip
-
-
-def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    """Another Python with the same import path, running a script."""
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_what_is_written_is_read_back_whole_and_in_parts(store: ObjectStore) -> None:

@@ -8,8 +8,6 @@ import os
 import random
 import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from tests.scripts import start
 from weighbridge.errors import (
     Conflict,
     DataLoss,
@@ -29,8 +28,6 @@ from weighbridge_storage import local
 from weighbridge_storage.local import LocalStore
 from weighbridge_storage.objects import IfMatch
 
-REPOSITORY = Path(__file__).parent.parent
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -42,18 +39,6 @@ def store(root: Path) -> Iterator[LocalStore]:
     opened = LocalStore(root)
     yield opened
     opened.close()
-
-
-def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    """Another Python with the same import path, running a script."""
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-    )
 
 
 def files_below(folder: Path) -> set[str]:

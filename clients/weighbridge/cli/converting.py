@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from weighbridge.cli.output import print_json, progress_bar, readable_size
+from weighbridge.cli.output import print_json, print_left_out, progress_bar, readable_size
 from weighbridge.cli.parsing import size
 from weighbridge.cli.running import Command, needs_extra
 
@@ -123,6 +123,4 @@ def convert_command(
         f"{target}: {readable_size(report.bytes)}, {report.tensors} tensors in {len(report.files)} files, "
         f"{report.seconds:.1f} s"
     )
-    if report.left_out:
-        what = ", ".join(f"{count} {kind}" for kind, count in report.left_out.items())
-        click.echo(f"left out, as they are no weights of the model: {what}")
+    print_left_out(report.left_out)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighbridge.cli.output import print_json, progress_bar, readable_size
+from weighbridge.cli.output import print_json, print_left_out, progress_bar, readable_size
 from weighbridge.cli.parsing import Reference, model_at_version, size
 from weighbridge.cli.running import RETRY_SECONDS, Command, client_options, needs_extra
 from weighbridge.errors import InvalidArgument, WeighbridgeError
@@ -101,9 +101,7 @@ def _import_checkpoint(
             f"the weights in {folder} are in {' and '.join(found)}, not all in {dtype}",
             fix="weights are kept as they are: leave --dtype out",
         )
-    if checkpoint.left_out:
-        what = ", ".join(f"{count} {kind}" for kind, count in checkpoint.left_out.items())
-        click.echo(f"left out, as they are no weights of the model: {what}", err=True)
+    print_left_out(checkpoint.left_out, err=True)
     with _trainer(server) as client:
         handle = checkpoint.push(client, model, step=step, run="import")
         return _finish(client, handle, model)

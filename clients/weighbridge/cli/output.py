@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -15,6 +15,13 @@ from weighbridge.errors import WeighbridgeError
 
 _WIDE = 10_000
 """Columns of a table that no terminal shows: wide enough that nothing is ever folded."""
+
+
+def print_left_out(left_out: Mapping[str, int], *, err: bool = False) -> None:
+    """Say what of a checkpoint was not taken, if there is anything: how many entries, by kind."""
+    if left_out:
+        what = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
+        click.echo(f"left out, as they are no weights of the model: {what}", err=err)
 
 
 def print_json(value: Any, *, one_line: bool = False) -> None:
