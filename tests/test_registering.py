@@ -19,6 +19,7 @@ import pytest
 from tests.raw_clients import RawClient, TinyModel, assert_equal, cut, stream_of, tiny_folder, whole_layout
 from tests.reference import tiny_config
 from tests.services import RunningService, running_service
+from tests.test_storage_head import allocate
 from weighbridge import EngineClient, TrainerClient, dtypes
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
 from weighbridge.layouts import TensorSpec
@@ -27,7 +28,7 @@ from weighbridge_service.bridges import bridge_for
 from weighbridge_service.catalog import Catalog
 from weighbridge_service.model_tensors import ModelTensors
 from weighbridge_service.models import RegisteredModel
-from weighbridge_storage.head import Head, allocate_version
+from weighbridge_storage.head import Head
 from weighbridge_storage.local import LocalStore
 from weighbridge_storage.names import ModelName
 
@@ -64,7 +65,7 @@ def change(catalog: Catalog, edit: Callable[[Head], Head]) -> None:
 
 
 def open_version(catalog: Catalog) -> None:
-    change(catalog, lambda head: allocate_version(head)[0])
+    change(catalog, lambda head: allocate(head)[0])
 
 
 # -- the same model again ------------------------------------------------------------------------------------------------

@@ -28,20 +28,32 @@ from weighbridge.errors import (
     NotFound,
     ResourceExhausted,
     Unavailable,
+    VersionFailed,
 )
+from weighbridge.resources import Retention
 from weighbridge_storage.head import (
+    REMEMBERED_FAILURES,
     REMEMBERED_WRITES,
     Head,
-    HeadStore,
+    OpenEntry,
     VersionEntry,
-    allocate_version,
+)
+from weighbridge_storage.head_changes import (
+    claim_version,
     delete_ref,
     delete_version,
+    forget_version,
+    give_up_abandoned,
+    give_up_version,
+    open_version,
     publish,
     register,
+    renew_version,
     set_ref,
+    set_retention,
     stamp,
 )
+from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.names import MAX_VERSION, ModelName
 from weighbridge_storage.objects import Buffer, ObjectStore, PutMode
 
@@ -62,10 +74,37 @@ def entry(number: int, write_id: str = "w") -> VersionEntry:
     )
 
 
+def opened(head: Head, request_id: str = "", now_ms: int = 1000) -> tuple[Head, OpenEntry]:
+    """The head after a version was opened, by a request of its own unless one is named."""
+    return open_version(
+        head,
+        request_id=request_id or f"request {head.next_version}",
+        step=head.next_version * 10,
+        run="r",
+        ranks=2,
+        now_ms=now_ms,
+        lease_ms=100,
+    )
+
+
+def allocate(head: Head) -> tuple[Head, int]:
+    changed, there = opened(head)
+    return changed, there.number
+
+
+def published(head: Head, number: int) -> Head:
+    done = entry(number)
+    return publish(claim_version(head, number, done.write_id), done)
+
+
 def head_with(*numbers: int) -> Head:
-    head = Head(next_version=max(numbers) + 1)
+    head = Head()
+    for _ in range(max(numbers)):
+        head, _ = opened(head)
     for number in numbers:
-        head = publish(head, entry(number))
+        head = published(head, number)
+    for number in list(head.open):
+        head = give_up_version(head, number, "not wanted", 1)
     return head
 
 
@@ -79,6 +118,10 @@ class HeadHistory(RuleBasedStateMachine):
         super().__init__()
         self.head = Head()
         self.given: list[int] = []
+        self.open: dict[int, tuple[str, int]] = {}  # claim and time of each
+        self.failed: list[int] = []
+        self.forgotten: set[int] = set()
+        self.now_ms = 1000
         self.published: set[int] = set()
         self.deleted: set[int] = set()
         self.refs: dict[str, int] = {}
@@ -86,20 +129,63 @@ class HeadHistory(RuleBasedStateMachine):
         self.writes: list[str] = []
 
     @rule()
-    def allocate(self) -> None:
-        self.head, number = allocate_version(self.head)
-        self.given.append(number)
+    def open_next(self) -> None:
+        self.head, there = opened(self.head, now_ms=self.now_ms)
+        self.given.append(there.number)
+        self.open[there.number] = "", self.now_ms + 100
+        assert there.parent == max(self.published, default=0)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def open_again(self, data: st.DataObject) -> None:
+        there = self.head.open[data.draw(st.sampled_from(sorted(self.open)))]
+
+        def ask(ranks: int) -> tuple[Head, OpenEntry]:
+            return open_version(
+                self.head,
+                request_id=there.request_id,
+                step=there.step,
+                run=there.run,
+                ranks=ranks,
+                now_ms=0,
+                lease_ms=0,
+            )
+
+        assert ask(there.ranks) == (self.head, there)
+        with pytest.raises(InvalidArgument):
+            ask(there.ranks + 1)
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data(), claim=st.sampled_from(["w", "other"]))
+    def claim_any(self, data: st.DataObject, claim: str) -> None:
+        number = data.draw(st.sampled_from(self.given))
+        claim = f"{claim}{number}"
+        if number not in self.open:
+            with pytest.raises(VersionFailed):
+                claim_version(self.head, number, claim)
+        elif self.open[number][0] not in ("", claim):
+            with pytest.raises(AlreadyExists):
+                claim_version(self.head, number, claim)
+        else:
+            self.head = claim_version(self.head, number, claim)
+            self.open[number] = claim, self.open[number][1]
 
     @precondition(lambda self: self.given)
     @rule(data=st.data())
     def publish_any(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(self.given))
-        if number in self.deleted:
-            with pytest.raises(FailedPrecondition):
-                publish(self.head, entry(number))
+        if number in self.published:
             return
-        self.head = publish(self.head, entry(number))
-        self.published.add(number)
+        if number not in self.open:
+            with pytest.raises(VersionFailed):
+                publish(self.head, entry(number))
+        elif self.open[number][0] != entry(number).write_id:
+            with pytest.raises(AlreadyExists):
+                publish(self.head, entry(number))
+        else:
+            self.head = publish(self.head, entry(number))
+            self.published.add(number)
+            del self.open[number]
 
     @precondition(lambda self: self.published)
     @rule(data=st.data())
@@ -109,9 +195,50 @@ class HeadHistory(RuleBasedStateMachine):
         with pytest.raises(AlreadyExists):
             publish(self.head, entry(number, "other"))
 
+    @precondition(lambda self: self.given)
+    @rule(data=st.data())
+    def give_up_any(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.given))
+        before = self.head
+        self.head = give_up_version(self.head, number, "line\nline" * 100, self.now_ms)
+        if self.open.pop(number, None) is None:
+            assert self.head == before
+        else:
+            self.failed.append(number)
+            assert self.head.failed[number].reason.startswith("line line")
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.open)))
+        self.head = renew_version(self.head, number, self.now_ms + 100)
+        self.open[number] = self.open[number][0], self.now_ms + 100
+
+    @rule(passed=st.integers(0, 150))
+    def time_passes(self, passed: int) -> None:
+        self.now_ms += passed
+        self.head = give_up_abandoned(self.head, self.now_ms)
+        for number in [n for n, (_, until) in self.open.items() if until < self.now_ms]:
+            del self.open[number]
+            self.failed.append(number)
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.given))
+        self.head = forget_version(self.head, number)
+        if number in self.deleted:
+            self.deleted.remove(number)
+            self.forgotten.add(number)
+
+    @rule(last=st.integers(0, 5), every=st.integers(0, 5), younger=st.integers(0, 5))
+    def retain(self, last: int, every: int, younger: int) -> None:
+        self.head = set_retention(self.head, Retention(last, every, younger))
+        assert self.head.retention == Retention(last, every, younger)
+
     @rule(ahead=st.integers(0, 5))
     def publish_what_was_never_opened(self, ahead: int) -> None:
-        with pytest.raises(FailedPrecondition):
+        with pytest.raises(VersionFailed):
             publish(self.head, entry(self.head.next_version + ahead))
 
     @rule(name=st.sampled_from(["prod", "eval"]), number=st.integers(1, 12))
@@ -168,6 +295,8 @@ class HeadHistory(RuleBasedStateMachine):
         assert self.head.refs == expected
         assert set(self.head.versions) == self.published
         assert set(self.head.tombstones) == self.deleted
+        assert {n: (there.claim, there.until_ms) for n, there in self.head.open.items()} == self.open
+        assert sorted(self.head.failed) == sorted(self.failed[-REMEMBERED_FAILURES:])
         assert self.head.generation == len(self.writes)
         assert list(self.head.writes) == self.writes[-REMEMBERED_WRITES:]
 
@@ -199,10 +328,10 @@ def test_a_late_publication_does_not_pull_latest_back() -> None:
 
 
 def test_numbers_run_out_with_an_error() -> None:
-    head, number = allocate_version(Head(next_version=MAX_VERSION))
+    head, number = allocate(Head(next_version=MAX_VERSION))
     assert number == MAX_VERSION
     with pytest.raises(ResourceExhausted):
-        allocate_version(head)
+        allocate(head)
 
 
 # --- a broken head --------------------------------------------------------------------------------------------------
@@ -210,12 +339,17 @@ def test_numbers_run_out_with_an_error() -> None:
 
 def good() -> dict[str, Any]:
     head = delete_version(set_ref(head_with(1, 2, 3), "prod", 2), 1, 99)
+    head = opened(opened(head)[0])[0]
+    head = give_up_version(claim_version(head, 4, "c"), 5, "no more", 7)
+    head = set_retention(head, Retention(keep_last=3))
     document: dict[str, Any] = json.loads(stamp(head, head, "w1").to_json())
     return document
 
 
 BREAKS: list[Any] = [
-    lambda d: d.update(format=2),
+    lambda d: d.update(format=3),
+    lambda d: d.update(format=1),
+    lambda d: d.update(format=0),
     lambda d: d.update(format="1"),
     lambda d: d.update(format=True),
     lambda d: d.update(generation=0),
@@ -244,12 +378,27 @@ BREAKS: list[Any] = [
     lambda d: d["refs"].update({"../x": 2}),
     lambda d: d["refs"].update(live=2),
     lambda d: d["refs"].update(prod="2"),
-    lambda d: d["tombstones"].update({"01": 5}),
-    lambda d: d["tombstones"].update({"x": 5}),
-    lambda d: d["tombstones"].update({"2": 5}),
-    lambda d: d["tombstones"].update({"9": 5}),
-    lambda d: d["tombstones"].update({"1": -1}),
-    lambda d: d["tombstones"].update({"9" * 5000: 1}),
+    lambda d: d.update(tombstones={"1": 5}),
+    lambda d: d["tombstones"].append(d["tombstones"][0]),
+    lambda d: d["tombstones"].append({"deleted_ms": 5, "version": d["versions"][0]}),
+    lambda d: d["tombstones"][0].update(deleted_ms=-1),
+    lambda d: d["tombstones"][0].update(more=1),
+    lambda d: d["tombstones"][0]["version"].update(number=9),
+    lambda d: d["tombstones"][0]["version"].update(number=4),
+    lambda d: d["open"].append(d["open"][0]),
+    lambda d: d["open"][0].update(number=2),
+    lambda d: d["open"][0].update(number=6),
+    lambda d: d["open"][0].update(ranks=0),
+    lambda d: d["open"][0].update(until_ms="1"),
+    lambda d: d["open"][0].update(claim=7),
+    lambda d: d["open"][0].pop("parent"),
+    lambda d: d["failed"][0].update(number=4),
+    lambda d: d["failed"][0].update(reason="a\nb"),
+    lambda d: d["failed"][0].update(failed_ms=-1),
+    lambda d: d["retention"].update(keep_last=-1),
+    lambda d: d["retention"].update(keep_last=2**60),
+    lambda d: d["retention"].update(more=1),
+    lambda d: d["retention"].pop("keep_every"),
     lambda d: d.update(writes=[7]),
     lambda d: d.update(writes=[["x"]]),
     lambda d: d.update(writes=["x"] * (REMEMBERED_WRITES + 1)),
@@ -267,8 +416,22 @@ def test_a_head_that_contradicts_itself_is_data_loss(store: ObjectStore, number:
     assert SMOL.head_key in str(caught.value)
     assert len(str(caught.value)) < 600
     with pytest.raises(DataLoss):
-        HeadStore(store).update(SMOL, allocate_version)
+        HeadStore(store).update(SMOL, allocate)
     assert json.loads(store.get(SMOL.head_key)[0]) == document, "a head that cannot be read is left as it is"
+
+
+def test_a_head_of_the_format_before_is_read_and_written_in_the_new_one(store: ObjectStore) -> None:
+    document = good()
+    for name in ("open", "failed", "retention"):
+        del document[name]
+    document |= {"format": 1, "tombstones": {"1": 99}}
+    store.put(SMOL.head_key, json.dumps(document).encode(), mode="create")
+    HeadStore(store).update(SMOL, allocate)
+    found = json.loads(store.get(SMOL.head_key)[0])
+    assert found["format"] == 2
+    assert [there["number"] for there in found["open"]] == [6]
+    assert found["versions"] == document["versions"]
+    assert found["refs"] == document["refs"]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +487,7 @@ def test_a_model_appears_when_it_is_registered(store: ObjectStore) -> None:
     assert heads.read(SMOL) is None
     assert heads.list_models() == []
     with pytest.raises(NotFound):
-        heads.update(SMOL, allocate_version)
+        heads.update(SMOL, allocate)
     heads.update(SMOL, lambda head: (register(head, "f1", {"dtype": "BF16"}), None), create=True)
     found = heads.read(SMOL)
     assert found is not None
@@ -338,7 +501,7 @@ def test_a_model_appears_when_it_is_registered(store: ObjectStore) -> None:
 
 def test_a_change_that_changes_nothing_writes_nothing(store: ObjectStore) -> None:
     heads = HeadStore(store)
-    heads.update(SMOL, allocate_version, create=True)
+    heads.update(SMOL, allocate, create=True)
     before = store.get(SMOL.head_key)
     assert heads.update(SMOL, lambda head: (head, "result")) == "result"
     assert store.get(SMOL.head_key) == before
@@ -346,7 +509,7 @@ def test_a_change_that_changes_nothing_writes_nothing(store: ObjectStore) -> Non
 
 def test_what_a_change_raises_ends_the_update(store: ObjectStore) -> None:
     heads = HeadStore(store)
-    heads.update(SMOL, allocate_version, create=True)
+    heads.update(SMOL, allocate, create=True)
     before = store.get(SMOL.head_key)
     with pytest.raises(NotFound):
         heads.update(SMOL, lambda head: (set_ref(head, "prod", 1), None))
@@ -355,14 +518,15 @@ def test_what_a_change_raises_ends_the_update(store: ObjectStore) -> None:
 
 UPDATE = """
 import sys
-from weighbridge_storage.head import HeadStore, allocate_version
+from tests.test_storage_head import allocate
+from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.opening import open_store
 heads = HeadStore(open_store(sys.argv[1]), patience_s=120)
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(int(sys.argv[2])):
-    print(heads.update(ModelName("acme", "smol"), allocate_version, create=True))
+    print(heads.update(ModelName("acme", "smol"), allocate, create=True))
 """
 
 
@@ -439,12 +603,12 @@ class LyingStore(ObjectStore):
         elif word == "lost-then-others":
             self.inner.put(key, data, mode=mode)
             for _ in range(5):
-                HeadStore(self.inner).update(SMOL, allocate_version)
+                HeadStore(self.inner).update(SMOL, allocate)
                 self.others += 1
         elif word == "lost-then-many-others":
             self.inner.put(key, data, mode=mode)
             for _ in range(REMEMBERED_WRITES + 1):
-                HeadStore(self.inner).update(SMOL, allocate_version)
+                HeadStore(self.inner).update(SMOL, allocate)
         elif word == "late":
             self.late.append((key, data, mode))
         elif word == "late-read":
@@ -500,10 +664,10 @@ def test_a_change_is_made_once_whatever_the_responses_say(
 ) -> None:
     honest = HeadStore(store)
     if exists:
-        honest.update(SMOL, allocate_version, create=True)
+        honest.update(SMOL, allocate, create=True)
     lying = LyingStore(store, list(script), error)
     before = int(exists)
-    number = HeadStore(lying).update(SMOL, allocate_version, create=True)
+    number = HeadStore(lying).update(SMOL, allocate, create=True)
     lying._deliver(lying.late)
     lying._deliver(lying.after_read)
     found = honest.read(SMOL)
@@ -511,22 +675,22 @@ def test_a_change_is_made_once_whatever_the_responses_say(
     assert found[0].next_version - 1 == before + 1 + lying.others
     assert number == before + 1
     lying.script = []
-    again = HeadStore(lying).update(SMOL, allocate_version)
+    again = HeadStore(lying).update(SMOL, allocate)
     assert again == before + lying.others + 2
 
 
 def test_a_change_whose_fate_is_forgotten_is_reported_as_unknown(store: ObjectStore) -> None:
-    HeadStore(store).update(SMOL, allocate_version, create=True)
+    HeadStore(store).update(SMOL, allocate, create=True)
     lying = LyingStore(store, ["lost-then-many-others"], Unavailable)
     with pytest.raises(DeadlineExceeded, match="could not be found out"):
-        HeadStore(lying).update(SMOL, allocate_version)
+        HeadStore(lying).update(SMOL, allocate)
     found = HeadStore(store).read(SMOL)
     assert found is not None
     assert found[0].next_version == 1 + 1 + 1 + REMEMBERED_WRITES + 1
 
 
 def test_a_conflict_leaves_no_doubt_however_often_others_change_the_head(store: ObjectStore) -> None:
-    HeadStore(store).update(SMOL, allocate_version, create=True)
+    HeadStore(store).update(SMOL, allocate, create=True)
 
     class Crowded(LyingStore):
         def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
@@ -536,11 +700,11 @@ def test_a_conflict_leaves_no_doubt_however_often_others_change_the_head(store: 
             return self.inner.put(key, data, mode=mode)
 
     others = [str(number) for number in range(REMEMBERED_WRITES + 3)]
-    assert HeadStore(Crowded(store, others, Conflict)).update(SMOL, allocate_version) == 2
+    assert HeadStore(Crowded(store, others, Conflict)).update(SMOL, allocate) == 2
 
 
 def test_reads_that_fail_after_a_lost_response_are_repeated(store: ObjectStore) -> None:
-    HeadStore(store).update(SMOL, allocate_version, create=True)
+    HeadStore(store).update(SMOL, allocate, create=True)
     lying = LyingStore(store, ["lost"], Unavailable)
     real_put = lying.put
 
@@ -549,23 +713,21 @@ def test_reads_that_fail_after_a_lost_response_are_repeated(store: ObjectStore) 
         return real_put(key, data, mode=mode)
 
     lying.put = put  # type: ignore[method-assign]
-    assert HeadStore(lying).update(SMOL, allocate_version) == 2
+    assert HeadStore(lying).update(SMOL, allocate) == 2
 
 
 def test_patience_ends(store: ObjectStore) -> None:
-    HeadStore(store).update(SMOL, allocate_version, create=True)
+    HeadStore(store).update(SMOL, allocate, create=True)
     with pytest.raises(DeadlineExceeded):
-        HeadStore(LyingStore(store, ["refused"] * 1000, Unavailable), patience_s=0.1).update(
-            SMOL, allocate_version
-        )
+        HeadStore(LyingStore(store, ["refused"] * 1000, Unavailable), patience_s=0.1).update(SMOL, allocate)
 
     class Rival(LyingStore):
         def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
-            HeadStore(store).update(SMOL, allocate_version)
+            HeadStore(store).update(SMOL, allocate)
             return self.inner.put(key, data, mode=mode)
 
     with pytest.raises(Conflict):
-        HeadStore(Rival(store, [], Conflict), patience_s=0.1).update(SMOL, allocate_version)
+        HeadStore(Rival(store, [], Conflict), patience_s=0.1).update(SMOL, allocate)
 
 
 def test_threads_of_one_store_take_turns_too(store: ObjectStore) -> None:
@@ -575,9 +737,8 @@ def test_threads_of_one_store_take_turns_too(store: ObjectStore) -> None:
 
     def work() -> None:
         for _ in range(10):
-            number = heads.update(SMOL, allocate_version)
-            done = entry(number)
-            heads.update(SMOL, lambda head: (publish(head, done), None))  # noqa: B023 (called at once)
+            number = heads.update(SMOL, allocate)
+            heads.update(SMOL, lambda head: (published(head, number), None))  # noqa: B023 (called at once)
             numbers.append(number)
 
     threads = [threading.Thread(target=work) for _ in range(6)]
@@ -611,4 +772,4 @@ def test_a_large_history_stays_readable(store: ObjectStore) -> None:
     head = Head(generation=1, next_version=count + 1, versions=versions, refs={"latest": count})
     etag = store.put(SMOL.head_key, head.to_json(), mode="create")
     assert heads.read(SMOL) == (head, etag)
-    assert heads.update(SMOL, allocate_version) == count + 1
+    assert heads.update(SMOL, allocate) == count + 1

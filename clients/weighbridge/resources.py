@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from weighbridge.errors import InvalidArgument
+
+_MOST = 2**53
 REF_LIVE = "live"
 """The newest version that is complete and verified; it may not be in the object store yet."""
 REF_LATEST = "latest"
@@ -116,6 +119,43 @@ class Model:
             "tensor_bytes": self.tensor_bytes,
             "files": list(self.files),
             "refs": dict(self.refs),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which versions of a model are kept: all that one of the rules speaks for, and always those that a ref names.
+
+    Attributes:
+        keep_last: that many of the newest; 0 speaks for none.
+        keep_every: of each so many consecutive numbers the first version that is there, so of 100 usually those whose numbers
+            are multiples of 100; 0 speaks for none.
+        keep_younger_s: those opened less than so many seconds ago; 0 speaks for none.
+
+    Raises:
+        InvalidArgument: one of them is not an integer from 0 to 2**53.
+    """
+
+    keep_last: int = 0
+    keep_every: int = 0
+    keep_younger_s: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in self.to_json().items():
+            if type(value) is not int or not 0 <= value <= _MOST:
+                raise InvalidArgument(f"{name} is {value!r}, not an integer from 0 to {_MOST}")
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether there is no rule at all, and so nothing is deleted."""
+        return not any(self.to_json().values())
+
+    def to_json(self) -> dict[str, int]:
+        """The rules as JSON values."""
+        return {
+            "keep_last": self.keep_last,
+            "keep_every": self.keep_every,
+            "keep_younger_s": self.keep_younger_s,
         }
 
 

@@ -29,7 +29,9 @@ from weighbridge_service.models import (
     summary_from_head,
 )
 from weighbridge_service.receiving import Receiving
-from weighbridge_storage.head import Head, HeadStore, VersionEntry, delete_ref, set_ref
+from weighbridge_storage.head import Head, VersionEntry
+from weighbridge_storage.head_changes import delete_ref, set_ref
+from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
 from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.versions import side_files, verify_version
@@ -47,7 +49,8 @@ class LiveVersion:
     Attributes:
         receiving: how far it is.
         client_of_request: which client opened it.
-        parent: what was the latest version then; None if there was none.
+        parent: what was the latest version then; 0 if there was none.
+        open_until_ms: when others may take it for abandoned, in milliseconds since 1970 UTC.
         announced: whether ``live`` has been told of it.
         durable_time_ms: when it became durable; 0 if it is not.
         publish_error: why the last attempt at making it durable failed.
@@ -56,7 +59,8 @@ class LiveVersion:
 
     receiving: Receiving
     client_of_request: str
-    parent: int | None = None
+    parent: int = 0
+    open_until_ms: int = 0
     announced: bool = False
     durable_time_ms: int = 0
     publish_error: WeighbridgeError | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -20,19 +19,29 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.layouts import Layout
-from weighbridge.resources import REF_LATEST, Version, VersionState
+from weighbridge.resources import Version, VersionState
 from weighbridge_service.catalog import Catalog, LiveVersion, ModelState
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.models import RegisteredModel, files_key
 from weighbridge_service.publishing import Publisher
 from weighbridge_service.receiving import Receiving
-from weighbridge_storage.head import Head, allocate_version
+from weighbridge_storage.head import Head, OpenEntry
+from weighbridge_storage.head_changes import (
+    claim_version,
+    give_up_abandoned,
+    give_up_version,
+    open_version,
+    renew_version,
+)
 from weighbridge_storage.images import Image, ImagePool
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.versions import discard_unpublished, publish_version, write_version
 
 log = logging.getLogger(__name__)
 
+_LEASE_MS = 120_000
+"""How long a version stays open without being renewed. Clocks of replicas differ by less."""
+_UNFINISHED = (VersionState.RECEIVING, VersionState.READY)
 _KEPT_ENDED = 100
 """Ended versions of each model that are remembered, so that whoever pushed them learns what became of them."""
 MAX_RANKS = 65_536
@@ -123,7 +132,9 @@ class Intake:
                 raise ResourceExhausted(
                     f"{receiving} versions are being received", fix="wait until one is done, or abort one"
                 )
-            number, head = self._catalog.heads.update(model_name, _allocate)
+            asked = _Asked(request_id, step, run, ranks)
+            entry, head = self._catalog.heads.update(model_name, asked.open)
+            number = entry.number
             model = self._catalog.state(model_name, head).model
             version = Version(
                 model=name,
@@ -133,7 +144,7 @@ class Intake:
                 run=run,
                 ranks=ranks,
                 tensor_bytes=model.files.layout.nbytes,
-                create_time_ms=time.time_ns() // 1_000_000,
+                create_time_ms=entry.created_ms,
             )
             state = self._catalog.reinstated(state)
             received = Receiving(
@@ -145,7 +156,7 @@ class Intake:
                 on_end=lambda ended: self._on_end(state, model, ended),
             )
             with self._catalog.changed:
-                state.versions[number] = LiveVersion(received, client_id, head.refs.get(REF_LATEST))
+                state.versions[number] = LiveVersion(received, client_id, entry.parent, entry.until_ms)
                 state.by_request[request_id] = number
                 _forget_old(state)
         log.info("opened %s for run %s with %d ranks", version, run, ranks)
@@ -190,8 +201,11 @@ class Intake:
         state = self._catalog.state(model_name)
         live = self._catalog.live(model_name, number)
         if live is None:
-            if number in self._catalog.head(model_name).versions:
+            head = self._catalog.head(model_name)
+            if number in head.versions:
                 raise FailedPrecondition(f"{name}@{number} is sealed", fix="push a new version")
+            if number in head.open:
+                self._give_up(state.model, number, "the service was restarted while it was being received")
             raise NotFound(
                 f"{name}@{number} is not being received",
                 fix="the service may have been restarted since it was opened: push again",
@@ -263,6 +277,7 @@ class Intake:
         if version.state is not VersionState.READY or image is None:
             log.warning("%s failed: %s", version, version.error)
             self._catalog.notify()
+            self._give_up(model, version.number, version.error)
             return
         image.freeze()
         known = receiving.known_set
@@ -285,6 +300,8 @@ class Intake:
         keys = {file: files_key(model.name, model.files_id, file) for file in model.side_files}
 
         def publish(write_id: str) -> None:
+            heads = self._catalog.heads
+            heads.update(model.name, lambda head: (claim_version(head, version.number, write_id), None))
             with image.lease():
                 write_version(
                     self._catalog.store,
@@ -295,7 +312,7 @@ class Intake:
                     keys,
                     live.parent,
                 )
-            publish_version(self._catalog.heads, model.name, version, model.files, model.files_id, write_id)
+            publish_version(heads, model.name, version, model.files, model.files_id, write_id)
 
         def on_success() -> None:
             with self._catalog.changed:
@@ -306,10 +323,8 @@ class Intake:
             log.info("%s is durable", live.version)
 
         def on_failure(error: WeighbridgeError, last: bool) -> None:
-            with contextlib.suppress(WeighbridgeError):
-                # an attempt may fail after its head was written: what is in the head is never discarded
-                if version.number not in self._catalog.head(model.name).versions:
-                    discard_unpublished(self._catalog.store, model.name, version.number)
+            if last:
+                self._give_up(model, version.number, error.message)
             with self._catalog.changed:
                 live.publish_error = error
                 live.gave_up = last
@@ -317,6 +332,35 @@ class Intake:
                 self._catalog.notify()
 
         self.publisher.submit(str(version), publish, on_failure=on_failure, on_success=on_success)
+
+    def _renew(self, live: LiveVersion) -> None:
+        """Keep an open version open."""
+        version = live.version
+        now_ms = time.time_ns() // 1_000_000
+        if live.gave_up or version.state not in _UNFINISHED or live.open_until_ms - now_ms > _LEASE_MS // 2:
+            return
+        try:
+            until_ms = now_ms + _LEASE_MS
+            self._catalog.heads.update(
+                ModelName.parse(version.model),
+                lambda head: (renew_version(head, version.number, until_ms), None),
+            )
+            live.open_until_ms = until_ms
+        except WeighbridgeError as error:
+            log.warning("%s could not be kept open: %s", version, error)
+
+    def _give_up(self, model: RegisteredModel, number: int, reason: str) -> None:
+        """Close a version that will not be published, and delete what there is of it."""
+        try:
+            now_ms = time.time_ns() // 1_000_000
+            head = self._catalog.heads.update(
+                model.name, lambda head: ((new := give_up_version(head, number, reason, now_ms)), new)
+            )
+            # an attempt may fail after its head was written: what is in the head is never discarded
+            if number not in head.versions:
+                discard_unpublished(self._catalog.store, model.name, number)
+        except WeighbridgeError as error:
+            log.warning("%s@%d could not be cleaned up, and will be later: %s", model.name, number, error)
 
     def _release_images(self, state: ModelState) -> None:
         """Let go of the images of versions that are done and are not what ``live`` names."""
@@ -332,16 +376,35 @@ class Intake:
         while not self._catalog.stopping.wait(1.0):
             for live in self._catalog.live_versions():
                 live.receiving.time_out(self._config.receive_timeout)
+                self._renew(live)
 
     def join(self) -> None:
         """Wait for this object's own thread, after the catalog's `stopping` was set."""
         self._janitor.join()
 
 
-def _allocate(head: Head) -> tuple[Head, tuple[int, Head]]:
-    """Take the next number; gives it, and the head as it was."""
-    changed, number = allocate_version(head)
-    return changed, (number, head)
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request says of the version that it opens."""
+
+    request_id: str
+    step: int
+    run: str
+    ranks: int
+
+    def open(self, head: Head) -> tuple[Head, tuple[OpenEntry, Head]]:
+        """Open the version; gives it, and the head with it."""
+        now_ms = time.time_ns() // 1_000_000
+        changed, entry = open_version(
+            give_up_abandoned(head, now_ms),
+            request_id=self.request_id,
+            step=self.step,
+            run=self.run,
+            ranks=self.ranks,
+            now_ms=now_ms,
+            lease_ms=_LEASE_MS,
+        )
+        return changed, (entry, changed)
 
 
 def _forget_old(state: ModelState) -> None:

@@ -26,7 +26,8 @@ from weighbridge_service.receiving import KnownSet
 from weighbridge_service.relations import WeightMap, identity_links
 from weighbridge_service.transfers import Transfer
 from weighbridge_service.weight_maps import derive_weight_map
-from weighbridge_storage.head import Head, register
+from weighbridge_storage.head import Head
+from weighbridge_storage.head_changes import register
 from weighbridge_storage.names import ModelName, check_file_name
 from weighbridge_storage.objects import ObjectStore
 

@@ -1,52 +1,42 @@
-"""What is the state of a model, what may change in it, and how do writers take turns?
+"""What is the state of a model?
 
-A model's `head.json` is the only object that is ever rewritten. `Head` is its content; the functions on it are pure;
-`HeadStore` reads it, applies one of them, and writes it back only if nobody else has meanwhile.
+A model's `head.json` is the only object that is ever rewritten. `Head` is its content; `head_changes` says what may change in
+it, and `head_store` how writers take turns.
 
 The text is one JSON object::
 
-    {"format": 1, "generation": 9, "next_version": 4, "files_id": "...", "registration": {...},
+    {"format": 2, "generation": 9, "next_version": 6, "files_id": "...", "registration": {...},
      "versions": [{"number": 2, "step": 100, "run": "r1", "created_ms": 1767225600000, "nbytes": 269060381,
                    "tensor_count": 272, "files_id": "...", "write_id": "..."}, ...],
-     "refs": {"latest": 3, "prod": 2}, "tombstones": {"1": 1767229200000}, "writes": ["...", ...]}
+     "open": [{"number": 5, "request_id": "...", "step": 130, "run": "r1", "ranks": 64, "created_ms": 1767225900000,
+               "until_ms": 1767226500000, "files_id": "...", "parent": 3, "claim": "..."}],
+     "failed": [{"number": 4, "reason": "...", "failed_ms": 1767225800000}],
+     "refs": {"latest": 3, "prod": 2},
+     "retention": {"keep_last": 10, "keep_every": 100, "keep_younger_s": 86400},
+     "tombstones": [{"deleted_ms": 1767229200000, "version": {"number": 1, ...}}], "writes": ["...", ...]}
+
+Format 1, which earlier versions wrote, has neither open and failed versions nor a retention.
 """
 
 from __future__ import annotations
 
-import random
-import threading
-import time
-import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from weighbridge.errors import (
-    AlreadyExists,
-    Conflict,
-    DataLoss,
-    DeadlineExceeded,
-    FailedPrecondition,
-    InvalidArgument,
-    NotFound,
-    ResourceExhausted,
-    Unavailable,
-)
-from weighbridge.resources import REF_LATEST
+from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge.resources import REF_LATEST, Retention
 from weighbridge_storage import strict_json
-from weighbridge_storage.names import HEAD_FILE, MAX_VERSION, ModelName, check_ref_name, shown
-from weighbridge_storage.objects import IfMatch, ObjectStore, PutMode
+from weighbridge_storage.names import HEAD_FILE, MAX_VERSION, check_ref_name, shown
 
-FORMAT = 1
+FORMAT = 2
 REMEMBERED_WRITES = 64
 """How many write ids a head remembers: a writer whose response was lost finds its own among them."""
+REMEMBERED_FAILURES = 32
 MAX_TEXT = 256
+_KEEP_EVERYTHING = Retention()
 
-_KEPT_HEADS = 1024
-_FIRST_PAUSE_S = 0.002
-_LONGEST_PAUSE_S = 0.25
-
-T = TypeVar("T")
+E = TypeVar("E", "VersionEntry", "OpenEntry", "FailedEntry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +51,7 @@ class VersionEntry:
         nbytes: size of its safetensors files together, in bytes.
         tensor_count: number of its tensors.
         files_id: which registered side files it was written with.
-        write_id: identity of the attempt that published it.
+        write_id: the claim of those who wrote it (`OpenEntry.claim`).
 
     Raises:
         InvalidArgument: a number is out of bounds, or a text longer than `MAX_TEXT` or not printable.
@@ -87,6 +77,74 @@ class VersionEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenEntry:
+    """A version that is being received, by one replica of the service or by several.
+
+    Attributes:
+        number: unique and increasing within the model, from 1.
+        request_id: which request opened it; all ranks of a push send the same.
+        step: the trainer's step.
+        run: the trainer's name for its run; may be empty.
+        ranks: how many trainer ranks push it.
+        created_ms: when it was opened, in milliseconds since 1970 UTC.
+        until_ms: when it may be taken for abandoned, unless this time is moved on before.
+        files_id: which registered side files it will have.
+        parent: the latest version when it was opened; 0 if there was none.
+        claim: who writes its folder; empty as long as nobody does. Nobody else may write to the folder or publish.
+
+    Raises:
+        InvalidArgument: a number is out of bounds, or a text longer than `MAX_TEXT` or not printable.
+    """
+
+    number: int
+    request_id: str
+    step: int
+    run: str
+    ranks: int
+    created_ms: int
+    until_ms: int
+    files_id: str
+    parent: int
+    claim: str = ""
+
+    def __post_init__(self) -> None:
+        _check_number("number", self.number, 1, MAX_VERSION)
+        _check_number("ranks", self.ranks, 1)
+        for name in ("step", "created_ms", "until_ms", "parent"):
+            _check_number(name, getattr(self, name))
+        for name in ("request_id", "run", "files_id", "claim"):
+            _check_text(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEntry:
+    """A version that was given up before anybody could see it: which one, why, and when, in milliseconds since 1970 UTC."""
+
+    number: int
+    reason: str
+    failed_ms: int
+
+    def __post_init__(self) -> None:
+        _check_number("number", self.number, 1, MAX_VERSION)
+        _check_number("failed_ms", self.failed_ms)
+        _check_text("reason", self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """A version that was taken out of history: what it was, and when that happened, in milliseconds since 1970 UTC.
+
+    Its objects are still there, for those who are reading them.
+    """
+
+    version: VersionEntry
+    deleted_ms: int
+
+    def __post_init__(self) -> None:
+        _check_number("time of deletion", self.deleted_ms)
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """The state of a model; an instance is always consistent.
 
@@ -96,8 +154,11 @@ class Head:
         files_id: which side files (config, tokenizer) are registered now; empty before the first registration.
         registration: what else was registered with the model, as JSON; this module does not look into it.
         versions: the durable versions by number.
+        open: the versions that are being received, by number.
+        failed: the last `REMEMBERED_FAILURES` versions that were given up, by number.
         refs: which version each ref names. ``latest`` is the highest ever published.
-        tombstones: deleted versions, and when each was deleted, in milliseconds since 1970 UTC.
+        retention: which versions are to be kept.
+        tombstones: versions that were taken out of history and whose objects are not deleted yet, by number.
         writes: ids of the last `REMEMBERED_WRITES` writes, the newest last.
 
     Raises:
@@ -109,26 +170,18 @@ class Head:
     files_id: str = ""
     registration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[int, VersionEntry] = field(default_factory=dict)
+    open: Mapping[int, OpenEntry] = field(default_factory=dict)
+    failed: Mapping[int, FailedEntry] = field(default_factory=dict)
     refs: Mapping[str, int] = field(default_factory=dict)
-    tombstones: Mapping[int, int] = field(default_factory=dict)
+    retention: Retention = _KEEP_EVERYTHING
+    tombstones: Mapping[int, Tombstone] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_number("generation", self.generation)
         _check_number("next_version", self.next_version, 1, MAX_VERSION + 1)
         _check_text("files_id", self.files_id)
-        for number, entry in self.versions.items():
-            if entry.number != number:
-                raise InvalidArgument(f"version {entry.number} is listed under {number}")
-        for number, deleted_ms in self.tombstones.items():
-            _check_number("tombstone", number, 1, MAX_VERSION)
-            _check_number("time of deletion", deleted_ms)
-        both = self.versions.keys() & self.tombstones.keys()
-        if both:
-            raise InvalidArgument(f"version {min(both)} is both there and deleted")
-        highest = max((*self.versions, *self.tombstones), default=0)
-        if highest >= self.next_version:
-            raise InvalidArgument(f"version {highest} is there, and {self.next_version} is to be the next")
+        self._check_numbers()
         for name, number in self.refs.items():
             if name != REF_LATEST:
                 check_ref_name(name)
@@ -140,6 +193,26 @@ class Head:
             _check_text("write id", write_id)
         if len(self.writes) > REMEMBERED_WRITES:
             raise InvalidArgument(f"{len(self.writes)} writes are remembered, more than {REMEMBERED_WRITES}")
+
+    def _check_numbers(self) -> None:
+        """Each number stands for one version, in one state, and was given before."""
+        states: dict[int, str] = {}
+        for state, entries in (
+            ("there", self.versions),
+            ("open", self.open),
+            ("given up", self.failed),
+            ("deleted", {number: tombstone.version for number, tombstone in self.tombstones.items()}),
+        ):
+            for number, entry in entries.items():
+                if entry.number != number:
+                    raise InvalidArgument(f"version {entry.number} is listed under {number}")
+                if number in states:
+                    raise InvalidArgument(f"version {number} is both {states[number]} and {state}")
+                if number >= self.next_version:
+                    raise InvalidArgument(
+                        f"version {number} is {state}, and {self.next_version} is to be the next"
+                    )
+                states[number] = state
 
     def to_json(self) -> bytes:
         """The head as the text of `head.json`.
@@ -154,12 +227,15 @@ class Head:
                 "next_version": self.next_version,
                 "files_id": self.files_id,
                 "registration": dict(self.registration),
-                "versions": [
-                    {name: getattr(self.versions[number], name) for name in VersionEntry.__slots__}
-                    for number in sorted(self.versions)
-                ],
+                "versions": _written(self.versions),
+                "open": _written(self.open),
+                "failed": _written(self.failed),
                 "refs": dict(self.refs),
-                "tombstones": {str(number): when for number, when in self.tombstones.items()},
+                "retention": self.retention.to_json(),
+                "tombstones": [
+                    {"deleted_ms": tombstone.deleted_ms, "version": _written_entry(tombstone.version)}
+                    for _, tombstone in sorted(self.tombstones.items())
+                ],
                 "writes": list(self.writes),
             }
         )
@@ -171,300 +247,85 @@ class Head:
         Raises:
             DataLoss: it is malformed, contradicts itself, or has a format that this version does not know.
         """
-        fields = strict_json.decode(data, where)
-        found = fields.integer("format")
-        if found != FORMAT:
+        document = strict_json.decode(data, where)
+        found = document.integer("format")
+        if found not in (1, FORMAT):
             raise DataLoss(
-                f"{where} has format {found}, and only {FORMAT} is known here", fix="use a newer Weighbridge"
+                f"{where} has format {found}, and only formats up to {FORMAT} are known here",
+                fix="use a newer Weighbridge",
             )
-        refs = strict_json.Fields(fields.table("refs"), f"{where}, refs")
-        tombstones = strict_json.Fields(fields.table("tombstones"), f"{where}, tombstones")
+        refs = strict_json.Fields(document.table("refs"), f"{where}, refs")
         try:
-            entries = [
-                _read_entry(item, f"{where}, versions[{i}]")
-                for i, item in enumerate(fields.array("versions"))
-            ]
-            versions = {entry.number: entry for entry in entries}
-            if len(versions) != len(entries):
-                raise DataLoss(f"{where} lists a version twice")
             head = Head(
-                generation=fields.integer("generation", 1),
-                next_version=fields.integer("next_version", 1),
-                files_id=fields.text("files_id"),
-                registration=fields.table("registration"),
-                versions=versions,
+                generation=document.integer("generation", 1),
+                next_version=document.integer("next_version", 1),
+                files_id=document.text("files_id"),
+                registration=document.table("registration"),
+                versions=_read(VersionEntry, document, "versions"),
                 refs={name: refs.integer(name, 1) for name in refs.names},
-                tombstones={_read_number(text, where): tombstones.integer(text) for text in tombstones.names},
-                writes=tuple(fields.array("writes")),
+                writes=tuple(document.array("writes")),
+                **(_of_format_1(document) if found == 1 else _since_format_2(document)),
             )
         except InvalidArgument as error:
             raise DataLoss(f"{where} is malformed: {error.message}") from error
-        fields.end()
+        document.end()
         return head
 
 
-def allocate_version(head: Head) -> tuple[Head, int]:
-    """Take the next number. It is given once, whatever becomes of the version.
-
-    Raises:
-        ResourceExhausted: all numbers up to `MAX_VERSION` have been given.
-    """
-    if head.next_version > MAX_VERSION:
-        raise ResourceExhausted(f"all version numbers up to {MAX_VERSION} have been given")
-    return replace(head, next_version=head.next_version + 1), head.next_version
-
-
-def publish(head: Head, entry: VersionEntry) -> Head:
-    """Make a version part of history. ``latest`` moves to it unless it names a higher one.
-
-    Publishing what is already there with the same write id changes nothing.
-
-    Raises:
-        AlreadyExists: another attempt has published this number.
-        FailedPrecondition: the number was never allocated, or the version was deleted.
-    """
-    there = head.versions.get(entry.number)
-    if there is not None:
-        if there.write_id == entry.write_id:
-            return head
-        raise AlreadyExists(f"version {entry.number} was published by another writer")
-    if entry.number in head.tombstones:
-        raise FailedPrecondition(f"version {entry.number} was deleted", fix="open a new version")
-    if entry.number >= head.next_version:
-        raise FailedPrecondition(f"version {entry.number} was never opened", fix="open a version first")
-    latest = max(entry.number, head.refs.get(REF_LATEST, 0))
-    return replace(
-        head,
-        versions={**head.versions, entry.number: entry},
-        refs={**head.refs, REF_LATEST: latest},
-    )
+def _since_format_2(document: strict_json.Fields) -> dict[str, Any]:
+    where = document.where
+    tombstones: dict[int, Tombstone] = {}
+    for i, item in enumerate(document.array("tombstones")):
+        found = strict_json.Fields(item, f"{where}, tombstones[{i}]")
+        version = _read_entry(VersionEntry, found.table("version"), f"{found.where}, version")
+        if version.number in tombstones:
+            raise DataLoss(f"{where} lists a tombstone twice")
+        tombstones[version.number] = Tombstone(version, found.integer("deleted_ms"))
+        found.end()
+    retention = strict_json.Fields(document.table("retention"), f"{where}, retention")
+    kept = Retention(**{name: retention.integer(name) for name in _KEEP_EVERYTHING.to_json()})
+    retention.end()
+    return {
+        "open": _read(OpenEntry, document, "open"),
+        "failed": _read(FailedEntry, document, "failed"),
+        "retention": kept,
+        "tombstones": tombstones,
+    }
 
 
-def set_ref(head: Head, name: str, number: int) -> Head:
-    """Let a ref name a version, whatever it named before.
-
-    Raises:
-        InvalidArgument: the name is malformed or reserved.
-        NotFound: there is no such version.
-    """
-    check_ref_name(name)
-    _check_there(head, number)
-    return replace(head, refs={**head.refs, name: number})
+def _of_format_1(document: strict_json.Fields) -> dict[str, Any]:
+    # what it says of deleted versions is not needed: their numbers are never given again, and their objects are swept away
+    document.table("tombstones")
+    return {}
 
 
-def delete_ref(head: Head, name: str) -> Head:
-    """Remove a ref; the version it named stays.
-
-    Raises:
-        InvalidArgument: the name is malformed or reserved.
-        NotFound: there is no such ref.
-    """
-    check_ref_name(name)
-    if name not in head.refs:
-        raise NotFound(f"there is no ref {name}")
-    return replace(head, refs={other: number for other, number in head.refs.items() if other != name})
+def _written(entries: Mapping[int, VersionEntry | OpenEntry | FailedEntry]) -> list[dict[str, Any]]:
+    return [_written_entry(entries[number]) for number in sorted(entries)]
 
 
-def delete_version(head: Head, number: int, deleted_ms: int) -> Head:
-    """Take a version out of history and leave a tombstone; its objects may be deleted once this is written.
-
-    Deleting what is already deleted changes nothing.
-
-    Raises:
-        NotFound: there is no such version.
-        FailedPrecondition: a ref names it. ``latest`` always names one, so the newest version cannot be deleted.
-    """
-    if number in head.tombstones:
-        return head
-    _check_there(head, number)
-    names = sorted(name for name, named in head.refs.items() if named == number)
-    if names:
-        raise FailedPrecondition(
-            f"version {number} is what {', '.join(names[:5])} names",
-            fix="publish a newer version first" if REF_LATEST in names else "move or delete the ref first",
-        )
-    return replace(
-        head,
-        versions={other: entry for other, entry in head.versions.items() if other != number},
-        tombstones={**head.tombstones, number: deleted_ms},
-    )
+def _written_entry(entry: VersionEntry | OpenEntry | FailedEntry) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in entry.__slots__}
 
 
-def register(head: Head, files_id: str, registration: Mapping[str, Any]) -> Head:
-    """Replace what is registered with the model. Versions that are there keep the files they were written with."""
-    return replace(head, files_id=files_id, registration=dict(registration))
+def _read(kind: type[E], document: strict_json.Fields, name: str) -> dict[int, E]:
+    entries = [
+        _read_entry(kind, item, f"{document.where}, {name}[{i}]")
+        for i, item in enumerate(document.array(name))
+    ]
+    found = {entry.number: entry for entry in entries}
+    if len(found) != len(entries):
+        raise DataLoss(f"{document.where} lists a version twice in {name}")
+    return found
 
 
-class HeadStore:
-    """The heads of all models in a store.
-
-    Args:
-        store: where they lie. It must keep its promises about conditional writes.
-        patience_s: for how long an update goes on trying against other writers and a failing store, in seconds.
-    """
-
-    def __init__(self, store: ObjectStore, *, patience_s: float = 30.0) -> None:
-        self._store = store
-        self._patience_s = patience_s
-        self._lock = threading.Lock()
-        self._known: dict[ModelName, tuple[Head, str]] = {}
-
-    def read(self, model: ModelName) -> tuple[Head, str] | None:
-        """A model's head and its etag; None if there is no such model.
-
-        Raises:
-            DataLoss: the head is malformed.
-            WeighbridgeError: as `ObjectStore.get`.
-        """
-        try:
-            data, etag = self._store.get(model.head_key)
-        except NotFound:
-            return None
-        with self._lock:
-            known = self._known.get(model)
-        if known is None or known[1] != etag:
-            # heads grow with history, and are read far more often than they change
-            known = Head.from_json(data, model.head_key), etag
-            with self._lock:
-                self._known.pop(model, None)
-                self._known[model] = known
-                while len(self._known) > _KEPT_HEADS:
-                    del self._known[next(iter(self._known))]
-        return known
-
-    def update(
-        self, model: ModelName, change: Callable[[Head], tuple[Head, T]], *, create: bool = False
-    ) -> T:
-        """Change a model's head exactly once, whoever else changes it at the same time.
-
-        A write whose response is lost or misleading counts as done if its id stands in the head afterwards; no
-        change is ever applied twice.
-
-        Args:
-            model: which model.
-            change: gives the new head and a result. May be called several times, so it must have no effects of its
-                own. What it raises ends the update. A head that it returns unchanged is not written.
-            create: start from ``Head()`` if there is no such model.
-
-        Returns:
-            The result of the call of ``change`` that was written.
-
-        Raises:
-            NotFound: there is no such model, and ``create`` is not set.
-            Conflict: other writers were faster for all of `patience_s`; nothing was changed.
-            DeadlineExceeded: the store failed, and whether the change was made could not be found out.
-            Unavailable: the store cannot be read; nothing was changed.
-            WeighbridgeError: as `ObjectStore.put`.
-        """
-        give_up = time.monotonic() + self._patience_s
-        results: dict[str, T] = {}
-        found = self.read(model)
-        attempt = 0
-        doubtful = False
-        while True:
-            if found is None and not create:
-                raise NotFound(f"there is no model {model}", fix="register it first")
-            base = Head() if found is None else found[0]
-            mode: PutMode = "create" if found is None else IfMatch(found[1])
-            changed, result = change(base)
-            if changed == base:
-                return result
-            write_id = uuid.uuid4().hex
-            results[write_id] = result
-            try:
-                self._store.put(model.head_key, stamp(changed, base, write_id).to_json(), mode=mode)
-                return result
-            except (Conflict, Unavailable, DeadlineExceeded) as error:
-                failure = error
-                # A store that says Conflict has made sure of it: however often others change the head, ours is not in it.
-                doubtful = doubtful or not isinstance(error, Conflict)
-            # Look at once, while the head remembers this write if it landed, and again after a pause, for a head as
-            # fresh as can be. A write that timed out may land between the two, so look for all of them each time.
-            seen = base.generation
-            for pause_s in (0.0, _pause_s(attempt)):
-                time.sleep(pause_s)
-                found = self._read_back(model, give_up)
-                now = Head() if found is None else found[0]
-                for landed in results.keys() & set(now.writes):
-                    return results[landed]
-                # Once the generation has moved on, no write that was made for an earlier one can land any more.
-                if seen == base.generation and now.generation > seen:
-                    if doubtful and now.generation > seen + REMEMBERED_WRITES:
-                        raise _unknown_outcome(model, "it was changed too often meanwhile")
-                    doubtful = False
-                seen = now.generation
-            if time.monotonic() > give_up:
-                if seen == base.generation:
-                    raise _unknown_outcome(model, failure.message) from failure
-                raise Conflict(
-                    f"other writers of {model} were faster for {self._patience_s:g} s", fix="try again"
-                ) from failure
-            attempt += 1
-
-    def _read_back(self, model: ModelName, give_up: float) -> tuple[Head, str] | None:
-        """As `read`, but tries until the time ``give_up`` while the store fails."""
-        attempt = 0
-        while True:
-            try:
-                return self.read(model)
-            except (Unavailable, DeadlineExceeded) as error:
-                if time.monotonic() > give_up:
-                    raise _unknown_outcome(model, error.message) from error
-            time.sleep(_pause_s(attempt))
-            attempt += 1
-
-    def list_models(self) -> list[ModelName]:
-        """All models, by name.
-
-        Raises:
-            WeighbridgeError: as `ObjectStore.folders`.
-        """
-        return sorted(
-            model
-            for namespace in self._store.folders("models/")
-            for name in self._store.folders(f"models/{namespace}/")
-            if (model := _model_or_none(namespace, name)) is not None and self._has_head(model)
-        )
-
-    def _has_head(self, model: ModelName) -> bool:
-        try:
-            self._store.size(model.head_key)
-        except NotFound:
-            return False
-        return True
-
-
-def stamp(changed: Head, base: Head, write_id: str) -> Head:
-    """``changed`` as the successor of ``base``, carrying the id of the write that makes it so."""
-    return replace(
-        changed,
-        generation=base.generation + 1,
-        writes=(*base.writes[-REMEMBERED_WRITES + 1 :], write_id),
-    )
-
-
-def _pause_s(attempt: int) -> float:
-    """A random pause, the longer the more attempts have failed, so that writers fall out of step."""
-    return random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 16)))
-
-
-def _unknown_outcome(model: ModelName, why: str) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"whether {model} was changed could not be found out: {why}",
-        fix="read the model's state, then decide",
-    )
-
-
-def _model_or_none(namespace: str, name: str) -> ModelName | None:
-    try:
-        return ModelName(namespace, name)
-    except InvalidArgument:
-        return None
-
-
-def _check_there(head: Head, number: int) -> None:
-    if number not in head.versions:
-        raise NotFound(f"there is no version {shown(number)}")
+def _read_entry(kind: type[E], value: object, where: str) -> E:
+    found = strict_json.Fields(value, where)
+    values: dict[str, Any] = {
+        item.name: found.text(item.name) if item.type == "str" else found.integer(item.name)
+        for item in fields(kind)
+    }
+    found.end()
+    return kind(**values)
 
 
 def _check_number(name: str, value: int, low: int = 0, high: int = strict_json.MAX_INTEGER) -> None:
@@ -475,26 +336,3 @@ def _check_number(name: str, value: int, low: int = 0, high: int = strict_json.M
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
         raise InvalidArgument(f"{name} is {shown(value)}, not up to {MAX_TEXT} printable characters")
-
-
-def _read_entry(value: object, where: str) -> VersionEntry:
-    fields = strict_json.Fields(value, where)
-    entry = VersionEntry(
-        number=fields.integer("number"),
-        step=fields.integer("step"),
-        run=fields.text("run"),
-        created_ms=fields.integer("created_ms"),
-        nbytes=fields.integer("nbytes"),
-        tensor_count=fields.integer("tensor_count"),
-        files_id=fields.text("files_id"),
-        write_id=fields.text("write_id"),
-    )
-    fields.end()
-    return entry
-
-
-def _read_number(text: str, where: str) -> int:
-    # Exactly what `str` writes: "07", "+7" or digits of another script would be a second name for version 7.
-    if not text.isascii() or not text.isdigit() or text.startswith("0") or len(text) > 12:
-        raise DataLoss(f"{where} has a tombstone for {shown(text)}, which is no version number")
-    return int(text)

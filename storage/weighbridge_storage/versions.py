@@ -14,7 +14,9 @@ import xxhash
 from weighbridge.errors import DataLoss, NotFound, WeighbridgeError
 from weighbridge.resources import Verification, Version
 from weighbridge.safetensors_files import INDEX_FILE, FilesLayout, layout_of_files
-from weighbridge_storage.head import HeadStore, VersionEntry, publish
+from weighbridge_storage.head import VersionEntry
+from weighbridge_storage.head_changes import publish
+from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.manifest import FileEntry, Manifest, TensorEntry
 from weighbridge_storage.names import MANIFEST_FILE, ModelName, version_key, version_prefix
 from weighbridge_storage.objects import ByteArray, ObjectStore
@@ -29,7 +31,7 @@ def write_version(
     files: FilesLayout,
     buffers: Mapping[str, ByteArray],
     side_keys: Mapping[str, str],
-    parent: int | None,
+    parent: int,
 ) -> None:
     """Write a version's folder: weights, index, other files, and the manifest last. Nothing becomes visible by it.
 
@@ -40,7 +42,7 @@ def write_version(
         files: how the weights lie in their files.
         buffers: the bytes of these files.
         side_keys: by name, where the other files lie in the store.
-        parent: the version that was the latest when this one was opened, for its lineage.
+        parent: the version that was the latest when this one was opened, for its lineage; 0 if there was none.
 
     Raises:
         ResourceExhausted: no room; the same call can be repeated.
@@ -70,7 +72,7 @@ def write_version(
             created_ms=version.create_time_ms,
             files={**entries, **weights.result()},
             tensors=tensors.result(),
-            lineage={} if parent is None else {"parent": parent},
+            lineage={"parent": parent} if parent else {},
         )
     store.put(version_key(model, version.number, MANIFEST_FILE), manifest.to_json(), mode="overwrite")
 
