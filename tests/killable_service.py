@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
+import os
 import socket
 import time
 from multiprocessing.context import ForkServerProcess
@@ -23,13 +25,25 @@ def free_port() -> int:
         return port
 
 
-def serve(store: Path, port: int, settings: dict[str, Any]) -> None:
-    """Serve until killed."""
+def serve(
+    store: Path | str,
+    port: int,
+    settings: dict[str, Any],
+    file_bytes: int | None,
+    credentials: dict[str, str],
+) -> None:
+    """Serve until killed; with ``file_bytes``, versions are cut into files of that size."""
+    # the process that this one is forked from may be older than they are
+    os.environ.update(credentials)
+    from weighbridge.safetensors_files import lay_out_files
+    from weighbridge_service import models
     from weighbridge_service.config import ServiceConfig
     from weighbridge_service.grpc_server import GrpcServer
     from weighbridge_service.metrics import Metrics
     from weighbridge_service.service import Weighbridge
 
+    if file_bytes is not None:
+        models.lay_out_files = functools.partial(lay_out_files, max_shard_bytes=file_bytes)  # type: ignore[assignment]
     service = Weighbridge(ServiceConfig(store, memory_budget=1 << 28, grpc_workers=32, **settings))
     server = GrpcServer(service, Metrics(service), f"127.0.0.1:{port}")
     server.start()
@@ -40,24 +54,26 @@ class KillableService:
     """Starts and kills service processes over one store; all are forked from one that has imported everything.
 
     Args:
-        store: the store's folder.
-        settings: of the service.
+        store: the store's folder, or its location.
+        file_bytes: largest file of a version; None for the default.
+        settings: of the service; ``advertise`` is completed by the port.
     """
 
-    def __init__(self, store: Path, **settings: Any) -> None:
+    def __init__(self, store: Path | str, *, file_bytes: int | None = None, **settings: Any) -> None:
         self.store = store
+        self._file_bytes = file_bytes
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self._settings = settings
+        self.settings = settings
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
         self._process: ForkServerProcess | None = None
 
     def start(self, *, wait: bool = True) -> None:
         """Start a process; with ``wait``, return when it answers."""
-        self._process = self._context.Process(
-            target=serve, args=(self.store, self.port, self._settings), daemon=True
-        )
+        credentials = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        arguments = (self.store, self.port, self.settings, self._file_bytes, credentials)
+        self._process = self._context.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         if wait:
             with grpc.insecure_channel(

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from tests.reference import tiny_config
 from weighbridge import dtypes, rpc, wire
@@ -51,12 +52,8 @@ def tiny_folder(
     """Write a tied qwen3 model of about 100 kB (with the default size), random or filled with one number."""
     from safetensors.numpy import load_file, save_file
 
-    config = tiny_config(
-        "qwen3", tied=True, num_hidden_layers=2, hidden_size=hidden_size, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, intermediate_size=48,
-    )  # fmt: skip
     folder.mkdir(parents=True)
-    config.save_pretrained(folder)
+    _tiny_config(hidden_size).save_pretrained(folder)
     generator = np.random.default_rng(seed)
     arrays = {}
     for name, shape in tiny_shapes(hidden_size).items():
@@ -64,6 +61,18 @@ def tiny_folder(
         arrays[name] = values if constant is None else np.full(shape, constant, np.float32)
     save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
     return TinyModel(folder, load_file(folder / "model.safetensors"))
+
+
+def tiny_config_json() -> bytes:
+    """The config of `tiny_folder`'s model."""
+    return str(_tiny_config(32).to_json_string()).encode()
+
+
+def _tiny_config(hidden_size: int) -> PretrainedConfig:
+    return tiny_config(
+        "qwen3", tied=True, num_hidden_layers=2, hidden_size=hidden_size, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, intermediate_size=48,
+    )  # fmt: skip
 
 
 def tiny_shapes(hidden_size: int = 32) -> dict[str, tuple[int, ...]]:

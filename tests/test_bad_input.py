@@ -907,10 +907,10 @@ def test_a_seal_that_waits_for_a_late_piece_ends_once_and_heeds_an_abort(
             go_on: Any = go_on,
             scatter: Any = scatter,
             **kwargs: Any,
-        ) -> None:
+        ) -> Any:
             entered.set()
             go_on.wait(10)
-            scatter(self, *args, **kwargs)
+            return scatter(self, *args, **kwargs)
 
         with monkeypatch.context() as patched:
             patched.setattr(transfers.Transfer, "scatter", slow)
@@ -1125,8 +1125,12 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
             subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_with_a_full_disk_a_version_stays_live_and_the_trainer_is_told(bench: Bench, disk: Disk) -> None:
+def test_with_a_full_disk_a_version_stays_live_and_the_trainer_is_told(
+    bench: Bench, disk: Disk, tmp_path: Path
+) -> None:
     source = bench.source
+    # what is the same as in the version before would need no room
+    other, another = (tiny_folder(tmp_path / str(seed), seed=seed) for seed in (7, 8))
     with (
         running_service(disk.folder / "store", publish_attempts=2) as running,
         TrainerClient(running.address) as trainer,
@@ -1136,8 +1140,8 @@ def test_with_a_full_disk_a_version_stays_live_and_the_trainer_is_told(bench: Be
         trainer.register_files("acme/full", source.files)
         first = trainer.push_folder("acme/full", source.folder, step=1).wait()
         number = raw.open("acme/full")
-        layout = whole_layout(source.arrays)
-        stream = stream_of(source.arrays, layout, raw.declare("acme/full", number, layout))
+        layout = whole_layout(other.arrays)
+        stream = stream_of(other.arrays, layout, raw.declare("acme/full", number, layout))
         disk.fill(40_000)  # a head fits, a model does not
         raw.push("acme/full", number, cut(stream))
         raw.seal("acme/full", number)
@@ -1147,17 +1151,17 @@ def test_with_a_full_disk_a_version_stays_live_and_the_trainer_is_told(bench: Be
         found = trainer.version("acme/full", number)
         assert found.state is VersionState.READY
         assert trainer.refs("acme/full") == {"latest": first.number, "live": number}
-        assert_equal(engine, "acme/full", "live", source.arrays)
+        assert_equal(engine, "acme/full", "live", other.arrays)
         assert_equal(engine, "acme/full", "latest", source.arrays)
         with pytest.raises(FailedPrecondition):
             trainer.set_ref("acme/full", "prod", number)
-        handle = trainer.push_folder("acme/full", source.folder, step=3)
+        handle = trainer.push_folder("acme/full", another.folder, step=3)
         with pytest.raises(VersionFailed, match="no space is left"):
             handle.wait(timeout=20)
         disk.fill(0)
         with pytest.raises(ResourceExhausted, match="no space is left"):
-            trainer.push_folder("acme/full", source.folder, step=4)
-        assert_equal(engine, "acme/full", "live", source.arrays)
+            trainer.push_folder("acme/full", another.folder, step=4)
+        assert_equal(engine, "acme/full", "live", another.arrays)
         disk.make_room()
         last = trainer.push_folder("acme/full", source.folder, step=5).wait(timeout=20)
         assert last.state is VersionState.DURABLE
@@ -1183,7 +1187,7 @@ def test_an_error_after_the_head_was_written_never_costs_the_versions_files(
             raise DataLoss("the device reports 'Input/output error'")
 
     monkeypatch.setattr(store, "_install", fails_late)
-    monkeypatch.setattr(bench.running.service.intake.publisher, "_attempts", 1)
+    monkeypatch.setattr(bench.running.service.intake.publisher, "attempts", 1)
     number = bench.trainer.push_folder(model, bench.source.folder).number
     with contextlib.suppress(WeighbridgeError):
         bench.trainer.wait_for(model, number, VersionState.DURABLE, timeout=10)

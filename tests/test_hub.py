@@ -27,7 +27,7 @@ from tests.services import RunningService, running_service
 from weighbridge import TrainerClient
 from weighbridge.errors import Unavailable
 from weighbridge.resources import VersionState
-from weighbridge_service import http_hub, intake
+from weighbridge_service import http_hub, publishing
 from weighbridge_service.exports import Exports
 from weighbridge_service.http_app import create_app
 from weighbridge_service.http_problems import MAX_BODY_BYTES
@@ -382,9 +382,9 @@ def test_a_version_that_is_only_ready_is_not_offered(
     tiny_model(tiny_config("llama", tied=False), 3).save_pretrained(folder)
     with TrainerClient(endpoint.running.address) as trainer:
         trainer.register_model(name, folder)
-        monkeypatch.setattr(endpoint.running.service.intake.publisher, "_attempts", 1)
+        monkeypatch.setattr(endpoint.running.service.intake.publisher, "attempts", 1)
         with monkeypatch.context() as patch:
-            patch.setattr(intake, "write_version", fails)
+            patch.setattr(publishing, "write_weights", fails)
             number = trainer.push_folder(name, folder, step=1).number
             trainer.wait_for(name, number, VersionState.READY, timeout=20)
             assert trainer.refs(name) == {"live": number}

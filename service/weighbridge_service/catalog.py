@@ -49,8 +49,8 @@ class LiveVersion:
     Attributes:
         receiving: how far it is.
         client_of_request: which client opened it.
-        parent: what was the latest version then; 0 if there was none.
         open_until_ms: when others may take it for abandoned, in milliseconds since 1970 UTC.
+        handed_in: whether this replica has done its part, and only waits for others.
         announced: whether ``live`` has been told of it.
         durable_time_ms: when it became durable; 0 if it is not.
         publish_error: why the last attempt at making it durable failed.
@@ -59,8 +59,8 @@ class LiveVersion:
 
     receiving: Receiving
     client_of_request: str
-    parent: int = 0
-    open_until_ms: int = 0
+    open_until_ms: int
+    handed_in: bool = False
     announced: bool = False
     durable_time_ms: int = 0
     publish_error: WeighbridgeError | None = None
@@ -203,10 +203,12 @@ class Catalog:
                 self._states.move_to_end(name)
         if state is not None and (head is None or is_registered(head, state.model)):
             return state
-        model = load_model(self.store, name, head or self.head(name))
+        head = head or self.head(name)
+        model = load_model(self.store, name, head)
         with self.changed:
             state = self._states.get(name) or self._keep(ModelState(model))
-            state.model = model
+            if not is_registered(head, state.model):  # another thread may have loaded it meanwhile
+                state.model = model
         return state
 
     def reinstated(self, state: ModelState) -> ModelState:
@@ -259,6 +261,10 @@ class Catalog:
         # read after that: what has become durable meanwhile is in it
         head = self.head(model_name)
         found = {number: _from_entry(model_name, entry) for number, entry in head.versions.items()}
+        if include_invisible:
+            for number in (*head.open, *head.failed):
+                if (elsewhere := _invisible(model_name, head, number)) is not None:
+                    found[number] = elsewhere
         for number, live in known.items():
             version = live.version
             if number not in found and version.state is VersionState.DURABLE:
@@ -376,14 +382,14 @@ class Catalog:
         live = self.live(name, number)
         if number in head.versions:
             return live.version if live and live.durable_time_ms else _from_entry(name, head.versions[number])
-        if live is not None and (invisible or live.version.state.visible):
-            return live.version
-        if live is not None:
-            found = live.version
-            if found.state is VersionState.FAILED:
-                raise VersionFailed(f"{found} failed: {found.error}", details=found.error_details)
-            raise FailedPrecondition(f"{found} is not complete yet", fix="wait until it is ready")
-        raise NotFound(f"{name} has no version {number}")
+        found = live.version if live is not None else _invisible(name, head, number)
+        if found is None:
+            raise NotFound(f"{name} has no version {number}")
+        if invisible or found.state.visible:
+            return found
+        if found.state is VersionState.FAILED:
+            raise VersionFailed(f"{found} failed: {found.error}", details=found.error_details)
+        raise FailedPrecondition(f"{found} is not complete yet", fix="wait until it is ready")
 
     def live(self, name: ModelName, number: int) -> LiveVersion | None:
         """What this process knows of a version beyond the store."""
@@ -423,6 +429,25 @@ class Catalog:
 def _reached(state: VersionState, wanted: VersionState) -> bool:
     order = (VersionState.RECEIVING, VersionState.READY, VersionState.DURABLE)
     return state in order and wanted in order and order.index(state) >= order.index(wanted)
+
+
+def _invisible(name: ModelName, head: Head, number: int) -> Version | None:
+    """A version that is being received, perhaps by other replicas of the service, or that was given up."""
+    there = head.open.get(number)
+    if there is not None:
+        return Version(
+            model=str(name),
+            number=number,
+            state=VersionState.RECEIVING,
+            step=there.step,
+            run=there.run,
+            ranks=there.ranks,
+            create_time_ms=there.created_ms,
+        )
+    failed = head.failed.get(number)
+    if failed is None:
+        return None
+    return Version(model=str(name), number=number, state=VersionState.FAILED, error=failed.reason)
 
 
 def _from_entry(name: ModelName, entry: VersionEntry) -> Version:

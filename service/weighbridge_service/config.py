@@ -23,6 +23,9 @@ class ServiceConfig:
             scratch folder.
         memory_budget: most bytes of shared memory for images; what does not fit goes to files in the scratch folder.
         receive_timeout: seconds without a word from any rank after which a version being received is given up.
+        advertise: ``host:port`` under which other replicas of the service reach this one's gRPC face; empty if ranks of one
+            version do not push to several replicas.
+        peer_patience: seconds for which another replica that cannot be reached is tried again.
         declare_timeout: seconds that a rank waits for the others to declare their layouts.
         publish_attempts: how often making a version durable is tried.
         image_wait: seconds that a push waits for an image while all room for images is taken.
@@ -37,6 +40,8 @@ class ServiceConfig:
     exports: Path | None = None
     memory_budget: int = 8 << 30
     receive_timeout: float = 300.0
+    advertise: str = ""
+    peer_patience: float = 60.0
     declare_timeout: float = 600.0
     publish_attempts: int = 5
     image_wait: float = 60.0

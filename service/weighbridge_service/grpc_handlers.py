@@ -20,14 +20,13 @@ from weighbridge.v1 import (
     weight_service_pb2_grpc,
 )
 from weighbridge_service.megatron_layouts import TrainerRank
-from weighbridge_service.models import HUGGING_FACE, MEGATRON
 from weighbridge_service.reading import Reading
 from weighbridge_service.service import Weighbridge
 from weighbridge_service.serving import Serving
+from weighbridge_service.tensor_spaces import MEGATRON, space_of
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
-_SPACES = {wire.MEGATRON: MEGATRON, wire.HUGGING_FACE: HUGGING_FACE}
 _MARGIN = 0.25
 """Seconds by which a wait ends before the caller's deadline, so that the answer says what was missing."""
 
@@ -223,7 +222,7 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
                 request.client_id,
                 request.digest,
                 layout,
-                _space(request.layout.space) if layout else MEGATRON,
+                space_of(request.layout.space) if layout else MEGATRON,
                 seconds,
             )
         return checkpoint_service_pb2.DeclareLayoutResponse(
@@ -242,7 +241,12 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
             raise InvalidArgument("the first message of a push has no header")
         header = first.message.header
         received = ((m.message.offset, m.data, m.message.checksum) for m in request_iterator)
-        count = self._intake.write(header.model, header.number, header.rank, header.client_id, received)
+        if header.claim:
+            count = self._intake.take_forwarded(
+                header.model, header.number, header.rank, header.claim, received
+            )
+        else:
+            count = self._intake.write(header.model, header.number, header.rank, header.client_id, received)
         return checkpoint_service_pb2.PushResponse(received_bytes=count)
 
     def GetPushState(
@@ -269,7 +273,7 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
     def Restore(  # type: ignore[override]
         self, request: checkpoint_service_pb2.RestoreRequest, context: grpc.ServicerContext
     ) -> Iterator[checkpoint_service_pb2.RestoreResponse | bytes]:
-        if _space(request.layout.space) != MEGATRON:
+        if space_of(request.layout.space) != MEGATRON:
             raise InvalidArgument("a layout to restore is in Megatron-core's tensor space")
         layout = wire.layout_from_proto(request.layout)
         reading = self._serving.restore(request.model, request.version, layout, request.offset)
@@ -321,13 +325,6 @@ class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):
             request.dtype,
         )
         yield from _stream(reading, weight_service_pb2.PullResponse, self._serving)
-
-
-def _space(number: int) -> str:
-    space = _SPACES.get(number)  # type: ignore[call-overload]
-    if space is None:
-        raise InvalidArgument("the layout does not say which tensor space its names belong to")
-    return str(space)
 
 
 def _stream(reading: Reading, response: type[R], serving: Serving) -> Iterator[R | bytes]:

@@ -81,6 +81,7 @@ class GrpcServer:
                 f"the gRPC address {address} cannot be bound",
                 fix="is another service running? name another --grpc",
             ) from error
+        service.intake.reachable_at(self.port)
 
     def start(self) -> None:
         """Begin to answer."""

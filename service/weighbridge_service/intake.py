@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from weighbridge.errors import (
+    AlreadyExists,
     FailedPrecondition,
     InvalidArgument,
     LayoutError,
@@ -22,26 +25,28 @@ from weighbridge.layouts import Layout
 from weighbridge.resources import Version, VersionState
 from weighbridge_service.catalog import Catalog, LiveVersion, ModelState
 from weighbridge_service.config import ServiceConfig
-from weighbridge_service.models import RegisteredModel, files_key
-from weighbridge_service.publishing import Publisher
+from weighbridge_service.declaring import Home, alone_at
+from weighbridge_service.forwarding import Forwarding, Peers
+from weighbridge_service.models import RegisteredModel
+from weighbridge_service.publishing import Job, Publisher
 from weighbridge_service.receiving import Receiving
 from weighbridge_storage.head import Head, OpenEntry
 from weighbridge_storage.head_changes import (
-    claim_version,
     give_up_abandoned,
     give_up_version,
     open_version,
     renew_version,
+    still_open,
 )
 from weighbridge_storage.images import Image, ImagePool
 from weighbridge_storage.names import ModelName
-from weighbridge_storage.versions import discard_unpublished, publish_version, write_version
 
 log = logging.getLogger(__name__)
 
 _LEASE_MS = 120_000
 """How long a version stays open without being renewed. Clocks of replicas differ by less."""
 _UNFINISHED = (VersionState.RECEIVING, VersionState.READY)
+_STOP_SECONDS = 10.0
 _KEPT_ENDED = 100
 """Ended versions of each model that are remembered, so that whoever pushed them learns what became of them."""
 MAX_RANKS = 65_536
@@ -72,7 +77,8 @@ class Intake:
         config: limits and time-outs.
 
     Attributes:
-        publisher: makes ready versions durable.
+        home: this process, as other replicas see it.
+        publisher: makes versions durable.
         bytes_in: bytes of weights that have arrived.
         draining: whether new versions are refused.
     """
@@ -81,12 +87,22 @@ class Intake:
         self._catalog = catalog
         self._images = images
         self._config = config
-        self.publisher = Publisher(config.publish_attempts)
+        self.home = Home(config.advertise, uuid.uuid4().hex)
+        self._peers = Peers(config.peer_patience)
+        self.publisher = Publisher(
+            catalog.store, catalog.heads, config.publish_attempts, spreading=bool(config.advertise)
+        )
         self.bytes_in = 0
         self._counting = threading.Lock()
         self.draining = False
         self._janitor = threading.Thread(target=self._watch_over, name="janitor", daemon=True)
         self._janitor.start()
+
+    def reachable_at(self, port: int) -> None:
+        """Take note of the port at which this process answers gRPC calls; before that, no version can be opened."""
+        host, _, advertised = self._config.advertise.rpartition(":")
+        address = f"{host or socket.gethostname()}:{port if advertised in ('', '0') else advertised}"
+        self.home = replace(self.home, address=address)
 
     def open_version(
         self, name: str, *, step: int, run: str, ranks: int, request_id: str, client_id: str
@@ -127,40 +143,59 @@ class Intake:
                 return there
             if self.draining:
                 raise Unavailable("the service is shutting down", fix="try again when it is back")
-            receiving = self._catalog.count(VersionState.RECEIVING)
-            if receiving >= self._config.max_receiving:
+            count = self._catalog.count(VersionState.RECEIVING)
+            if count >= self._config.max_receiving:
                 raise ResourceExhausted(
-                    f"{receiving} versions are being received", fix="wait until one is done, or abort one"
+                    f"{count} versions are being received", fix="wait until one is done, or abort one"
                 )
-            asked = _Asked(request_id, step, run, ranks)
-            entry, head = self._catalog.heads.update(model_name, asked.open)
-            number = entry.number
-            model = self._catalog.state(model_name, head).model
-            version = Version(
-                model=name,
-                number=number,
-                state=VersionState.RECEIVING,
-                step=step,
-                run=run,
-                ranks=ranks,
-                tensor_bytes=model.files.layout.nbytes,
-                create_time_ms=entry.created_ms,
+            entry, head = self._catalog.heads.update(
+                model_name, _Asked(request_id, step, run, ranks, self.home).open
             )
-            state = self._catalog.reinstated(state)
-            received = Receiving(
-                version,
-                request_id,
-                prepare=model.prepare,
-                acquire_image=lambda: self._acquire_image(model),
-                known=model.known_set,
-                on_end=lambda ended: self._on_end(state, model, ended),
+            receiving = self._begin(state, entry, head, client_id)
+        log.info("opened %s for run %s with %d ranks", receiving.version, run, ranks)
+        return receiving.version
+
+    def _begin(self, state: ModelState, entry: OpenEntry, head: Head, client_id: str) -> Receiving:
+        """Receive an open version here. The state's `opening` is held."""
+        model = self._catalog.state(state.model.name, head).model
+        if model.files_id != entry.files_id:
+            self.publisher.give_up(
+                model, entry.number, "the model was registered anew while it was being received"
             )
-            with self._catalog.changed:
-                state.versions[number] = LiveVersion(received, client_id, entry.parent, entry.until_ms)
-                state.by_request[request_id] = number
-                _forget_old(state)
-        log.info("opened %s for run %s with %d ranks", version, run, ranks)
-        return version
+            raise VersionFailed(
+                f"{model.name}@{entry.number} was given up: the model was registered anew while it was being received",
+                fix="push the step again",
+            )
+        state = self._catalog.reinstated(state)
+        version = Version(
+            model=str(model.name),
+            number=entry.number,
+            state=VersionState.RECEIVING,
+            step=entry.step,
+            run=entry.run,
+            ranks=entry.ranks,
+            tensor_bytes=model.files.layout.nbytes,
+            create_time_ms=entry.created_ms,
+        )
+        forwarding = Forwarding(self._peers, str(model.name), entry.number)
+        receiving = Receiving(
+            version,
+            entry.request_id,
+            home=self.home,
+            prepare=model.prepare,
+            acquire_image=lambda files: self._acquire_image(model, files),
+            forward=forwarding.forward,
+            flush=forwarding.flush,
+            known=model.known_set,
+            on_end=lambda ended: self._on_end(state, model, ended),
+        )
+        live = LiveVersion(receiving, client_id, entry.until_ms)
+        with self._catalog.changed:
+            state.versions[entry.number] = live
+            state.by_request[entry.request_id] = entry.number
+            _forget_old(state)
+        self.publisher.start(Job(model, entry, receiving, _Follower(self, state, live)))
+        return receiving
 
     def _opened_before(self, state: ModelState, request_id: str, client_id: str) -> Version | None:
         with self._catalog.changed:
@@ -175,11 +210,12 @@ class Intake:
         took_part = live.client_of_request == client_id or live.receiving.takes_part(client_id)
         return version if took_part else None
 
-    def _acquire_image(self, model: RegisteredModel) -> Image:
+    def _acquire_image(self, model: RegisteredModel, names: Sequence[str]) -> Image:
+        files = [file for file in model.files.files if file.name in set(names)]
         deadline = time.monotonic() + self._config.image_wait
         while True:
             try:
-                image = self._images.acquire(model.files.file_sizes)
+                image = self._images.acquire({file.name: file.nbytes for file in files})
                 break
             except ResourceExhausted:
                 with self._catalog.changed:
@@ -189,7 +225,7 @@ class Intake:
                     self._catalog.changed.wait(min(left, 0.5))
         try:
             buffers = image.buffers
-            for file in model.files.files:
+            for file in files:
                 buffers[file.name][: len(file.header)] = memoryview(file.header)
         except BaseException:
             image.release()
@@ -197,6 +233,7 @@ class Intake:
         return image
 
     def _receiving(self, name: str, number: int) -> tuple[ModelState, Receiving]:
+        """A version that is being received here, or was."""
         model_name = ModelName.parse(name)
         state = self._catalog.state(model_name)
         live = self._catalog.live(model_name, number)
@@ -205,12 +242,27 @@ class Intake:
             if number in head.versions:
                 raise FailedPrecondition(f"{name}@{number} is sealed", fix="push a new version")
             if number in head.open:
-                self._give_up(state.model, number, "the service was restarted while it was being received")
+                self.publisher.give_up(
+                    state.model,
+                    number,
+                    f"the replica {self.home} lost what it had received: was it restarted?",
+                )
             raise NotFound(
                 f"{name}@{number} is not being received",
                 fix="the service may have been restarted since it was opened: push again",
             )
         return state, live.receiving
+
+    def _joined(self, name: str, number: int, client_id: str) -> tuple[ModelState, Receiving]:
+        """A version that is being received here, or will be from now on because it was opened at another replica."""
+        model_name = ModelName.parse(name)
+        if self._catalog.live(model_name, number) is None:
+            state = self._catalog.state(model_name)
+            with state.opening:
+                head = self._catalog.head(model_name)
+                if number in head.open and self._catalog.live(model_name, number) is None:
+                    self._begin(state, head.open[number], head, client_id)
+        return self._receiving(name, number)
 
     def declare_layout(
         self,
@@ -229,16 +281,17 @@ class Intake:
             LayoutError: the layouts contradict the model or each other; the version has failed.
             DeadlineExceeded: not all ranks came in time.
         """
-        state, receiving = self._receiving(name, number)
+        state, receiving = self._joined(name, number, client_id)
         if layout is not None:
             if layout.digest != digest:
                 raise LayoutError("the layout does not have the digest that was sent with it")
             state.model.add_layout(space, layout)
         elif not state.model.knows_layout(digest):
             return Declared(layout_needed=True)
-        prepared = receiving.declare(
+        agreed = receiving.declare(
             rank, client_id, digest, seconds=min(seconds, self._config.declare_timeout)
         )
+        prepared = agreed.prepared
         return Declared(False, prepared.assigned[rank], prepared.streams[rank].nbytes)
 
     def write(
@@ -246,9 +299,39 @@ class Intake:
     ) -> int:
         """Take pieces of a rank's stream, as offset, data and checksum; how many bytes came."""
         _, receiving = self._receiving(name, number)
+        return self._take(
+            pieces,
+            lambda offset, data, checksum: receiving.write(rank, client_id, offset, data, checksum),
+        )
+
+    def take_forwarded(
+        self, name: str, number: int, rank: int, claim: str, pieces: Iterator[tuple[int, memoryview, int]]
+    ) -> int:
+        """Take parts of a rank's stream that another replica passes on; how many bytes came.
+
+        Raises:
+            Unavailable: no rank has declared here yet; try again.
+            VersionFailed: the version is not open any more, or the replicas do not agree.
+        """
+        model_name = ModelName.parse(name)
+        live = self._catalog.live(model_name, number)
+        if live is None:
+            still_open(self._catalog.head(model_name), number)
+            raise Unavailable(f"no rank of {name}@{number} has come to {self.home} yet", fix="try again")
+        receiving = live.receiving
+        return self._take(
+            pieces,
+            lambda offset, data, checksum: receiving.write_forwarded(claim, rank, offset, data, checksum),
+        )
+
+    def _take(
+        self,
+        pieces: Iterator[tuple[int, memoryview, int]],
+        write: Callable[[int, memoryview, int], None],
+    ) -> int:
         count = 0
         for offset, data, checksum in pieces:
-            receiving.write(rank, client_id, offset, data, checksum)
+            write(offset, data, checksum)
             count += len(data)
             with self._counting:
                 self.bytes_in += len(data)
@@ -266,101 +349,50 @@ class Intake:
 
     def abort_version(self, name: str, number: int, reason: str) -> Version:
         """Give a version up. Raises FailedPrecondition if it is visible already."""
+        model_name = ModelName.parse(name)
+        reason = reason[:500] or "aborted"
+        live = self._catalog.live(model_name, number)
+        if live is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
+            self.publisher.give_up(self._catalog.state(model_name).model, number, reason)
+            return self._catalog.get_version(name, str(number))
         _, receiving = self._receiving(name, number)
         if receiving.version.state.visible:
             raise FailedPrecondition(f"{receiving.version} is visible already and cannot be aborted")
-        receiving.fail(VersionFailed(reason[:500] or "aborted"))
+        receiving.fail(VersionFailed(reason))
         return self._catalog.get_version(name, str(number))
 
     def _on_end(self, state: ModelState, model: RegisteredModel, receiving: Receiving) -> None:
         version, image = receiving.version, receiving.image
-        if version.state is not VersionState.READY or image is None:
-            log.warning("%s failed: %s", version, version.error)
-            self._catalog.notify()
-            self._give_up(model, version.number, version.error)
-            return
-        image.freeze()
-        known = receiving.known_set
         with self._catalog.changed:
-            if known is not None:
-                model.known_set = known
-            state.live = max(state.live, version.number)
             live = state.versions[version.number]
-            live.announced = True
+            if version.state is VersionState.READY:
+                model.known_set = receiving.known_set or model.known_set
+                state.live = max(state.live, version.number)
+                live.announced = True
+                if image is not None:
+                    image.freeze()
+                self._release_images(state)
+            else:
+                model.known_set = None  # if replicas do not agree on it, they have to find a new one
+            self._catalog.notify()
+        if version.state is VersionState.READY:
+            log.info("%s is ready", version)
+        else:
+            log.warning("%s failed: %s", version, version.error)
+
+    def settle(
+        self, state: ModelState, live: LiveVersion, error: WeighbridgeError | None, *, last: bool
+    ) -> None:
+        """Take note of how a publication gets on: it is done, or an attempt has failed."""
+        with self._catalog.changed:
+            live.publish_error = error
+            live.gave_up = error is not None and last
+            if error is None:
+                live.durable_time_ms = time.time_ns() // 1_000_000
             self._release_images(state)
             self._catalog.notify()
-        log.info("%s is ready", version)
-        self._publish(state, model, live, version, image)
-
-    def _publish(
-        self, state: ModelState, model: RegisteredModel, live: LiveVersion, version: Version, image: Image
-    ) -> None:
-        """Make a ready version durable, in the background."""
-        # the config that the weights were mapped with, whatever has been registered since
-        keys = {file: files_key(model.name, model.files_id, file) for file in model.side_files}
-
-        def publish(write_id: str) -> None:
-            heads = self._catalog.heads
-            heads.update(model.name, lambda head: (claim_version(head, version.number, write_id), None))
-            with image.lease():
-                write_version(
-                    self._catalog.store,
-                    model.name,
-                    version,
-                    model.files,
-                    image.read_only_buffers,
-                    keys,
-                    live.parent,
-                )
-            publish_version(heads, model.name, version, model.files, model.files_id, write_id)
-
-        def on_success() -> None:
-            with self._catalog.changed:
-                live.durable_time_ms = time.time_ns() // 1_000_000
-                live.publish_error = None
-                self._release_images(state)
-                self._catalog.notify()
+        if error is None:
             log.info("%s is durable", live.version)
-
-        def on_failure(error: WeighbridgeError, last: bool) -> None:
-            if last:
-                self._give_up(model, version.number, error.message)
-            with self._catalog.changed:
-                live.publish_error = error
-                live.gave_up = last
-                self._release_images(state)
-                self._catalog.notify()
-
-        self.publisher.submit(str(version), publish, on_failure=on_failure, on_success=on_success)
-
-    def _renew(self, live: LiveVersion) -> None:
-        """Keep an open version open."""
-        version = live.version
-        now_ms = time.time_ns() // 1_000_000
-        if live.gave_up or version.state not in _UNFINISHED or live.open_until_ms - now_ms > _LEASE_MS // 2:
-            return
-        try:
-            until_ms = now_ms + _LEASE_MS
-            self._catalog.heads.update(
-                ModelName.parse(version.model),
-                lambda head: (renew_version(head, version.number, until_ms), None),
-            )
-            live.open_until_ms = until_ms
-        except WeighbridgeError as error:
-            log.warning("%s could not be kept open: %s", version, error)
-
-    def _give_up(self, model: RegisteredModel, number: int, reason: str) -> None:
-        """Close a version that will not be published, and delete what there is of it."""
-        try:
-            now_ms = time.time_ns() // 1_000_000
-            head = self._catalog.heads.update(
-                model.name, lambda head: ((new := give_up_version(head, number, reason, now_ms)), new)
-            )
-            # an attempt may fail after its head was written: what is in the head is never discarded
-            if number not in head.versions:
-                discard_unpublished(self._catalog.store, model.name, number)
-        except WeighbridgeError as error:
-            log.warning("%s@%d could not be cleaned up, and will be later: %s", model.name, number, error)
 
     def _release_images(self, state: ModelState) -> None:
         """Let go of the images of versions that are done and are not what ``live`` names."""
@@ -371,6 +403,25 @@ class Intake:
                 live.receiving.image = None
                 image.release()
 
+    def _renew(self, live: LiveVersion) -> None:
+        """Keep an open version open, as long as this replica has something to do for it."""
+        version = live.version
+        now_ms = time.time_ns() // 1_000_000
+        done = live.gave_up or live.handed_in or version.state not in _UNFINISHED
+        if done or live.open_until_ms - now_ms > _LEASE_MS // 2:
+            return
+        try:
+            until_ms = now_ms + _LEASE_MS
+            self._catalog.heads.update(
+                ModelName.parse(version.model),
+                lambda head: (renew_version(head, version.number, until_ms), None),
+            )
+            live.open_until_ms = until_ms
+        except VersionFailed as error:
+            live.receiving.fail(error)
+        except WeighbridgeError as error:
+            log.warning("%s could not be kept open: %s", version, error)
+
     def _watch_over(self) -> None:
         """Give up versions of which nothing more is heard."""
         while not self._catalog.stopping.wait(1.0):
@@ -378,25 +429,68 @@ class Intake:
                 live.receiving.time_out(self._config.receive_timeout)
                 self._renew(live)
 
-    def join(self) -> None:
-        """Wait for this object's own thread, after the catalog's `stopping` was set."""
+    def stop(self) -> None:
+        """Leave what is not done as it is, after the catalog's `stopping` was set; waits for threads."""
+        self._peers.close()
+        self.publisher.stop(_STOP_SECONDS)
         self._janitor.join()
 
 
 @dataclass(frozen=True, slots=True)
+class _Follower:
+    """Tells the intake how a publication gets on."""
+
+    intake: Intake
+    state: ModelState
+    live: LiveVersion
+
+    def on_failure(self, error: WeighbridgeError, last: bool) -> None:
+        """See `publishing.Follower`."""
+        self.intake.settle(self.state, self.live, error, last=last)
+
+    def on_handed_in(self) -> None:
+        """See `publishing.Follower`."""
+        self.live.handed_in = True
+
+    def on_success(self) -> None:
+        """See `publishing.Follower`."""
+        self.intake.settle(self.state, self.live, None, last=True)
+
+
+@dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a request says of the version that it opens."""
+    """What a request says of the version that it opens, and to whom."""
 
     request_id: str
     step: int
     run: str
     ranks: int
+    home: Home
 
     def open(self, head: Head) -> tuple[Head, tuple[OpenEntry, Head]]:
-        """Open the version; gives it, and the head with it."""
+        """Open the version, or find it open; gives it, and the head with it.
+
+        Raises:
+            AlreadyExists: another replica receives it alone.
+        """
         now_ms = time.time_ns() // 1_000_000
-        changed, entry = open_version(
-            give_up_abandoned(head, now_ms),
+        head = give_up_abandoned(head, now_ms)
+        changed, entry = self._opened(head, now_ms)
+        alone = alone_at(entry.claim)
+        if alone == self.home.address:
+            # this process does not know it: one before it, at the same address, has died with what it had received
+            head = give_up_version(head, entry.number, "the replica that received it was restarted", now_ms)
+            changed, entry = self._opened(head, now_ms)
+        elif alone:
+            raise AlreadyExists(
+                f"version {entry.number} of this request is being received by the replica {alone}",
+                fix=f"push to that one; or abort version {entry.number}, or wait until it times out, and push again",
+            )
+        return changed, (entry, changed)
+
+    def _opened(self, head: Head, now_ms: int) -> tuple[Head, OpenEntry]:
+        return open_version(
+            head,
             request_id=self.request_id,
             step=self.step,
             run=self.run,
@@ -404,7 +498,6 @@ class _Asked:
             now_ms=now_ms,
             lease_ms=_LEASE_MS,
         )
-        return changed, (entry, changed)
 
 
 def _forget_old(state: ModelState) -> None:

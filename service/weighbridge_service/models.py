@@ -18,12 +18,13 @@ from weighbridge.resources import Model
 from weighbridge.safetensors_files import FilesLayout, lay_out_files
 from weighbridge.slices import LayoutRequest
 from weighbridge_service.bridges import Bridge, bridge_for, parse_config
+from weighbridge_service.declaring import KnownSet
 from weighbridge_service.engine_layouts import EngineLayouts, padding_of
 from weighbridge_service.model_tensors import ModelTensors, tensors_found
 from weighbridge_service.planning import make_plan
 from weighbridge_service.preparing import PreparedPush, prepare_push
-from weighbridge_service.receiving import KnownSet
 from weighbridge_service.relations import WeightMap, identity_links
+from weighbridge_service.tensor_spaces import MEGATRON
 from weighbridge_service.transfers import Transfer
 from weighbridge_service.weight_maps import derive_weight_map
 from weighbridge_storage.head import Head
@@ -34,11 +35,12 @@ from weighbridge_storage.objects import ObjectStore
 V = TypeVar("V")
 _KEPT_SHARDS = 2_000_000
 """Shards of declared layouts, and slices of pulls, that a model remembers: some 1 KB each."""
+_KEPT_OFFERS = 100_000
+"""Layouts of which a model remembers that other replicas can find them."""
 _KEPT_PARTS = 1_000_000
 """Copies in the plans of pulls and restores that a model remembers; a plan itself counts as a thousand."""
 IDENTITY_FORMAT = 2
 """Of `RegisteredModel.identity`. Heads of another format are compared by their tensors alone."""
-MEGATRON, HUGGING_FACE = "megatron", "hugging_face"
 
 
 class Cache(Generic[V]):
@@ -118,6 +120,7 @@ class RegisteredModel:
         self._layouts: Cache[tuple[str, Layout]] = Cache(
             _KEPT_SHARDS, lambda entry: 1 + len(entry[1].placements)
         )
+        self._offered: Cache[bool] = Cache(_KEPT_OFFERS)
         self._pushes: Cache[PreparedPush] = Cache(4)
         self._reads: Cache[Transfer] = Cache(_KEPT_PARTS, lambda transfer: 1000 + transfer.parts)
         self._requests: Cache[Layout] = Cache(_KEPT_SHARDS // 4, lambda layout: 1 + len(layout.placements))
@@ -171,8 +174,26 @@ class RegisteredModel:
         """Keep a declared layout under its digest."""
         self._layouts.put(layout.digest, (space, layout))
 
-    def prepare(self, digests: Sequence[str]) -> PreparedPush:
+    def declared_layout(self, digest: str) -> tuple[str, Layout]:
+        """A declared layout and its tensor space. Raises FailedPrecondition if it has been forgotten."""
+        found = self._layouts.get(digest)
+        if found is None:
+            raise FailedPrecondition("a declared layout has been forgotten", fix="push again")
+        return found
+
+    def first_offer(self, digest: str) -> bool:
+        """Whether a layout has not been offered to other replicas by this process; it has from now on."""
+        if self._offered.get(digest) is not None:
+            return False
+        self._offered.put(digest, True)
+        return True
+
+    def prepare(self, digests: Sequence[str], homes: Sequence[int]) -> PreparedPush:
         """What the declared layouts of all ranks lead to.
+
+        Args:
+            digests: of the layouts, in the order of the ranks.
+            homes: for each rank, the number of the replica of the service that it pushes to.
 
         Raises:
             LayoutError: they contradict the model or each other.
@@ -180,23 +201,21 @@ class RegisteredModel:
         """
 
         def make() -> PreparedPush:
-            found = [self._layouts.get(digest) for digest in digests]
-            if any(entry is None for entry in found):
-                raise FailedPrecondition("a declared layout has been forgotten", fix="push again")
-            spaces = {entry[0] for entry in found if entry is not None}
+            found = [self.declared_layout(digest) for digest in digests]
+            spaces = {space for space, _ in found}
             if len(spaces) != 1:
                 raise InvalidArgument("some ranks push Megatron-core's tensors and others Hugging Face's")
-            layouts = [entry[1] for entry in found if entry is not None]
+            layouts = [layout for _, layout in found]
             space = spaces.pop()
             try:
-                return prepare_push(layouts, self.files, lambda tensors: self._relate(space, tensors))
+                return prepare_push(layouts, self.files, lambda tensors: self._relate(space, tensors), homes)
             except LayoutError:
                 # a layout may have been declared in the wrong tensor space: let it be sent again
                 for digest in digests:
                     self._layouts.drop(digest)
                 raise
 
-        return self._pushes.get_or_make(tuple(digests), make)
+        return self._pushes.get_or_make((tuple(digests), tuple(homes)), make)
 
     def _relate(self, space: str, tensors: Mapping[str, TensorSpec]) -> WeightMap:
         if space == MEGATRON:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -242,11 +242,18 @@ def merge_specs(layouts: Iterable[Layout]) -> Mapping[str, TensorSpec]:
     return MappingProxyType(specs)
 
 
-def share_out(layouts: Mapping[int, Layout]) -> dict[int, tuple[int, ...]]:
+def share_out(
+    layouts: Mapping[int, Layout], prefer: Callable[[str, Box, int], bool] | None = None
+) -> dict[int, tuple[int, ...]]:
     """Which rank pushes which of its shards, so that each box is pushed once and the bytes are spread evenly.
 
     Boxes that several ranks hold go to the one that has least to push so far, the largest boxes first. The answer
-    depends on nothing but the layouts.
+    depends on nothing but the arguments.
+
+    Args:
+        layouts: what each rank holds.
+        prefer: whether a box of a tensor had better be pushed by this rank; it is, or by another one that had better push
+            it, if there is one among those who hold it.
 
     Returns:
         For each rank, the indexes of its shards, ascending.
@@ -296,8 +303,10 @@ def share_out(layouts: Mapping[int, Layout]) -> dict[int, tuple[int, ...]]:
     load = dict.fromkeys(layouts, 0)
     chosen: dict[int, list[int]] = {rank: [] for rank in layouts}
     shared = []
-    for of_tensor in holders.values():
-        for held in of_tensor.values():
+    for tensor, of_tensor in holders.items():
+        for box, held in of_tensor.items():
+            if prefer is not None and len(held) > 1:
+                held = [holder for holder in held if prefer(tensor, box, holder[0])] or held
             rank, index = held[0]
             nbytes = layouts[rank].placements[index].nbytes
             if len(held) > 1:

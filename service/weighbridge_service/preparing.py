@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from weighbridge.errors import LayoutError
 from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.safetensors_files import FilesLayout
-from weighbridge_service.planning import join_streams, make_plan, share_out
+from weighbridge_service.planning import Plan, join_streams, make_plan, share_out
 from weighbridge_service.relations import WeightMap
+from weighbridge_service.spreading import Shares, Spread, routes_of
 from weighbridge_service.transfers import Transfer
 
 
@@ -21,11 +22,15 @@ class PreparedPush:
         assigned: for each rank, the indexes of the shards it pushes.
         streams: for each rank, the layout of its stream.
         transfer: from the streams, in buffers named like the ranks, to the files.
+        fills: how many bytes the streams bring to each file.
+        spread: who writes which file, if the ranks push to several replicas of the service; None otherwise.
     """
 
     assigned: Mapping[int, tuple[int, ...]]
     streams: Mapping[int, Layout]
     transfer: Transfer
+    fills: Mapping[str, int]
+    spread: Spread | None = None
 
 
 Relate = Callable[[Mapping[str, TensorSpec]], WeightMap]
@@ -36,6 +41,7 @@ def prepare_push(
     layouts: Sequence[Layout],
     files: FilesLayout,
     relate: Relate,
+    homes: Sequence[int] = (),
 ) -> PreparedPush:
     """Share the shards out, plan the copies into the files, and prove that they cover every byte exactly once.
 
@@ -43,28 +49,50 @@ def prepare_push(
         layouts: of all ranks, in their order.
         files: what is to be written.
         relate: gives the map between the ranks' tensor space and the files'.
+        homes: for each rank the number of the replica of the service that it pushes to; empty if there is only one.
 
     Raises:
         LayoutError: names the tensors and boxes that are wrong, missing or there twice.
     """
     by_rank = dict(enumerate(layouts))
+
+    def plan_for(assigned: Mapping[int, tuple[int, ...]]) -> tuple[Mapping[int, Layout], Plan]:
+        streams = {rank: layout.select(assigned[rank]) for rank, layout in by_rank.items()}
+        source = join_streams(streams)
+        relation = relate(source.tensors)
+        try:
+            plan = make_plan(
+                source,
+                files.layout,
+                relation.links,
+                copies=relation.copies,
+                padding=relation.padding,
+                use_all=True,
+            )
+        except LayoutError as error:
+            raise LayoutError(
+                f"the ranks together do not hold the model: {error.message}",
+                details=error.details,
+                fix="every rank pushes all that its sharded_state_dict() holds; check world_size",
+            ) from error
+        return streams, plan
+
     assigned = share_out(by_rank)
-    streams = {rank: layout.select(assigned[rank]) for rank, layout in by_rank.items()}
-    source = join_streams(streams)
-    relation = relate(source.tensors)
-    try:
-        plan = make_plan(
-            source,
-            files.layout,
-            relation.links,
-            copies=relation.copies,
-            padding=relation.padding,
-            use_all=True,
-        )
-    except LayoutError as error:
-        raise LayoutError(
-            f"the ranks together do not hold the model: {error.message}",
-            details=error.details,
-            fix="every rank pushes all that its sharded_state_dict() holds; check world_size",
-        ) from error
-    return PreparedPush(assigned, streams, Transfer(plan, scatter=True))
+    streams, plan = plan_for(assigned)
+    spread = None
+    if len(set(homes)) > 1:
+        # where a box goes is only known from a plan; of those who hold it, the one next to its file is to push it
+        shares = Shares(layouts, homes, plan)
+        assigned = share_out(by_rank, shares.prefer)
+        streams, plan = plan_for(assigned)
+        spread = Spread(tuple(homes), shares.owners, routes_of(plan, shares.owners))
+    return PreparedPush(assigned, streams, Transfer(plan, scatter=True), _fills(plan, files), spread)
+
+
+def _fills(plan: Plan, files: FilesLayout) -> dict[str, int]:
+    fills = {file.name: 0 for file in files.files}
+    for copy in plan.copies:
+        target = plan.target.placements[copy.target]
+        itemsize = plan.target.tensors[target.shard.tensor].dtype.itemsize
+        fills[target.buffer] += copy.target_box.volume * itemsize
+    return fills

@@ -1,103 +1,388 @@
-"""Making ready versions durable, behind the back of those who pull them."""
+"""Making versions durable: from the first declaration to the write that makes a version part of history.
+
+Each version has a thread of its own for that. Its files are uploaded while the rest is still arriving, each as soon as all its bytes
+are there; then come the other files, the manifest, and the model's head. Where the ranks push to several replicas of the
+service, each replica has such a thread, and whoever sees that all files have been written does the rest; that several do makes no
+difference.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import threading
-import uuid
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from weighbridge.errors import Unavailable, WeighbridgeError
+from weighbridge.errors import AlreadyExists, NotFound, Unavailable, VersionFailed, WeighbridgeError
+from weighbridge_service.declaring import Agreement
+from weighbridge_service.meeting import Meeting
+from weighbridge_service.models import RegisteredModel, files_key
+from weighbridge_service.receiving import Receiving
+from weighbridge_storage.head import OpenEntry
+from weighbridge_storage.head_changes import (
+    claim_version,
+    give_up_abandoned,
+    give_up_version,
+    still_open,
+)
+from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.manifest import Manifest
+from weighbridge_storage.objects import ByteArray, ObjectStore
+from weighbridge_storage.version_writing import (
+    NOTHING_WRITTEN,
+    Written,
+    discard_version,
+    publish_version,
+    write_manifest,
+    write_side_files,
+    write_weights,
+)
+from weighbridge_storage.versions import read_manifest
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
+_UPLOADS_AT_ONCE = 2
+"""Files of all versions that are uploaded at one time; the store uploads parts of each side by side."""
+_LISTEN = 0.25
+"""Seconds between two looks at what other replicas have said."""
+_LOOK = 1.0
+"""Seconds between two looks at whether a version is still open."""
+_LEAVE_TO_OTHERS = 2.0
+"""Seconds that a replica leaves the last steps to the one that came last."""
+
+T = TypeVar("T")
+
+
+class Follower(Protocol):
+    """Who wants to know how a publication gets on."""
+
+    def on_failure(self, error: WeighbridgeError, last: bool) -> None:
+        """An attempt has failed; whether it was the last."""
+
+    def on_handed_in(self) -> None:
+        """This replica has done its part; the version waits for others."""
+
+    def on_success(self) -> None:
+        """The version is part of history."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A version that is to be made durable.
+
+    Attributes:
+        model: the registration under which it was opened.
+        entry: what the head says of it.
+        receiving: how far it is here.
+        follower: who wants to know.
+    """
+
+    model: RegisteredModel
+    entry: OpenEntry
+    receiving: Receiving
+    follower: Follower
+
+    def __str__(self) -> str:
+        return f"{self.model.name}@{self.entry.number}"
 
 
 class Publisher:
-    """Runs publications, one at a time, each in a thread of its own; one that waits to try again holds up no other.
+    """Runs publications, each in a thread of its own; one that waits to try again holds up no other.
 
     Args:
-        attempts: how often a publication is tried before it is given up.
+        store: where versions are kept.
+        heads: the heads in it.
+        attempts: how often a step is tried, once all bytes are there, before it is given up.
+        spreading: whether versions may be shared with other replicas.
     """
 
-    def __init__(self, attempts: int) -> None:
-        self._attempts = attempts
-        self._turn = threading.Lock()
+    def __init__(self, store: ObjectStore, heads: HeadStore, attempts: int, *, spreading: bool) -> None:
+        self.store = store
+        self.heads = heads
+        self.attempts = attempts
+        self.spreading = spreading
+        self.turns = threading.BoundedSemaphore(_UPLOADS_AT_ONCE)
+        self.hurrying = threading.Event()
+        self._stopping = threading.Event()
         self._changed = threading.Condition()
-        self._running = 0
-        self._closing = threading.Event()
+        self._running: set[threading.Thread] = set()
 
     @property
     def running(self) -> int:
         """Publications that are not done."""
         with self._changed:
-            return self._running
+            return len(self._running)
 
-    def submit(
-        self,
-        what: str,
-        publish: Callable[[str], None],
-        *,
-        on_failure: Callable[[WeighbridgeError, bool], None],
-        on_success: Callable[[], None],
-    ) -> None:
-        """Publish in the background.
+    @property
+    def stopping(self) -> bool:
+        """Whether what is not done is to be left as it is."""
+        return self._stopping.is_set()
 
-        Args:
-            what: for the log.
-            publish: does it; is given an id that is the same for all attempts.
-            on_failure: is called after each failed attempt, with the error and whether it was the last.
-            on_success: is called when it is done.
-        """
-        with self._changed:
-            self._running += 1
+    def pause(self, seconds: float) -> None:
+        """Let time pass, unless the service is going down."""
+        self._stopping.wait(seconds)
+
+    def start(self, job: Job) -> None:
+        """Begin to make a version durable, in the background."""
 
         def run() -> None:
             try:
-                self._run(what, publish, on_failure, on_success)
+                _Publication(self, job).run()
             finally:
                 with self._changed:
-                    self._running -= 1
-                    self._changed.notify_all()
+                    self._running.discard(thread)
 
-        threading.Thread(target=run, name=f"publish-{what}", daemon=True).start()
+        thread = threading.Thread(target=run, name=f"publish-{job}", daemon=True)
+        with self._changed:
+            self._running.add(thread)
+        thread.start()
 
-    def _run(
-        self,
-        what: str,
-        publish: Callable[[str], None],
-        on_failure: Callable[[WeighbridgeError, bool], None],
-        on_success: Callable[[], None],
-    ) -> None:
-        write_id = uuid.uuid4().hex
-        for attempt in range(1, self._attempts + 1):
-            try:
-                with self._turn:
-                    publish(write_id)
-            except Exception as error:  # a thread's last chance to say what happened
-                known = (
-                    error
-                    if isinstance(error, WeighbridgeError)
-                    else Unavailable(f"publishing failed: {error!r}")
-                )
-                last = attempt == self._attempts or self._closing.is_set()
-                log.warning(
-                    "publishing %s failed (attempt %d of %d): %s",
-                    what,
-                    attempt,
-                    self._attempts,
-                    known.message,
-                )
-                on_failure(known, last)
-                if last:
-                    return
-                self._closing.wait(min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE))
-            else:
-                on_success()
-                return
+    def give_up(self, model: RegisteredModel, number: int, reason: str) -> None:
+        """Close a version that will not be published, and delete what there is of it; later, if the store fails."""
+        try:
+            now_ms = time.time_ns() // 1_000_000
+            head = self.heads.update(
+                model.name, lambda head: ((new := give_up_version(head, number, reason, now_ms)), new)
+            )
+            # an attempt may fail after its head was written: what is in the head is never discarded
+            if number not in head.versions and number not in head.tombstones:
+                discard_version(self.store, model.name, number)
+        except WeighbridgeError as error:
+            log.warning("%s@%d could not be cleaned up, and will be later: %s", model.name, number, error)
 
     def hurry(self) -> None:
         """Wait no more between attempts, and give up what fails from now on."""
-        self._closing.set()
+        self.hurrying.set()
+
+    def stop(self, seconds: float) -> None:
+        """Leave what is not done as it is; waits for the threads."""
+        self._stopping.set()
+        self.hurrying.set()
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            running = list(self._running)
+        for thread in running:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+class _Stopped(Exception):
+    """The service is going down."""
+
+
+class _Publication:
+    """One version on its way into history."""
+
+    def __init__(self, publisher: Publisher, job: Job) -> None:
+        self._publisher = publisher
+        self._store = publisher.store
+        self._heads = publisher.heads
+        self._job = job
+        self._model = job.model
+        self._number = job.entry.number
+        self._receiving = job.receiving
+        self._meeting = Meeting(self._store, job.model.name, self._number, job.receiving.home)
+        self._looked = 0.0
+
+    def run(self) -> None:
+        """Do it, or close the version."""
+        try:
+            agreed = self._agree()
+            self._keep_trying(lambda: self._claim(agreed))
+            written = self._write_weights(agreed)
+            while not self._receiving.wait_complete(_LOOK):
+                self._look(agreed)
+            if agreed.alone:
+                self._keep_trying(lambda: self._finish(agreed, written))
+            else:
+                self._finish_together(agreed, written)
+        except _Stopped:
+            return
+        except Exception as error:  # a thread's last chance to say what happened
+            known = _known(error)
+            if not isinstance(error, WeighbridgeError):
+                log.exception("publishing %s failed", self._job)
+            self._receiving.fail(known)
+            self._publisher.give_up(self._model, self._number, known.message)
+            self._job.follower.on_failure(known, True)
+        else:
+            self._receiving.publish_elsewhere()
+            self._job.follower.on_success()
+
+    def _agree(self) -> Agreement:
+        """Wait until all ranks have declared, here and at other replicas."""
+        spreading = self._publisher.spreading
+        while (agreed := self._receiving.wait_agreed(_LISTEN if spreading else _LOOK)) is None:
+            self._check_running()
+            if spreading and self._receiving.declared_here and not self._receiving.declared_everywhere:
+                try:
+                    self._exchange()
+                except (Unavailable, NotFound) as error:
+                    log.warning("%s: the other replicas cannot be heard: %s", self._job, error)
+                self._look_at_head()
+        return agreed
+
+    def _exchange(self) -> None:
+        self._tell()
+        heard = self._meeting.listen()
+        for declaration in heard.values():
+            if not self._model.knows_layout(declaration.digest):
+                self._model.add_layout(*self._meeting.layout(declaration.digest))
+        self._receiving.declare_elsewhere(heard)
+
+    def _tell(self) -> None:
+        here = self._receiving.declared_here
+        for digest in {declaration.digest for declaration in here.values()}:
+            if self._model.first_offer(digest):
+                self._meeting.offer_layout(digest, *self._model.declared_layout(digest))
+        self._meeting.tell(here)
+
+    def _look(self, agreed: Agreement) -> None:
+        """Where others take part: let them hear of us, and see whether they have given the version up."""
+        self._check_running()
+        if not agreed.alone:
+            try:
+                self._tell()
+            except Unavailable as error:
+                log.warning("%s: the other replicas cannot be told: %s", self._job, error)
+            self._look_at_head()
+
+    def _look_at_head(self) -> None:
+        """Notice a version that was given up elsewhere. Raises VersionFailed."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK:
+            return
+        self._looked = now
+        try:
+            found = self._heads.read(self._model.name)
+        except Unavailable as error:
+            log.warning("%s: %s", self._job, error)
+            return
+        if found is not None and self._number not in found[0].versions:
+            still_open(found[0], self._number)
+
+    def _check_running(self) -> None:
+        if self._publisher.stopping:
+            raise _Stopped
+
+    def _claim(self, agreed: Agreement) -> None:
+        self._heads.update(
+            self._model.name, lambda head: (claim_version(head, self._number, agreed.claim), None)
+        )
+
+    def _write_weights(self, agreed: Agreement) -> Written:
+        """Upload the files that this replica writes, each as soon as it is complete."""
+        image = self._receiving.image
+        names = agreed.to_come_to(self._receiving.home)
+        if image is None:
+            raise VersionFailed(f"{self._job} was given up")
+        parent = self._keep_trying(self._parent) if names else None
+        written, count = NOTHING_WRITTEN, 0
+        with image.lease():
+            buffers = image.read_only_buffers
+            while count < len(names):
+                for name in self._receiving.wait_filled(count, _LOOK):
+                    written |= self._keep_trying(lambda: self._upload(name, buffers[name], parent))  # noqa: B023
+                    count += 1
+                self._look(agreed)
+        return written
+
+    def _upload(self, name: str, data: ByteArray, parent: Manifest | None) -> Written:
+        with self._publisher.turns:
+            return write_weights(
+                self._store,
+                self._model.name,
+                self._number,
+                name,
+                data,
+                self._model.files,
+                parent,
+                self._go_on,
+            )
+
+    def _go_on(self) -> None:
+        self._check_running()
+        self._receiving.wait_filled(0, 0.0)  # raises if the version has failed
+
+    def _parent(self) -> Manifest | None:
+        """The version before, whose files may be the same."""
+        if not self._job.entry.parent:
+            return None
+        try:
+            return read_manifest(self._store, self._model.name, self._job.entry.parent)
+        except WeighbridgeError as error:  # it may have been deleted; without it, everything is uploaded
+            log.info("%s: nothing is copied from version %d: %s", self._job, self._job.entry.parent, error)
+            return None
+
+    def _finish(self, agreed: Agreement, written: Written) -> None:
+        model = self._model
+        # the config that the weights were mapped with, whatever has been registered since
+        keys = {file: files_key(model.name, model.files_id, file) for file in model.side_files}
+        written |= write_side_files(self._store, model.name, self._number, model.files, keys)
+        write_manifest(self._store, model.name, self._job.entry, written)
+        publish_version(self._heads, model.name, self._job.entry, model.files, agreed.claim)
+
+    def _finish_together(self, agreed: Agreement, written: Written) -> None:
+        """Say what this replica has written, and publish the version once all have, unless another one does."""
+        spread = agreed.prepared.spread
+        writers = set() if spread is None else set(spread.owners.values())
+        me = agreed.homes.index(self._receiving.home)
+        if me in writers:
+            self._keep_trying(lambda: self._meeting.hand_in(me, agreed.claim, written))
+        self._job.follower.on_handed_in()
+        wait_until = time.monotonic()
+        while True:
+            parts = self._keep_trying(lambda: self._meeting.handed_in(agreed.claim))
+            if parts.keys() == writers and time.monotonic() >= wait_until:
+                everything = functools.reduce(operator.or_, parts.values(), NOTHING_WRITTEN)
+                self._keep_trying(functools.partial(self._finish, agreed, everything))
+                self._keep_trying(self._meeting.clear)
+                return
+            if parts.keys() != writers:
+                wait_until = time.monotonic() + _LEAVE_TO_OTHERS
+            if self._keep_trying(self._published_elsewhere):
+                return
+            self._publisher.pause(_LISTEN)
+            self._check_running()
+
+    def _published_elsewhere(self) -> bool:
+        """Whether another replica has published the version; closes it if the others have died. Raises VersionFailed."""
+        now_ms = time.time_ns() // 1_000_000
+        head = self._heads.update(
+            self._model.name, lambda head: ((new := give_up_abandoned(head, now_ms)), new)
+        )
+        if self._number in head.versions or self._number in head.tombstones:
+            return True
+        still_open(head, self._number)
+        return False
+
+    def _keep_trying(self, step: Callable[[], T]) -> T:
+        """The result of a step, which is tried again when it fails, and given up only when all bytes are there."""
+        failures = counted = 0
+        while True:
+            try:
+                return step()
+            except (VersionFailed, AlreadyExists, _Stopped):
+                raise  # nothing that would pass
+            except Exception as error:
+                self._check_running()
+                failures += 1
+                counted += self._receiving.wait_complete(0.0)
+                last = counted >= self._publisher.attempts or self._publisher.hurrying.is_set()
+                known = _known(error)
+                log.warning("publishing %s failed (attempt %d): %s", self._job, failures, known.message)
+                if last:
+                    raise known from error
+                self._job.follower.on_failure(known, False)
+                self._publisher.hurrying.wait(min(_FIRST_PAUSE * 2**failures, _LONGEST_PAUSE))
+
+
+def _known(error: Exception) -> WeighbridgeError:
+    if isinstance(error, WeighbridgeError):
+        return error
+    return Unavailable(f"publishing failed: {error!r}")

@@ -1,4 +1,4 @@
-"""Which bytes of a stream have arrived."""
+"""Sets of positions in a stream: what has arrived, what is meant for whom."""
 
 from __future__ import annotations
 
@@ -31,6 +31,25 @@ class RangeSet:
         self._starts[first:last] = [start]
         self._ends[first:last] = [end]
         self._size += end - start
+
+    def claim(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Add positions as `add` does; gives the ranges of those that were not there before."""
+        fresh = []
+        position = start
+        for there_start, there_end in self.within(start, end):
+            if position < there_start:
+                fresh.append((position, there_start))
+            position = there_end
+        if position < end:
+            fresh.append((position, end))
+        self.add(start, end)
+        return fresh
+
+    def within(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Its ranges from ``start`` up to ``end``, cut off there."""
+        first = bisect.bisect_right(self._ends, start)
+        last = bisect.bisect_left(self._starts, end)
+        return [(max(start, self._starts[i]), min(end, self._ends[i])) for i in range(first, last)]
 
     def covers(self, start: int, end: int) -> bool:
         """Whether it holds every position from ``start`` up to ``end``."""

@@ -6,6 +6,10 @@ When every rank has sealed, all bytes are there and the version is ready.
 
 A trainer that pushes again with the layouts of last time does not wait for its other ranks: what the set of layouts
 leads to is known, and each rank gets its part of it at once.
+
+Where ranks push to several replicas of the service (`spreading`), each replica has one of these objects for the version, and an
+image of the files that it writes. It knows the declarations of the other replicas' ranks, takes the bytes of its files from
+them, and passes on those that belong to theirs.
 """
 
 from __future__ import annotations
@@ -18,37 +22,24 @@ from dataclasses import dataclass, field, replace
 
 from weighbridge import rpc
 from weighbridge.errors import (
-    AlreadyExists,
     DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
+    Unavailable,
     VersionFailed,
     WeighbridgeError,
 )
 from weighbridge.resources import Version, VersionState
+from weighbridge_service.declaring import Agreement, Declaration, Declarations, Home, KnownSet, numbers_of
 from weighbridge_service.preparing import PreparedPush
 from weighbridge_service.ranges import RangeSet
 from weighbridge_service.transfers import Bytes
 from weighbridge_storage.images import Image
 
 _NAMED = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """What one rank said it holds."""
-
-    client_id: str
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class KnownSet:
-    """The declarations of the last push of a model, and what they led to."""
-
-    declarations: Mapping[int, Declaration]
-    prepared: PreparedPush
+Forward = Callable[[str, Home, int, int, memoryview], None]
+"""Passes bytes on to another replica: under which claim, to which, of which rank's stream, from which byte on, and the bytes."""
 
 
 @dataclass
@@ -63,10 +54,16 @@ class Receiving:
     Args:
         opened: the version as it was opened.
         request_id: which request opened it.
-        prepare: makes a `PreparedPush` from the digests of all ranks, in their order.
-        acquire_image: gives an image with headers written, when the first rank is about to push.
+        home: this process.
+        prepare: makes a `PreparedPush` from the digests of all ranks and the numbers of their replicas.
+        acquire_image: gives an image of these files of the version, with headers written, when the first rank is about to push.
+        forward: passes bytes on to other replicas; returns before they have arrived.
+        flush: waits until all bytes of a rank that were passed on have arrived.
         known: declarations of the push before, if any.
         on_end: is called once, when the version is ready or has failed, without a lock being held.
+
+    Attributes:
+        image: where its files are put together; None before that, and when it is no longer needed.
     """
 
     def __init__(
@@ -74,30 +71,36 @@ class Receiving:
         opened: Version,
         request_id: str,
         *,
-        prepare: Callable[[Sequence[str]], PreparedPush],
-        acquire_image: Callable[[], Image],
+        home: Home,
+        prepare: Callable[[Sequence[str], Sequence[int]], PreparedPush],
+        acquire_image: Callable[[Sequence[str]], Image],
+        forward: Forward,
+        flush: Callable[[int], None],
         known: KnownSet | None,
         on_end: Callable[[Receiving], None],
     ) -> None:
         self.request_id = request_id
+        self.home = home
         self._opened = opened
         self._name = f"{opened.model}@{opened.number}"
         self._prepare = prepare
         self._acquire_image = acquire_image
-        self._known = known if known and len(known.declarations) == opened.ranks else None
+        self._forward = forward
+        self._flush = flush
         self._on_end = on_end
         self._changed = threading.Condition()
-        self._declared: dict[int, Declaration] = {}
+        self._declarations = Declarations(opened, home, known)
         self._ranks = [_Rank() for _ in range(opened.ranks)]
-        self._prepared: PreparedPush | None = None
-        self._preparing = False
         self._writers = 0
         self._state = VersionState.RECEIVING
+        self._complete = False
         self._error: WeighbridgeError | None = None
         self._ready_time_ms = 0
         self._last_activity = time.monotonic()
         self.image: Image | None = None
         self._buffers: Mapping[str, Bytes] = {}
+        self._to_come: dict[str, int] = {}
+        self._filled: list[str] = []
 
     @property
     def version(self) -> Version:
@@ -118,22 +121,25 @@ class Receiving:
     def known_set(self) -> KnownSet | None:
         """What the next push can count on; None as long as not all ranks have declared."""
         with self._changed:
-            if self._prepared is None or len(self._declared) < len(self._ranks):
-                return None
-            return KnownSet(dict(self._declared), self._prepared)
+            return self._declarations.known_set
 
     @property
-    def idle_seconds(self) -> float:
-        """How long no rank has been heard of."""
+    def declared_here(self) -> Mapping[int, Declaration]:
+        """What the ranks that push to this replica have declared so far."""
         with self._changed:
-            return time.monotonic() - self._last_activity
+            return self._declarations.here
+
+    @property
+    def declared_everywhere(self) -> bool:
+        """Whether all ranks are known to have declared, wherever they push to."""
+        with self._changed:
+            return not self._declarations.absent
 
     def takes_part(self, client_id: str) -> bool:
         """Whether this client has declared a rank of this version."""
-        with self._changed:
-            return any(declaration.client_id == client_id for declaration in self._declared.values())
+        return any(declaration.client_id == client_id for declaration in self.declared_here.values())
 
-    def declare(self, rank: int, client_id: str, digest: str, *, seconds: float) -> PreparedPush:
+    def declare(self, rank: int, client_id: str, digest: str, *, seconds: float) -> Agreement:
         """Say what a rank holds; its layout is known by this digest.
 
         Waits for the other ranks, unless the layouts are those of the push before.
@@ -146,71 +152,61 @@ class Receiving:
         deadline = time.monotonic() + seconds
         with self._changed:
             self._check_receiving()
-            self._check_rank(rank)
-            declaration = Declaration(client_id, digest)
-            there = self._declared.get(rank)
-            if there is not None and there.client_id != client_id:
-                raise AlreadyExists(
-                    f"rank {rank} of {self._name} has been declared by another process",
-                    fix="if two trainers push this step, give each its own run name; if the trainer was restarted, "
-                    f"abort version {self._opened.number} or wait until it times out, and push again",
-                )
-            if there is not None and there.digest != digest:
-                raise FailedPrecondition(f"rank {rank} of {self._name} has declared another layout before")
-            self._declared[rank] = declaration
+            contradiction = self._declarations.declare(rank, client_id, digest)
             self._touch()
-            contradiction = self._use_known(rank, declaration)
-            mine = self._prepared is None and len(self._declared) == len(self._ranks) and not self._preparing
-            self._preparing = self._preparing or mine
-        if contradiction is not None:
-            self.fail(contradiction)
-        elif mine:
-            self._prepare_all()
+            if contradiction is None and self._declarations.agree_as_before(rank):
+                agreed = self._declarations.agreed
+                threading.Thread(target=self._begin, args=(agreed,), daemon=True).start()
+        self._go_on(contradiction)
         with self._changed:
-            while self._prepared is None or (self.image is None and self._state is VersionState.RECEIVING):
+            while self._agreed is None or (self.image is None and self._state is VersionState.RECEIVING):
                 self._check_receiving()
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    absent = [r for r in range(len(self._ranks)) if r not in self._declared]
+                    absent = self._declarations.absent
                     raise DeadlineExceeded(
                         f"{self._name}: {len(absent)} of {len(self._ranks)} ranks have not declared their layout",
                         details=[f"rank {r}" for r in absent[:_NAMED]],
-                        fix="every rank calls push with the same step, run and world_size",
+                        fix="every rank calls push with the same step, run and world_size; if they push to several replicas "
+                        "of the service, serve each of these with --advertise",
                     )
                 self._changed.wait(left)
             self._check_receiving()
-            return self._prepared
+            return self._agreed
 
-    def _use_known(self, rank: int, declaration: Declaration) -> WeighbridgeError | None:
-        """Count on the layouts of the push before, if this rank's is one of them."""
-        known = self._known
-        if known is None:
-            return None
-        expected = known.declarations[rank]
-        if self._prepared is known.prepared:
-            if expected.digest != declaration.digest:
-                # others are pushing what they were assigned on the strength of this rank's former layout
-                return VersionFailed(
-                    f"rank {rank} of {self._name} holds other shards than in the push before",
-                    fix="push again: the shards will be shared out anew",
-                )
-        elif (
-            expected == declaration
-            and not self._preparing
-            and all(known.declarations[r].digest == there.digest for r, there in self._declared.items())
-        ):
-            self._preparing = True
-            self._prepared = (
-                known.prepared
-            )  # from here on, whoever declares something else makes the version fail
-            threading.Thread(target=self._begin, args=(known.prepared,), daemon=True).start()
-        return None
+    def declare_elsewhere(self, declarations: Mapping[int, Declaration]) -> None:
+        """Take note of what ranks have declared at other replicas. Makes the plan if all ranks are known by that.
+
+        Raises:
+            WeighbridgeError: the layouts contradict the model or each other; the version has failed.
+        """
+        with self._changed:
+            if self._state is not VersionState.RECEIVING:
+                return
+            contradiction = self._declarations.hear(declarations)
+        self._go_on(contradiction)
+
+    def _go_on(self, contradiction: WeighbridgeError | None) -> None:
+        """Fail of what contradicts, or make the plan if that can be done now."""
+        if contradiction is not None:
+            self.fail(contradiction)
+            return
+        with self._changed:
+            mine = self._declarations.begin_preparing()
+        if mine:
+            self._prepare_all()
+
+    @property
+    def _agreed(self) -> Agreement | None:
+        return self._declarations.agreed
 
     def _prepare_all(self) -> None:
         try:
             with self._changed:
-                digests = [self._declared[rank].digest for rank in range(len(self._ranks))]
-            self._begin(self._prepare(digests))
+                declared = self._declarations.everywhere
+            digests = [declared[rank].digest for rank in range(len(declared))]
+            prepared = self._prepare(digests, numbers_of(declared))
+            self._begin(self._declarations.agreement(declared, prepared))
         except WeighbridgeError as error:
             self.fail(error)
             raise
@@ -219,11 +215,13 @@ class Receiving:
             self.fail(WeighbridgeError(f"the push could not be planned: {type(error).__name__}"))
             raise
 
-    def _begin(self, prepared: PreparedPush) -> None:
+    def _begin(self, agreed: Agreement) -> None:
         with self._changed:
-            self._prepared = prepared
+            self._declarations.agreed = agreed
+            self._changed.notify_all()
+        to_come = agreed.to_come_to(self.home)
         try:
-            image = self._acquire_image()
+            image = self._acquire_image(list(to_come))
         except WeighbridgeError as error:
             self.fail(error)
             return
@@ -232,7 +230,8 @@ class Receiving:
             return
         with self._changed:
             if self._state is VersionState.RECEIVING:
-                self.image, self._buffers = image, image.buffers
+                self.image, self._buffers, self._to_come = image, image.buffers, to_come
+                self._filled = [file for file, nbytes in to_come.items() if not nbytes]
                 self._changed.notify_all()
                 return
         image.release()
@@ -245,43 +244,138 @@ class Receiving:
             InvalidArgument: it lies outside the stream.
             FailedPrecondition: the rank or the version is sealed, or the rank has not declared.
         """
-        with self._writing(rank, client_id) as (prepared, buffers):
-            if rpc.checksum(data) != checksum:
-                raise DataLoss(
-                    f"{self._name}, rank {rank}: the piece at byte {offset} does not agree with its checksum"
-                )
-            end = offset + len(data)
-            if end > prepared.streams[rank].nbytes:
-                raise InvalidArgument(
-                    f"{self._name}, rank {rank}: bytes {offset} to {end} lie outside of its stream of "
-                    f"{prepared.streams[rank].nbytes} bytes"
-                )
-            with self._changed:
-                known = self._ranks[rank].received.covers(offset, end)
-            if not known:
-                prepared.transfer.scatter(data, offset, buffers, str(rank))
+        with self._changed:
+            self._check_receiving()
+            self._declarations.check_client(rank, client_id)
+            if self._ranks[rank].sealed:
+                raise FailedPrecondition(f"rank {rank} of {self._name} is sealed")
+        with self._writing() as agreed:
+            self._take(agreed, rank, offset, data, checksum, forward=True)
+
+    def write_forwarded(self, claim: str, rank: int, offset: int, data: memoryview, checksum: int) -> None:
+        """Take a part of a rank's stream that another replica passes on.
+
+        Raises:
+            DataLoss: the piece does not agree with its checksum; send it again.
+            InvalidArgument: it lies outside the stream.
+            Unavailable: this replica is not so far yet; try again.
+            VersionFailed: the replicas have not agreed on the same plan.
+        """
+        try:
+            with self._writing() as agreed:
+                if claim != agreed.claim:
+                    raise VersionFailed(
+                        f"{self._name}: two replicas do not agree on who pushes what",
+                        fix="push the step again",
+                    )
                 with self._changed:
-                    self._ranks[rank].received.add(offset, end)
+                    self._declarations.check_rank(rank)
+                self._take(agreed, rank, offset, data, checksum, forward=False)
+        except _NotBegun as error:
+            raise Unavailable(error.message, fix=error.fix) from error
+
+    def _take(
+        self, agreed: Agreement, rank: int, offset: int, data: memoryview, checksum: int, *, forward: bool
+    ) -> None:
+        if rpc.checksum(data) != checksum:
+            raise DataLoss(
+                f"{self._name}, rank {rank}: the piece at byte {offset} does not agree with its checksum"
+            )
+        end, whole = offset + len(data), agreed.prepared.streams[rank].nbytes
+        if end > whole:
+            raise InvalidArgument(
+                f"{self._name}, rank {rank}: bytes {offset} to {end} lie outside of its stream of {whole} bytes"
+            )
+        with self._changed:
+            # taken by this call, before they are copied: nobody else copies and counts them again
+            fresh = self._ranks[rank].received.claim(offset, end)
+        for start, stop in fresh:
+            self._place(agreed, rank, start, data[start - offset : stop - offset], forward=forward)
+
+    def _place(self, agreed: Agreement, rank: int, start: int, data: memoryview, *, forward: bool) -> None:
+        prepared = agreed.prepared
+        filled = prepared.transfer.scatter(data, start, self._buffers, str(rank))
+        with self._changed:
+            for file, nbytes in filled.items():
+                if file in self._to_come:
+                    self._to_come[file] -= nbytes
+                    if not self._to_come[file]:
+                        self._filled.append(file)
+                        self._changed.notify_all()
+        if forward and prepared.spread is not None:
+            for number, meant in prepared.spread.routes.get(rank, {}).items():
+                if agreed.homes[number] != self.home:
+                    for begin, end in meant.within(start, start + len(data)):
+                        self._forward(
+                            agreed.claim, agreed.homes[number], rank, begin, data[begin - start : end - start]
+                        )
 
     @contextmanager
-    def _writing(self, rank: int, client_id: str) -> Iterator[tuple[PreparedPush, Mapping[str, Bytes]]]:
+    def _writing(self) -> Iterator[Agreement]:
         """Hold the image while writing to it: it is neither published nor given away meanwhile."""
         with self._changed:
             self._check_receiving()
-            self._check_client(rank, client_id)
-            if self._ranks[rank].sealed:
-                raise FailedPrecondition(f"rank {rank} of {self._name} is sealed")
-            if self._prepared is None or self.image is None:
-                raise FailedPrecondition(f"not all ranks of {self._name} have declared their layouts")
+            if self._agreed is None or self.image is None:
+                raise _NotBegun(f"not all ranks of {self._name} have declared their layouts")
             self._writers += 1
-            prepared, buffers = self._prepared, self._buffers
+            agreed = self._agreed
+        broken: WeighbridgeError | None = None
         try:
-            yield prepared, buffers
+            yield agreed
+        except VersionFailed as error:
+            broken = error
+            raise
+        except WeighbridgeError:
+            raise
+        except Exception as error:  # of bytes that are taken for received, some were not copied
+            broken = WeighbridgeError(f"bytes that arrived for {self._name} could not be placed: {error!r}")
+            raise
         finally:
             with self._changed:
                 self._writers -= 1
                 self._touch()
+                ready = broken is None and self._complete_if_all_is_here()
                 self._changed.notify_all()
+            if ready:
+                self._on_end(self)
+            if broken is not None:
+                self.fail(broken)
+
+    def wait_agreed(self, seconds: float) -> Agreement | None:
+        """Wait until all ranks have declared and there is an image; None if that takes longer.
+
+        Raises:
+            WeighbridgeError: the version has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error is not None or (self._agreed is not None and self.image is not None),
+                seconds,
+            )
+            self._check_not_failed()
+            return self._agreed if self.image is not None else None
+
+    def wait_filled(self, known: int, seconds: float) -> list[str]:
+        """Wait until more files are complete; gives them, in the order in which they were, without the first ``known``.
+
+        Raises:
+            WeighbridgeError: the version has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or len(self._filled) > known, seconds)
+            self._check_not_failed()
+            return self._filled[known:]
+
+    def wait_complete(self, seconds: float) -> bool:
+        """Wait until all that this replica is to receive has arrived and its ranks have sealed.
+
+        Raises:
+            WeighbridgeError: the version has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._complete, seconds)
+            self._check_not_failed()
+            return self._complete
 
     def push_state(self, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
         """Ranges that have arrived, length of the stream, and whether the rank is sealed.
@@ -290,12 +384,12 @@ class Receiving:
             FailedPrecondition: there is no stream yet.
         """
         with self._changed:
-            self._check_rank(rank)
-            if self._prepared is None:
-                raise FailedPrecondition(f"not all ranks of {self._name} have declared their layouts")
+            self._declarations.check_rank(rank)
+            if self._agreed is None:
+                raise _NotBegun(f"not all ranks of {self._name} have declared their layouts")
             self._touch()
             state = self._ranks[rank]
-            return list(state.received), self._prepared.streams[rank].nbytes, state.sealed
+            return list(state.received), self._agreed.prepared.streams[rank].nbytes, state.sealed
 
     def seal(self, rank: int, client_id: str) -> None:
         """The rank has pushed everything; the last one makes the version ready. Repeating it is harmless.
@@ -304,31 +398,74 @@ class Receiving:
             FailedPrecondition: something is missing; names tensors and boxes.
         """
         with self._changed:
-            self._check_rank(rank)
-            if self._state is VersionState.READY and self._ranks[rank].sealed:
+            if self._may_be_sealed(rank, client_id):
                 return
-            self._check_receiving()
-            self._check_client(rank, client_id)
-            missing = self._missing(rank)
-            if missing:
-                raise FailedPrecondition(
-                    f"rank {rank} of {self._name} cannot be sealed: parts of its stream have not arrived",
-                    details=missing[:_NAMED],
-                    fix="ask for the push state and send the rest",
-                )
+            elsewhere = self._agreed is not None and not self._agreed.alone
+        if elsewhere:
+            try:
+                self._flush(rank)
+            except VersionFailed as error:
+                self.fail(error)
+                raise
+        with self._changed:
+            if self._may_be_sealed(rank, client_id):
+                return
             self._ranks[rank].sealed = True
             self._touch()
-            if not all(r.sealed for r in self._ranks):
+            # a piece that has come a second time may still be on its way to its place
+            self._changed.wait_for(lambda: not self._writers or self._state is not VersionState.RECEIVING)
+            self._check_not_failed()
+            ready = self._complete_if_all_is_here()
+        if ready:
+            self._on_end(self)
+
+    def _may_be_sealed(self, rank: int, client_id: str) -> bool:
+        """Whether a rank is sealed already; raises if it cannot be."""
+        self._declarations.check_rank(rank)
+        if self._state is VersionState.READY:
+            return True
+        self._check_receiving()
+        self._declarations.check_client(rank, client_id)
+        missing = self._missing(rank)
+        if missing:
+            raise FailedPrecondition(
+                f"rank {rank} of {self._name} cannot be sealed: parts of its stream have not arrived",
+                details=missing[:_NAMED],
+                fix="ask for the push state and send the rest",
+            )
+        return False
+
+    def _complete_if_all_is_here(self) -> bool:
+        """Take note if nothing more is to come to this replica; whether that has just made the version ready."""
+        agreed = self._agreed
+        if (
+            agreed is None
+            or self.image is None
+            or self._complete
+            or self._state is not VersionState.RECEIVING
+        ):
+            return False
+        here = [rank for rank, state in enumerate(self._ranks) if agreed.home_of(rank) == self.home]
+        if not all(self._ranks[rank].sealed for rank in here) or len(self._filled) < len(self._to_come):
+            return False
+        self._complete = True
+        if agreed.alone:
+            self._make_ready()
+        self._changed.notify_all()
+        return agreed.alone
+
+    def publish_elsewhere(self) -> None:
+        """The version, of which other replicas hold parts, has been published. Nothing happens if that is known already."""
+        with self._changed:
+            if self._state is not VersionState.RECEIVING:
                 return
-            while self._writers:
-                self._changed.wait()
-            if self._state is VersionState.READY:
-                return  # the same call, repeated, was here first
-            self._check_receiving()  # it may have been aborted meanwhile
-            self._state = VersionState.READY
-            self._ready_time_ms = time.time_ns() // 1_000_000
-            self._changed.notify_all()
+            self._make_ready()
         self._on_end(self)
+
+    def _make_ready(self) -> None:
+        self._state = VersionState.READY
+        self._ready_time_ms = time.time_ns() // 1_000_000
+        self._changed.notify_all()
 
     def fail(self, error: WeighbridgeError) -> None:
         """Give the version up: it was never visible. Nothing happens if it is no longer being received."""
@@ -348,13 +485,12 @@ class Receiving:
     def time_out(self, seconds: float) -> None:
         """Fail the version if no rank has been heard of for so long; says what is missing."""
         with self._changed:
-            if self._state is not VersionState.RECEIVING or time.monotonic() - self._last_activity < seconds:
+            idle = time.monotonic() - self._last_activity
+            if self._state is not VersionState.RECEIVING or self._complete or idle < seconds:
                 return
-            missing = [
-                f"rank {r} has not declared" for r in range(len(self._ranks)) if r not in self._declared
-            ]
-            if self._prepared is not None:
-                for rank in sorted(self._declared):
+            missing = [f"rank {rank} has not declared" for rank in self._declarations.absent]
+            if self._agreed is not None:
+                for rank in sorted(self._declarations.here):
                     missing += self._missing(rank)
                 missing += [
                     f"rank {rank} has not sealed"
@@ -370,36 +506,31 @@ class Receiving:
         )
 
     def _missing(self, rank: int) -> list[str]:
-        if self._prepared is None:
+        if self._agreed is None:
             return [f"rank {rank} has no stream yet"]
-        stream, received = self._prepared.streams[rank], self._ranks[rank].received
+        stream, received = self._agreed.prepared.streams[rank], self._ranks[rank].received
         return [
             f"{stream.tensors[p.shard.tensor]}: box {p.shard.box} of rank {rank}"
             for p in stream.placements
             if not received.covers(p.offset, p.offset + p.nbytes)
         ]
 
-    def _check_receiving(self) -> None:
-        if self._state is VersionState.FAILED and self._error is not None:
+    def _check_not_failed(self) -> None:
+        if self._error is not None:
             error = self._error
             raise type(error)(error.message, fix=error.fix, details=error.details)
+
+    def _check_receiving(self) -> None:
+        self._check_not_failed()
         if self._state is not VersionState.RECEIVING:
             raise FailedPrecondition(
                 f"{self._name} is sealed",
                 fix="push a new version: another step or run",
             )
 
-    def _check_rank(self, rank: int) -> None:
-        if rank >= len(self._ranks):
-            raise InvalidArgument(f"{self._name} has {len(self._ranks)} ranks; rank {rank} does not exist")
-
-    def _check_client(self, rank: int, client_id: str) -> None:
-        self._check_rank(rank)
-        declaration = self._declared.get(rank)
-        if declaration is None:
-            raise FailedPrecondition(f"rank {rank} of {self._name} has not declared its layout")
-        if declaration.client_id != client_id:
-            raise AlreadyExists(f"rank {rank} of {self._name} belongs to another process")
-
     def _touch(self) -> None:
         self._last_activity = time.monotonic()
+
+
+class _NotBegun(FailedPrecondition):
+    """Not all ranks have declared what they hold."""

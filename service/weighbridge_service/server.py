@@ -144,6 +144,8 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
     with _first_signal() as wait_for_signal, contextlib.ExitStack() as stack:
         try:
             _host_and_port(grpc)
+            if config.advertise:
+                _host_and_port(config.advertise)
             http_server = HttpServer(http)
             stack.callback(http_server.stop)
             service = Weighbridge(config)

@@ -69,4 +69,4 @@ class Weighbridge:
     def _stop(self) -> None:
         self.catalog.stopping.set()
         self.catalog.notify()
-        self.intake.join()
+        self.intake.stop()

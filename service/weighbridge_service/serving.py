@@ -112,7 +112,8 @@ class Serving:
         with self._catalog.changed:
             live = state.versions.get(found.number)
             image = live.receiving.image if live else None
-            if image is not None:
+            # of a version that several replicas have received together, each has some of the files
+            if image is not None and image.sizes.keys() == state.model.files.file_sizes.keys():
                 lease = image.lease()
                 return OpenVersion(found, state.model.files, image.read_only_buffers, lease)
         if found.state is not VersionState.DURABLE:

@@ -60,6 +60,13 @@ class _Part(NamedTuple):
     axes: tuple[int | None, ...]  # for each axis of the other side, the axis on the stream's side
 
 
+class _Range(NamedTuple):
+    """What a range of the stream compiles to: its copies, and the bytes of each file that they fill or read."""
+
+    pieces: tuple[Piece, ...]
+    filled: Mapping[str, int]
+
+
 class Transfer:
     """A plan ready to be carried out.
 
@@ -87,19 +94,27 @@ class Transfer:
             buffer: [self._stream.placements[i].offset for i in order]
             for buffer, order in self._order.items()
         }
-        self._ranges: dict[tuple[str, int, int], tuple[Piece, ...]] = {}
+        self._ranges: dict[tuple[str, int, int], _Range] = {}
 
-    def scatter(self, data: Any, offset: int, files: Mapping[str, Bytes], buffer: str = STREAM) -> None:
+    def scatter(
+        self, data: Any, offset: int, files: Mapping[str, Bytes], buffer: str = STREAM
+    ) -> Mapping[str, int]:
         """Copy a range of a stream to its places in the files.
 
         Args:
             data: the bytes, any buffer.
             offset: where in the stream they stand.
-            files: writable bytes of each file.
+            files: writable bytes of each file; what belongs to files that are not among them is left out.
             buffer: which stream, where there are several.
+
+        Returns:
+            How many bytes of each file the range fills, also of those that are left out.
         """
         stream = np.frombuffer(data, dtype=np.uint8)
-        for piece in self._pieces(buffer, offset, offset + len(stream)):
+        compiled = self._range(buffer, offset, offset + len(stream))
+        for piece in compiled.pieces:
+            if piece.file not in files:
+                continue
             if piece.dense:
                 end = piece.file_offset + piece.shape[0]
                 files[piece.file][piece.file_offset : end] = stream[
@@ -107,10 +122,11 @@ class Transfer:
                 ]
             else:
                 np.copyto(_view_file(piece, files), _view_stream(piece, stream))
+        return compiled.filled
 
     def gather(self, offset: int, length: int, files: Mapping[str, Bytes]) -> memoryview:
         """A range of the stream, read from its places in the files; a view of them where it lies there in one run."""
-        pieces = self._pieces(STREAM, offset, offset + length)
+        pieces = self._range(STREAM, offset, offset + length).pieces
         if len(pieces) == 1 and pieces[0].dense and pieces[0].shape[0] == length:
             begin = pieces[0].file_offset
             return files[pieces[0].file][begin : begin + length].data
@@ -129,10 +145,14 @@ class Transfer:
         """
         return list(self._compile(buffer, start, stop))
 
-    def _pieces(self, buffer: str, start: int, stop: int) -> tuple[Piece, ...]:
+    def _range(self, buffer: str, start: int, stop: int) -> _Range:
         found = self._ranges.get((buffer, start, stop))
         if found is None:
-            found = tuple(self._compile(buffer, start, stop))
+            pieces = tuple(self._compile(buffer, start, stop))
+            filled: dict[str, int] = {}
+            for piece in pieces:
+                filled[piece.file] = filled.get(piece.file, 0) + math.prod(piece.shape)
+            found = _Range(pieces, filled)
             if len(self._ranges) < _KEPT_RANGES:
                 self._ranges[buffer, start, stop] = found
         return found

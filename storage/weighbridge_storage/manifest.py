@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from weighbridge.dtypes import DType, from_safetensors
 from weighbridge.errors import DataLoss, InvalidArgument
@@ -112,20 +113,8 @@ class Manifest:
                 "step": self.step,
                 "run": self.run,
                 "created_ms": self.created_ms,
-                "files": {
-                    name: {"size": file.size, "xxh3_128": file.xxh3_128} for name, file in self.files.items()
-                },
-                "tensors": {
-                    name: {
-                        "dtype": tensor.dtype.name,
-                        "shape": tensor.shape,
-                        "file": tensor.file,
-                        "offset": tensor.offset,
-                        "nbytes": tensor.nbytes,
-                        "xxh3_128": tensor.xxh3_128,
-                    }
-                    for name, tensor in self.tensors.items()
-                },
+                "files": files_to_json(self.files),
+                "tensors": tensors_to_json(self.tensors),
                 "lineage": dict(self.lineage),
             }
         )
@@ -150,14 +139,8 @@ class Manifest:
                 step=fields.integer("step"),
                 run=fields.text("run"),
                 created_ms=fields.integer("created_ms"),
-                files={
-                    name: _read_file(value, f"{where}, file {shown(name)}")
-                    for name, value in fields.table("files").items()
-                },
-                tensors={
-                    name: _read_tensor(value, f"{where}, tensor {shown(name)}")
-                    for name, value in fields.table("tensors").items()
-                },
+                files=files_from_json(fields.table("files"), where),
+                tensors=tensors_from_json(fields.table("tensors"), where),
                 lineage=fields.table("lineage"),
             )
         except InvalidArgument as error:
@@ -187,6 +170,36 @@ class Manifest:
         for (file, _, end, name), (next_file, start, _, next_name) in itertools.pairwise(places):
             if file == next_file and start < end:
                 raise InvalidArgument(f"tensors {name} and {next_name} share bytes of {file}")
+
+
+def files_to_json(files: Mapping[str, FileEntry]) -> dict[str, Any]:
+    """Entries of files as JSON values."""
+    return {name: {"size": file.size, "xxh3_128": file.xxh3_128} for name, file in files.items()}
+
+
+def files_from_json(table: Mapping[str, Any], where: str) -> dict[str, FileEntry]:
+    """What `files_to_json` gave; ``where`` names it in errors. Raises DataLoss."""
+    return {name: _read_file(value, f"{where}, file {shown(name)}") for name, value in table.items()}
+
+
+def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """Entries of tensors as JSON values."""
+    return {
+        name: {
+            "dtype": tensor.dtype.name,
+            "shape": tensor.shape,
+            "file": tensor.file,
+            "offset": tensor.offset,
+            "nbytes": tensor.nbytes,
+            "xxh3_128": tensor.xxh3_128,
+        }
+        for name, tensor in tensors.items()
+    }
+
+
+def tensors_from_json(table: Mapping[str, Any], where: str) -> dict[str, TensorEntry]:
+    """What `tensors_to_json` gave; ``where`` names it in errors. Raises DataLoss, InvalidArgument."""
+    return {name: _read_tensor(value, f"{where}, tensor {shown(name)}") for name, value in table.items()}
 
 
 def _check_digest(what: str, digest: str) -> None:

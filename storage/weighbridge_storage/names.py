@@ -91,9 +91,31 @@ def version_prefix(model: ModelName, number: int) -> str:
     Raises:
         InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
     """
+    return f"{model.prefix}versions/{_twelve_digits(number)}/"
+
+
+def incoming_prefix(model: ModelName, number: int) -> str:
+    """What the keys begin with under which replicas of the service tell each other of a version that they receive together.
+
+    Raises:
+        InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
+    """
+    return f"{model.prefix}incoming/{_twelve_digits(number)}/"
+
+
+def _twelve_digits(number: int) -> str:
     if not 1 <= number <= MAX_VERSION:
         raise InvalidArgument(f"{shown(number)} is no version number", fix=f"versions are 1 to {MAX_VERSION}")
-    return f"{model.prefix}versions/{number:012d}/"
+    return f"{number:012d}"
+
+
+def layout_key(model: ModelName, digest: str) -> str:
+    """Where replicas of the service find a layout that was declared to another one.
+
+    Raises:
+        InvalidArgument: no layout has such a digest.
+    """
+    return f"{model.prefix}layouts/{check_version_file_name(digest)}"
 
 
 def version_key(model: ModelName, number: int, file_name: str) -> str:

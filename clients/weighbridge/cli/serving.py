@@ -77,6 +77,12 @@ class StoreLocation(click.Path):
     help="How long shutting down waits for what is under way.",
 )
 @click.option(
+    "--advertise",
+    metavar="HOST:PORT",
+    help="Where other replicas over the same store reach this one's gRPC face (PORT may be 0 for that of --grpc). To be set if "
+    "trainer ranks push one version to several replicas, each to the one on its own node.",
+)
+@click.option(
     "--scratch",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for what may be lost: weights in transit that do not fit into memory, bytes fetched from S3.  "
@@ -102,6 +108,7 @@ def serve_command(
     memory_budget: int,
     receive_timeout: float,
     drain_seconds: float,
+    advertise: str | None,
     scratch: Path | None,
     exports: Path | None,
     log_level: str,
@@ -118,6 +125,7 @@ def serve_command(
         memory_budget=memory_budget,
         receive_timeout=receive_timeout,
         drain_seconds=drain_seconds,
+        advertise=advertise or "",
     )
     ctx.exit(run(config, grpc, http, log_level))
 

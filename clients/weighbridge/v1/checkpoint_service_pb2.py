@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from weighbridge.v1 import resources_pb2 as weighbridge_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'weighbridge/v1/checkpoint_service.proto\x12\x0eweighbridge.v1\x1a\x1eweighbridge/v1/resources.proto\"t\n\x12OpenVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0b\n\x03run\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x11\n\tclient_id\x18\x06 \x01(\t\"?\n\x13OpenVersionResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\"\x8e\x01\n\x14\x44\x65\x63lareLayoutRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tclient_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12&\n\x06layout\x18\x06 \x01(\x0b\x32\x16.weighbridge.v1.Layout\"V\n\x15\x44\x65\x63lareLayoutResponse\x12\x15\n\rlayout_needed\x18\x01 \x01(\x08\x12\x10\n\x08\x61ssigned\x18\x02 \x03(\r\x12\x14\n\x0cstream_bytes\x18\x03 \x01(\x04\"i\n\x0bPushRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.weighbridge.v1.PushHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"L\n\nPushHeader\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tclient_id\x18\x04 \x01(\t\"&\n\x0cPushResponse\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\"B\n\x13GetPushStateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\"i\n\x14GetPushStateResponse\x12+\n\x08received\x18\x01 \x03(\x0b\x32\x19.weighbridge.v1.ByteRange\x12\x14\n\x0cstream_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sealed\x18\x03 \x01(\x08\"\'\n\tByteRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"Q\n\x0fSealRankRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tclient_id\x18\x04 \x01(\t\"<\n\x10SealRankResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\"D\n\x13\x41\x62ortVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"@\n\x14\x41\x62ortVersionResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\"h\n\x0eRestoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12&\n\x06layout\x18\x03 \x01(\x0b\x32\x16.weighbridge.v1.Layout\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"o\n\x0fRestoreResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.weighbridge.v1.StreamHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"N\n\x0cStreamHeader\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\x12\x14\n\x0cstream_bytes\x18\x02 \x01(\x04\"\xa8\x02\n\x15\x44\x65scribeShardsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x02 \x01(\r\x12\x1c\n\x14tensor_parallel_rank\x18\x03 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x04 \x01(\r\x12\x1e\n\x16pipeline_parallel_rank\x18\x05 \x01(\r\x12\x1c\n\x14\x65xpert_parallel_size\x18\x06 \x01(\r\x12\x1c\n\x14\x65xpert_parallel_rank\x18\x07 \x01(\r\x12#\n\x1b\x65xpert_tensor_parallel_size\x18\x08 \x01(\r\x12#\n\x1b\x65xpert_tensor_parallel_rank\x18\t \x01(\r\"@\n\x16\x44\x65scribeShardsResponse\x12&\n\x06layout\x18\x01 \x01(\x0b\x32\x16.weighbridge.v1.Layout2\xc2\x05\n\x11\x43heckpointService\x12V\n\x0bOpenVersion\x12\".weighbridge.v1.OpenVersionRequest\x1a#.weighbridge.v1.OpenVersionResponse\x12\\\n\rDeclareLayout\x12$.weighbridge.v1.DeclareLayoutRequest\x1a%.weighbridge.v1.DeclareLayoutResponse\x12\x43\n\x04Push\x12\x1b.weighbridge.v1.PushRequest\x1a\x1c.weighbridge.v1.PushResponse(\x01\x12Y\n\x0cGetPushState\x12#.weighbridge.v1.GetPushStateRequest\x1a$.weighbridge.v1.GetPushStateResponse\x12M\n\x08SealRank\x12\x1f.weighbridge.v1.SealRankRequest\x1a .weighbridge.v1.SealRankResponse\x12Y\n\x0c\x41\x62ortVersion\x12#.weighbridge.v1.AbortVersionRequest\x1a$.weighbridge.v1.AbortVersionResponse\x12L\n\x07Restore\x12\x1e.weighbridge.v1.RestoreRequest\x1a\x1f.weighbridge.v1.RestoreResponse0\x01\x12_\n\x0e\x44\x65scribeShards\x12%.weighbridge.v1.DescribeShardsRequest\x1a&.weighbridge.v1.DescribeShardsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'weighbridge/v1/checkpoint_service.proto\x12\x0eweighbridge.v1\x1a\x1eweighbridge/v1/resources.proto\"t\n\x12OpenVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0b\n\x03run\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x11\n\tclient_id\x18\x06 \x01(\t\"?\n\x13OpenVersionResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\"\x8e\x01\n\x14\x44\x65\x63lareLayoutRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tclient_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12&\n\x06layout\x18\x06 \x01(\x0b\x32\x16.weighbridge.v1.Layout\"V\n\x15\x44\x65\x63lareLayoutResponse\x12\x15\n\rlayout_needed\x18\x01 \x01(\x08\x12\x10\n\x08\x61ssigned\x18\x02 \x03(\r\x12\x14\n\x0cstream_bytes\x18\x03 \x01(\x04\"i\n\x0bPushRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.weighbridge.v1.PushHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"[\n\nPushHeader\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tclient_id\x18\x04 \x01(\t\x12\r\n\x05\x63laim\x18\x05 \x01(\t\"&\n\x0cPushResponse\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\"B\n\x13GetPushStateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\"i\n\x14GetPushStateResponse\x12+\n\x08received\x18\x01 \x03(\x0b\x32\x19.weighbridge.v1.ByteRange\x12\x14\n\x0cstream_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sealed\x18\x03 \x01(\x08\"\'\n\tByteRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"Q\n\x0fSealRankRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tclient_id\x18\x04 \x01(\t\"<\n\x10SealRankResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\"D\n\x13\x41\x62ortVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"@\n\x14\x41\x62ortVersionResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\"h\n\x0eRestoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12&\n\x06layout\x18\x03 \x01(\x0b\x32\x16.weighbridge.v1.Layout\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"o\n\x0fRestoreResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.weighbridge.v1.StreamHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"N\n\x0cStreamHeader\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\x12\x14\n\x0cstream_bytes\x18\x02 \x01(\x04\"\xa8\x02\n\x15\x44\x65scribeShardsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x02 \x01(\r\x12\x1c\n\x14tensor_parallel_rank\x18\x03 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x04 \x01(\r\x12\x1e\n\x16pipeline_parallel_rank\x18\x05 \x01(\r\x12\x1c\n\x14\x65xpert_parallel_size\x18\x06 \x01(\r\x12\x1c\n\x14\x65xpert_parallel_rank\x18\x07 \x01(\r\x12#\n\x1b\x65xpert_tensor_parallel_size\x18\x08 \x01(\r\x12#\n\x1b\x65xpert_tensor_parallel_rank\x18\t \x01(\r\"@\n\x16\x44\x65scribeShardsResponse\x12&\n\x06layout\x18\x01 \x01(\x0b\x32\x16.weighbridge.v1.Layout2\xc2\x05\n\x11\x43heckpointService\x12V\n\x0bOpenVersion\x12\".weighbridge.v1.OpenVersionRequest\x1a#.weighbridge.v1.OpenVersionResponse\x12\\\n\rDeclareLayout\x12$.weighbridge.v1.DeclareLayoutRequest\x1a%.weighbridge.v1.DeclareLayoutResponse\x12\x43\n\x04Push\x12\x1b.weighbridge.v1.PushRequest\x1a\x1c.weighbridge.v1.PushResponse(\x01\x12Y\n\x0cGetPushState\x12#.weighbridge.v1.GetPushStateRequest\x1a$.weighbridge.v1.GetPushStateResponse\x12M\n\x08SealRank\x12\x1f.weighbridge.v1.SealRankRequest\x1a .weighbridge.v1.SealRankResponse\x12Y\n\x0c\x41\x62ortVersion\x12#.weighbridge.v1.AbortVersionRequest\x1a$.weighbridge.v1.AbortVersionResponse\x12L\n\x07Restore\x12\x1e.weighbridge.v1.RestoreRequest\x1a\x1f.weighbridge.v1.RestoreResponse0\x01\x12_\n\x0e\x44\x65scribeShards\x12%.weighbridge.v1.DescribeShardsRequest\x1a&.weighbridge.v1.DescribeShardsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,33 +43,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUSHREQUEST']._serialized_start=507
   _globals['_PUSHREQUEST']._serialized_end=612
   _globals['_PUSHHEADER']._serialized_start=614
-  _globals['_PUSHHEADER']._serialized_end=690
-  _globals['_PUSHRESPONSE']._serialized_start=692
-  _globals['_PUSHRESPONSE']._serialized_end=730
-  _globals['_GETPUSHSTATEREQUEST']._serialized_start=732
-  _globals['_GETPUSHSTATEREQUEST']._serialized_end=798
-  _globals['_GETPUSHSTATERESPONSE']._serialized_start=800
-  _globals['_GETPUSHSTATERESPONSE']._serialized_end=905
-  _globals['_BYTERANGE']._serialized_start=907
-  _globals['_BYTERANGE']._serialized_end=946
-  _globals['_SEALRANKREQUEST']._serialized_start=948
-  _globals['_SEALRANKREQUEST']._serialized_end=1029
-  _globals['_SEALRANKRESPONSE']._serialized_start=1031
-  _globals['_SEALRANKRESPONSE']._serialized_end=1091
-  _globals['_ABORTVERSIONREQUEST']._serialized_start=1093
-  _globals['_ABORTVERSIONREQUEST']._serialized_end=1161
-  _globals['_ABORTVERSIONRESPONSE']._serialized_start=1163
-  _globals['_ABORTVERSIONRESPONSE']._serialized_end=1227
-  _globals['_RESTOREREQUEST']._serialized_start=1229
-  _globals['_RESTOREREQUEST']._serialized_end=1333
-  _globals['_RESTORERESPONSE']._serialized_start=1335
-  _globals['_RESTORERESPONSE']._serialized_end=1446
-  _globals['_STREAMHEADER']._serialized_start=1448
-  _globals['_STREAMHEADER']._serialized_end=1526
-  _globals['_DESCRIBESHARDSREQUEST']._serialized_start=1529
-  _globals['_DESCRIBESHARDSREQUEST']._serialized_end=1825
-  _globals['_DESCRIBESHARDSRESPONSE']._serialized_start=1827
-  _globals['_DESCRIBESHARDSRESPONSE']._serialized_end=1891
-  _globals['_CHECKPOINTSERVICE']._serialized_start=1894
-  _globals['_CHECKPOINTSERVICE']._serialized_end=2600
+  _globals['_PUSHHEADER']._serialized_end=705
+  _globals['_PUSHRESPONSE']._serialized_start=707
+  _globals['_PUSHRESPONSE']._serialized_end=745
+  _globals['_GETPUSHSTATEREQUEST']._serialized_start=747
+  _globals['_GETPUSHSTATEREQUEST']._serialized_end=813
+  _globals['_GETPUSHSTATERESPONSE']._serialized_start=815
+  _globals['_GETPUSHSTATERESPONSE']._serialized_end=920
+  _globals['_BYTERANGE']._serialized_start=922
+  _globals['_BYTERANGE']._serialized_end=961
+  _globals['_SEALRANKREQUEST']._serialized_start=963
+  _globals['_SEALRANKREQUEST']._serialized_end=1044
+  _globals['_SEALRANKRESPONSE']._serialized_start=1046
+  _globals['_SEALRANKRESPONSE']._serialized_end=1106
+  _globals['_ABORTVERSIONREQUEST']._serialized_start=1108
+  _globals['_ABORTVERSIONREQUEST']._serialized_end=1176
+  _globals['_ABORTVERSIONRESPONSE']._serialized_start=1178
+  _globals['_ABORTVERSIONRESPONSE']._serialized_end=1242
+  _globals['_RESTOREREQUEST']._serialized_start=1244
+  _globals['_RESTOREREQUEST']._serialized_end=1348
+  _globals['_RESTORERESPONSE']._serialized_start=1350
+  _globals['_RESTORERESPONSE']._serialized_end=1461
+  _globals['_STREAMHEADER']._serialized_start=1463
+  _globals['_STREAMHEADER']._serialized_end=1541
+  _globals['_DESCRIBESHARDSREQUEST']._serialized_start=1544
+  _globals['_DESCRIBESHARDSREQUEST']._serialized_end=1840
+  _globals['_DESCRIBESHARDSRESPONSE']._serialized_start=1842
+  _globals['_DESCRIBESHARDSRESPONSE']._serialized_end=1906
+  _globals['_CHECKPOINTSERVICE']._serialized_start=1909
+  _globals['_CHECKPOINTSERVICE']._serialized_end=2615
 # @@protoc_insertion_point(module_scope)

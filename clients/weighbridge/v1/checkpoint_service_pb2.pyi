@@ -182,10 +182,15 @@ class PushHeader(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     rank: _builtins.int
     client_id: _builtins.str
+    claim: _builtins.str
+    """Only from one replica of the service to another, for parts of streams that belong to files which that one writes: what
+    the replicas have agreed on. There is no client then.
+    """
     def __init__(
         self,
         *,
@@ -193,10 +198,11 @@ class PushHeader(_message.Message):
         number: _builtins.int = ...,
         rank: _builtins.int = ...,
         client_id: _builtins.str = ...,
+        claim: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "model", b"model", "number", b"number", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "client_id", b"client_id", "model", b"model", "number", b"number", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

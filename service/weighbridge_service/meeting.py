@@ -1,0 +1,147 @@
+"""What replicas of the service that receive one version together tell each other, by way of the object store.
+
+::
+
+    models/<namespace>/<name>/
+      layouts/<digest>                     a layout that a rank has declared, for those who do not know it
+      incoming/000000000017/
+        declared-<boot>-<n>                what ranks have declared to one replica, in batches
+        written-<number of the replica>    which files it has written, with their digests
+
+Nothing here is rewritten with other content, and nothing is needed once the version is published or given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from google.protobuf.message import DecodeError
+
+from weighbridge import wire
+from weighbridge.errors import Conflict, DataLoss, InvalidArgument
+from weighbridge.layouts import Layout
+from weighbridge.v1 import resources_pb2
+from weighbridge_service.declaring import Declaration, Home
+from weighbridge_service.tensor_spaces import number_of_space, space_of
+from weighbridge_storage import strict_json
+from weighbridge_storage.names import ModelName, incoming_prefix, layout_key
+from weighbridge_storage.objects import ObjectStore
+from weighbridge_storage.version_writing import Written
+
+_DECLARED, _WRITTEN = "declared-", "written-"
+
+
+class Meeting:
+    """The replicas that receive one version. Not for several threads at a time.
+
+    Args:
+        store: where they meet.
+        model: whose version.
+        number: which version.
+        home: this process.
+    """
+
+    def __init__(self, store: ObjectStore, model: ModelName, number: int, home: Home) -> None:
+        self._store = store
+        self._model = model
+        self._prefix = incoming_prefix(model, number)
+        self._home = home
+        self._told: set[int] = set()
+        self._batches = 0
+        self._heard: set[str] = set()
+
+    def tell(self, declarations: Mapping[int, Declaration]) -> None:
+        """Let the others know what ranks have declared here; what they know already is not told again."""
+        new = {rank: d for rank, d in declarations.items() if rank not in self._told}
+        if new:
+            key = f"{self._prefix}{_DECLARED}{self._home.boot}-{self._batches:06}"
+            self._store.put(key, _batch_to_json(self._home, new), mode="overwrite")
+            self._batches += 1
+            self._told |= new.keys()
+
+    def listen(self) -> dict[int, Declaration]:
+        """What ranks have declared to others since the last call.
+
+        Raises:
+            DataLoss: what another replica has written cannot be read.
+        """
+        found: dict[int, Declaration] = {}
+        mine = f"{self._prefix}{_DECLARED}{self._home.boot}-"
+        for key in self._store.list(self._prefix + _DECLARED):
+            if key not in self._heard and not key.startswith(mine):
+                found |= _batch_from_json(self._store.get(key)[0], key)
+                self._heard.add(key)
+        return found
+
+    def offer_layout(self, digest: str, space: str, layout: Layout) -> None:
+        """Put a layout where the others find it."""
+        message = wire.layout_to_proto(layout, number_of_space(space)).SerializeToString()
+        with suppress(Conflict):  # it is there: the key is made of the content
+            self._store.put(layout_key(self._model, digest), message, mode="create")
+
+    def layout(self, digest: str) -> tuple[str, Layout]:
+        """A layout that another replica has offered, and the tensor space of its names.
+
+        Raises:
+            NotFound: nobody has, yet.
+            DataLoss: what is there is not that layout.
+        """
+        key = layout_key(self._model, digest)
+        content, _ = self._store.get(key)
+        try:
+            message = resources_pb2.Layout.FromString(content)
+            space, layout = space_of(message.space), wire.layout_from_proto(message)
+        except (DecodeError, InvalidArgument) as error:
+            raise DataLoss(f"{key} is not a layout: {error}") from error
+        if layout.digest != digest:
+            raise DataLoss(f"{key} is another layout than its name says")
+        return space, layout
+
+    def hand_in(self, replica: int, claim: str, written: Written) -> None:
+        """Say which files this replica has written.
+
+        Args:
+            replica: its number in the agreement.
+            claim: under which agreement.
+            written: the files.
+        """
+        self._store.put(f"{self._prefix}{_WRITTEN}{replica:06}", written.to_json(claim), mode="overwrite")
+
+    def handed_in(self, claim: str) -> dict[int, Written]:
+        """The files that replicas have written so far under an agreement, by the numbers of these replicas."""
+        found = {}
+        for key in self._store.list(self._prefix + _WRITTEN):
+            of, written = Written.from_json(self._store.get(key)[0], key)
+            if of == claim:
+                found[int(key.rpartition("-")[2])] = written
+        return found
+
+    def clear(self) -> None:
+        """Remove what was said; the version is published."""
+        for key in list(self._store.list(self._prefix)):
+            self._store.delete(key)
+
+
+def _batch_to_json(home: Home, declarations: Mapping[int, Declaration]) -> bytes:
+    return strict_json.encode(
+        {
+            "address": home.address,
+            "boot": home.boot,
+            "ranks": [[rank, d.client_id, d.digest] for rank, d in sorted(declarations.items())],
+        }
+    )
+
+
+def _batch_from_json(data: bytes, where: str) -> dict[int, Declaration]:
+    fields = strict_json.decode(data, where)
+    home = Home(fields.text("address"), fields.text("boot"))
+    found = {}
+    for item in fields.array("ranks"):
+        match item:
+            case [int(rank), str(client_id), str(digest)]:
+                found[rank] = Declaration(client_id, digest, home)
+            case _:
+                raise DataLoss(f"{where} has a declaration that is none")
+    fields.end()
+    return found

@@ -1,0 +1,202 @@
+"""How does a version get into a store?
+
+Its folder is written file by file, in any order, its manifest last. Only the head, which is changed after that, makes it part of
+history. What a crash leaves behind is in no head, so nobody sees it, and its number is never given again.
+
+Only who holds the version's claim in the head may write to its folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import xxhash
+
+from weighbridge.errors import NotFound
+from weighbridge.safetensors_files import INDEX_FILE, FilesLayout
+from weighbridge_storage import strict_json
+from weighbridge_storage.head import OpenEntry, VersionEntry
+from weighbridge_storage.head_changes import publish
+from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.manifest import (
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    files_from_json,
+    files_to_json,
+    tensors_from_json,
+    tensors_to_json,
+)
+from weighbridge_storage.names import MANIFEST_FILE, ModelName, incoming_prefix, version_key, version_prefix
+from weighbridge_storage.objects import ByteArray, ObjectStore
+
+_PIECE = 16 << 20
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files of a version that are in the store, and the tensors in them: what a manifest is put together from."""
+
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, TensorEntry]
+
+    def to_json(self, claim: str) -> bytes:
+        """As text for other replicas of the service; ``claim`` says under which agreement they were written."""
+        return strict_json.encode(
+            {"claim": claim, "files": files_to_json(self.files), "tensors": tensors_to_json(self.tensors)}
+        )
+
+    @staticmethod
+    def from_json(data: bytes, where: str) -> tuple[str, Written]:
+        """The claim and the files of a text; ``where`` names it in errors. Raises DataLoss."""
+        fields = strict_json.decode(data, where)
+        claim = fields.text("claim")
+        written = Written(
+            files_from_json(fields.table("files"), where), tensors_from_json(fields.table("tensors"), where)
+        )
+        fields.end()
+        return claim, written
+
+    def __or__(self, other: Written) -> Written:
+        """These files and those."""
+        return Written({**self.files, **other.files}, {**self.tensors, **other.tensors})
+
+
+NOTHING_WRITTEN = Written({}, {})
+
+
+def write_weights(
+    store: ObjectStore,
+    model: ModelName,
+    number: int,
+    name: str,
+    data: ByteArray,
+    files: FilesLayout,
+    parent: Manifest | None,
+    go_on: Callable[[], None],
+) -> Written:
+    """Write one file of weights, or have it copied from the version before if it is the same there.
+
+    Args:
+        store: where to.
+        model: whose version.
+        number: which version.
+        name: of the file.
+        data: its bytes, header included.
+        files: how the version's tensors lie in its files.
+        parent: the manifest of a version whose files may be the same; None if there is none.
+        go_on: is called now and then; what it raises ends the writing.
+
+    Raises:
+        ResourceExhausted: no room; the same call can be repeated.
+    """
+    key = version_key(model, number, name)
+    # digests are computed while the store is busy
+    with ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
+        digested = beside.submit(_entry, data)
+        tensors = beside.submit(_tensor_entries, files, name, data)
+        same = parent is not None and parent.files.get(name) == digested.result()
+        if parent is None or not same or not _copied(store, parent, name, key):
+            # overwrite: an attempt before this one may have got as far as here
+            store.put(key, _pieces(data, go_on), mode="overwrite")
+        return Written({name: digested.result()}, tensors.result())
+
+
+def _copied(store: ObjectStore, parent: Manifest, name: str, key: str) -> bool:
+    try:
+        store.copy(version_key(parent.model, parent.version, name), key)
+    except NotFound:  # it was deleted since
+        return False
+    return True
+
+
+def _pieces(data: ByteArray, go_on: Callable[[], None]) -> Iterator[memoryview]:
+    view = data.data
+    for start in range(0, len(view), _PIECE):
+        go_on()
+        yield view[start : start + _PIECE]
+
+
+def write_side_files(
+    store: ObjectStore, model: ModelName, number: int, files: FilesLayout, side_keys: Mapping[str, str]
+) -> Written:
+    """Write what a version has besides its weights and its manifest: the index, and copies of registered files.
+
+    Args:
+        store: where to.
+        model: whose version.
+        number: which version.
+        files: how its weights lie in their files.
+        side_keys: by name, where the other files lie in the store.
+    """
+    entries: dict[str, FileEntry] = {}
+    for name, key in side_keys.items():
+        content, _ = store.get(key)
+        store.copy(key, version_key(model, number, name))
+        entries[name] = FileEntry(len(content), xxhash.xxh3_128_hexdigest(content))
+    index = files.index_json
+    if index is not None:
+        store.put(version_key(model, number, INDEX_FILE), index, mode="overwrite")
+        entries[INDEX_FILE] = FileEntry(len(index), xxhash.xxh3_128_hexdigest(index))
+    return Written(entries, {})
+
+
+def write_manifest(store: ObjectStore, model: ModelName, entry: OpenEntry, written: Written) -> None:
+    """Write a version's manifest, after all its files. Whoever writes it, with the same files, writes the same."""
+    manifest = Manifest(
+        model=model,
+        version=entry.number,
+        step=entry.step,
+        run=entry.run,
+        created_ms=entry.created_ms,
+        files=written.files,
+        tensors=written.tensors,
+        lineage={"parent": entry.parent} if entry.parent else {},
+    )
+    store.put(version_key(model, entry.number, MANIFEST_FILE), manifest.to_json(), mode="overwrite")
+
+
+def publish_version(
+    heads: HeadStore, model: ModelName, entry: OpenEntry, files: FilesLayout, claim: str
+) -> None:
+    """Make a version whose folder is complete part of history, and move ``latest``: one conditional write.
+
+    Raises:
+        VersionFailed: it was given up meanwhile.
+        AlreadyExists: somebody else holds its claim.
+    """
+    version = VersionEntry(
+        number=entry.number,
+        step=entry.step,
+        run=entry.run,
+        created_ms=entry.created_ms,
+        nbytes=sum(file.nbytes for file in files.files),
+        tensor_count=len(files.layout.tensors),
+        files_id=entry.files_id,
+        write_id=claim,
+    )
+    heads.update(model, lambda head: (publish(head, version), None))
+
+
+def discard_version(store: ObjectStore, model: ModelName, number: int) -> None:
+    """Delete what there is of a version that was given up; nobody can publish it any more."""
+    for prefix in (version_prefix(model, number), incoming_prefix(model, number)):
+        for key in list(store.list(prefix)):
+            store.delete(key)
+    store.discard_unfinished(version_prefix(model, number), older_than_s=0)
+
+
+def _tensor_entries(files: FilesLayout, name: str, data: ByteArray) -> dict[str, TensorEntry]:
+    entries = {}
+    for p in files.layout.placements:
+        if p.buffer == name:
+            spec = files.layout.tensors[p.shard.tensor]
+            digest = xxhash.xxh3_128_hexdigest(data[p.offset : p.offset + p.nbytes].data)
+            entries[spec.name] = TensorEntry(spec.dtype, spec.shape, p.buffer, p.offset, p.nbytes, digest)
+    return entries
+
+
+def _entry(data: ByteArray) -> FileEntry:
+    return FileEntry(len(data), xxhash.xxh3_128_hexdigest(data.data))

@@ -1,0 +1,392 @@
+"""Do trainer ranks that push one version to several replicas of the service get exactly one version out of it?"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.raw_clients import (
+    Arrays,
+    RawClient,
+    TinyModel,
+    assert_equal,
+    cut,
+    rows_layout,
+    stream_of,
+    tiny_config_json,
+    tiny_folder,
+)
+from tests.services import RunningService, running_service
+from weighbridge import EngineClient, TrainerClient, dtypes
+from weighbridge.boxes import Box
+from weighbridge.errors import VersionFailed, WeighbridgeError
+from weighbridge.layouts import Layout, Shard, TensorSpec
+from weighbridge.resources import VersionState
+from weighbridge.safetensors_files import FilesLayout, lay_out_files
+from weighbridge_service import models
+from weighbridge_service.bridges import bridge_for
+from weighbridge_service.model_tensors import ModelTensors
+from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.names import ModelName
+from weighbridge_storage.objects import ObjectStore
+from weighbridge_storage.opening import open_store
+
+MODEL = "acme/spread"
+NAME = ModelName.parse(MODEL)
+FP32 = dtypes.parse("fp32")
+FILE_BYTES = 20_000
+"""So small that the tiny model has several files."""
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "lay_out_files", functools.partial(lay_out_files, max_shard_bytes=FILE_BYTES))
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[TinyModel]:
+    return [tiny_folder(tmp_path / f"hf{seed}", seed=seed) for seed in range(3)]
+
+
+@contextmanager
+def replicas(
+    location: str | Path, count: int, sources: list[TinyModel], **settings: Any
+) -> Iterator[list[RunningService]]:
+    """Services over one store, with the model registered."""
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(running_service(location, advertise="127.0.0.1:0", **settings))
+            for _ in range(count)
+        ]
+        with TrainerClient(running[0].address) as trainer:
+            trainer.register_files(MODEL, sources[0].files)
+        yield running
+
+
+LayoutOf = Callable[[Arrays, int, int], Layout]
+
+
+def pipeline_layout(arrays: Arrays, rank: int, ranks: int) -> Layout:
+    """One of several ranks that have whole tensors, each those of a part of the files."""
+    files = files_of(arrays)
+    share = np.array_split([file.name for file in files.files], ranks)[rank]
+    mine = [p.shard.tensor for p in files.layout.placements if p.buffer in share]
+    return Layout.stream(
+        (TensorSpec(n, FP32, arrays[n].shape) for n in mine),
+        [Shard(n, Box.whole(arrays[n].shape)) for n in mine],
+    )
+
+
+def copies_layout(arrays: Arrays, rank: int, ranks: int) -> Layout:
+    """One of several ranks that all hold everything."""
+    return Layout.stream(
+        (TensorSpec(n, FP32, a.shape) for n, a in arrays.items()),
+        [Shard(n, Box.whole(a.shape), main=rank == 0) for n, a in arrays.items()],
+    )
+
+
+def columns_layout(arrays: Arrays, rank: int, ranks: int) -> Layout:
+    """One of several ranks that cut each tensor along its last axis; what does not divide is a replica on each."""
+    shards = []
+    for name, array in arrays.items():
+        width = array.shape[-1] // ranks
+        if array.shape[-1] % ranks:
+            shards.append(Shard(name, Box.whole(array.shape), main=rank == 0))
+        else:
+            front = array.shape[:-1]
+            shards.append(Shard(name, Box((*(0 for _ in front), rank * width), (*front, width))))
+    return Layout.stream((TensorSpec(n, FP32, a.shape) for n, a in arrays.items()), shards)
+
+
+def files_of(arrays: Arrays) -> FilesLayout:
+    """How the model's tensors lie in files: in the order of its config, not of the arrays."""
+    bridge = bridge_for(tiny_config_json())
+    names = ModelTensors(FP32).specs(bridge)
+    return models.lay_out_files([TensorSpec(name, FP32, arrays[name].shape) for name in names])
+
+
+def push_rank(
+    raw: RawClient,
+    arrays: Arrays,
+    layout_of: LayoutOf,
+    rank: int,
+    ranks: int,
+    request_id: str,
+    piece: int = 3000,
+) -> int:
+    """A rank's push; the version's number."""
+    number = raw.open(MODEL, ranks=ranks, request_id=request_id)
+    layout = layout_of(arrays, rank, ranks)
+    stream = stream_of(arrays, layout, raw.declare(MODEL, number, layout, rank=rank))
+    raw.push(MODEL, number, cut(stream, piece), rank=rank)
+    raw.seal(MODEL, number, rank=rank)
+    return number
+
+
+def push_all(
+    clients: Sequence[RawClient], arrays: Arrays, layout_of: LayoutOf, ranks: int, request_id: str
+) -> int:
+    """All ranks push, each to the replica that its client is connected to; the version's number."""
+    with ThreadPoolExecutor(ranks) as pool:
+        pushes = [
+            pool.submit(push_rank, clients[rank], arrays, layout_of, rank, ranks, request_id)
+            for rank in range(ranks)
+        ]
+        (number,) = {push.result(60) for push in pushes}
+        return number
+
+
+def assert_published_once(store: ObjectStore, number: int, *others: int) -> None:
+    """The store has these versions, and nothing of any other, open or failed."""
+    found = HeadStore(store).read(NAME)
+    assert found is not None
+    assert set(found[0].versions) == {number, *others}
+    assert not found[0].open
+    folders = {key.split("/")[4] for key in store.list(f"{NAME.prefix}versions/")}
+    assert folders == {f"{n:012}" for n in (number, *others)}
+    assert not list(store.list(f"{NAME.prefix}incoming/"))
+
+
+@pytest.mark.parametrize("layout_of", [rows_layout, columns_layout, pipeline_layout, copies_layout])
+def test_ranks_spread_over_three_replicas_make_one_version(
+    location: str, store: ObjectStore, sources: list[TinyModel], layout_of: LayoutOf
+) -> None:
+    ranks = 8
+    with replicas(location, 3, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(running[rank % 3].address)) for rank in range(ranks)]
+        engines = [stack.enter_context(EngineClient(each.address)) for each in running]
+        numbers: list[int] = []
+        for step, source in enumerate(sources):  # from the second on, the layouts are known
+            number = push_all(clients, source.arrays, layout_of, ranks, f"r/{step}")
+            numbers.append(number)
+            for engine in engines:
+                assert engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=30).step == 1
+                assert_equal(engine, MODEL, number, source.arrays)
+                assert engine.refs(MODEL) == {"latest": number, "live": number}
+        assert_equal(engines[1], MODEL, numbers[0], sources[0].arrays)
+        with TrainerClient(running[2].address) as trainer:
+            assert all(not trainer.verify(MODEL, number).problems for number in numbers)
+        wait_until(lambda: not list(store.list(f"{NAME.prefix}incoming/")))
+        assert_published_once(store, *numbers)
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for something that is about to happen."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("layout_of", [pipeline_layout, copies_layout])
+def test_nothing_crosses_between_replicas_where_each_can_fill_files_from_its_own_ranks(
+    tmp_path: Path, sources: list[TinyModel], layout_of: LayoutOf
+) -> None:
+    with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(each.address)) for each in running]
+        push_all(clients, sources[1].arrays, layout_of, 2, "r/1")
+        received = [each.service.intake.bytes_in for each in running]
+        assert sum(received) == sum(array.nbytes for array in sources[1].arrays.values())
+        assert all(received), "and each has its part"
+
+
+def test_what_crosses_is_only_what_belongs_to_the_others_files(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    arrays = sources[1].arrays
+    with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(each.address)) for each in running]
+        push_all(clients, arrays, rows_layout, 2, "r/1")
+        received = sum(each.service.intake.bytes_in for each in running)
+        whole = sum(array.nbytes for array in arrays.values())
+        # half of each file is on the wrong side, except for what both hold
+        assert whole < received <= 1.5 * whole
+
+
+def test_each_replica_holds_only_the_files_that_it_writes(tmp_path: Path, sources: list[TinyModel]) -> None:
+    with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(each.address)) for each in running]
+        number = push_all(clients, sources[1].arrays, rows_layout, 2, "r/1")
+        with TrainerClient(running[0].address) as trainer:
+            trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=30)
+        files: list[set[str]] = []
+        for each in running:
+            live = each.service.catalog.live(NAME, number)
+            assert live is not None
+            assert live.receiving.image is not None
+            files.append(set(live.receiving.image.sizes))
+        assert files[0]
+        assert files[1]
+        assert not files[0] & files[1]
+        assert files[0] | files[1] == files_of(sources[1].arrays).file_sizes.keys()
+
+
+def test_a_request_gets_one_number_whichever_replica_is_asked(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    with replicas(tmp_path / "store", 3, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(each.address)) for each in running]
+        with ThreadPoolExecutor(12) as pool:
+            opened = [
+                pool.submit(clients[i % 3].open, MODEL, ranks=3, request_id=f"r/{i % 4}") for i in range(12)
+            ]
+        numbers = [each.result() for each in opened]
+        assert all(numbers[i] == numbers[i + 4] == numbers[i + 8] for i in range(4))
+        assert sorted(numbers[:4]) == [1, 2, 3, 4]
+
+
+def test_a_version_given_up_at_one_replica_ends_at_all(
+    location: str, store: ObjectStore, sources: list[TinyModel]
+) -> None:
+    arrays = sources[1].arrays
+    with replicas(location, 3, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(each.address)) for each in running]
+        trainer = stack.enter_context(TrainerClient(running[2].address))
+        number = clients[0].open(MODEL, ranks=2, request_id="r/1")
+        layouts = [rows_layout(arrays, rank, 2) for rank in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            declared = [pool.submit(clients[r].declare, MODEL, number, layouts[r], rank=r) for r in range(2)]
+            streams = [stream_of(arrays, layouts[r], declared[r].result(30)) for r in range(2)]
+        clients[0].push(MODEL, number, cut(streams[0]), rank=0)
+        trainer.abort(MODEL, number, "changed my mind")  # this one receives nothing of it
+        for rank in range(2):
+            with (
+                TrainerClient(running[rank].address) as each,
+                pytest.raises(VersionFailed, match="changed my mind"),
+            ):
+                each.wait_for(MODEL, number, VersionState.READY, timeout=20)
+        again = push_all(clients[:2], arrays, rows_layout, 2, "r/1")
+        assert again > number
+        trainer.wait_for(MODEL, again, VersionState.DURABLE, timeout=30)
+        assert_equal(stack.enter_context(EngineClient(running[2].address)), MODEL, again, arrays)
+        wait_until(lambda: len({key.split("/")[4] for key in store.list(f"{NAME.prefix}versions/")}) == 1)
+        wait_until(lambda: not list(store.list(f"{NAME.prefix}incoming/")))
+        assert_published_once(store, again)
+
+
+def test_a_rank_that_holds_something_else_than_last_time_fails_the_version_and_the_next_push_works(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    arrays = sources[1].arrays
+    with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(each.address)) for each in running]
+        push_all(clients, arrays, rows_layout, 2, "r/1")
+        swapped = clients[::-1]  # each rank now pushes to the other replica
+        number = 0
+        for attempt in range(5):
+            with contextlib.suppress(VersionFailed):
+                number = push_all(swapped, sources[2].arrays, rows_layout, 2, f"r/2/{attempt}")
+                break
+        with EngineClient(running[0].address) as engine:
+            engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=30)
+            assert_equal(engine, MODEL, number, sources[2].arrays)
+
+
+def test_two_processes_that_both_have_all_ranks_do_not_write_one_version(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    """A trainer was started twice, on two nodes."""
+    with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(each.address)) for each in running]
+        outcomes: list[Any] = [None, None]
+
+        def push(which: int) -> None:
+            try:
+                outcomes[which] = push_rank(clients[which], sources[which].arrays, rows_layout, 0, 1, "r/1")
+            except WeighbridgeError as error:
+                outcomes[which] = error
+
+        for _ in range(4):
+            threads = [threading.Thread(target=push, args=(which,)) for which in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            store = open_store(tmp_path / "store")
+            found = HeadStore(store).read(NAME)
+            assert found is not None
+            with TrainerClient(running[0].address) as trainer, EngineClient(running[0].address) as engine:
+                for outcome in outcomes:
+                    if isinstance(outcome, int):
+                        try:
+                            trainer.wait_for(MODEL, outcome, VersionState.DURABLE, timeout=20)
+                        except VersionFailed:
+                            continue
+                        winners = [
+                            w
+                            for w in range(2)
+                            if all(
+                                dict(engine.pull(MODEL, outcome))[n].numpy().tobytes() == a.tobytes()
+                                for n, a in sources[w].arrays.items()
+                            )
+                        ]
+                        assert winners, f"version {outcome} is a mixture"
+                        assert not trainer.verify(MODEL, outcome).problems
+
+
+def test_a_file_is_uploaded_as_soon_as_its_bytes_are_there(
+    location: str, store: ObjectStore, sources: list[TinyModel]
+) -> None:
+    arrays = sources[1].arrays
+    with replicas(location, 1, sources) as running, RawClient(running[0].address) as raw:
+        number = raw.open(MODEL)
+        layout = pipeline_layout(arrays, 0, 1)
+        stream = stream_of(arrays, layout, raw.declare(MODEL, number, layout))
+        first = files_of(arrays).files[0]
+        enough = first.nbytes - len(first.header)
+        raw.push(MODEL, number, cut(stream[: enough - 1]))
+        time.sleep(0.5)
+        folder = f"{NAME.prefix}versions/{number:012}/"
+        assert not list(store.list(folder))
+        raw.push(MODEL, number, [(enough - 1, stream[enough - 1 : enough + 10])])
+        wait_until(lambda: list(store.list(folder)) == [folder + first.name])
+        content = store.get(folder + first.name)[0]
+        assert content[: len(first.header)] == first.header
+        assert content[len(first.header) :] == stream[:enough]
+        found = HeadStore(store).read(NAME)
+        assert found is not None
+        assert not found[0].versions
+        raw.push(MODEL, number, cut(stream))
+        raw.seal(MODEL, number)
+        with TrainerClient(running[0].address) as trainer:
+            trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+            assert not trainer.verify(MODEL, number).problems
+
+
+def test_files_that_are_as_in_the_version_before_are_copied_by_the_store(
+    tmp_path: Path, sources: list[TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = sources[1].arrays
+    changed = dict(arrays)
+    name = "model.norm.weight"
+    changed[name] = arrays[name] + 1
+    with replicas(tmp_path / "store", 1, sources) as running, RawClient(running[0].address) as raw:
+        store = running[0].service.catalog.store
+        with TrainerClient(running[0].address) as trainer, EngineClient(running[0].address) as engine:
+            first = raw.push_whole(MODEL, arrays)
+            trainer.wait_for(MODEL, first, VersionState.DURABLE, timeout=20)
+            written: list[str] = []
+            put = store.put
+            monkeypatch.setattr(
+                store, "put", lambda key, *a, **k: (written.append(key), put(key, *a, **k))[1]
+            )
+            second = raw.push_whole(MODEL, changed)
+            trainer.wait_for(MODEL, second, VersionState.DURABLE, timeout=20)
+            monkeypatch.undo()
+            manifest = json.loads(store.get(f"{NAME.prefix}versions/{second:012}/weighbridge.json")[0])
+            uploaded = {key.rpartition("/")[2] for key in written if key.endswith(".safetensors")}
+            assert uploaded == {manifest["tensors"][name]["file"]}
+            assert manifest["lineage"] == {"parent": first}
+            assert not trainer.verify(MODEL, second).problems
+            assert_equal(engine, MODEL, second, changed)
