@@ -20,7 +20,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install demo demo-s3 serve test bench bench-planning bench-convert lint format protos protos-check clean
+.PHONY: help install demo demo-s3 serve test bench bench-planning bench-convert bench-upload lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -65,6 +65,9 @@ bench-planning: $(STAMP) ## plan the largest models there are, from their config
 
 bench-convert: $(STAMP) ## time conversions of folders next to cp -r, and measure their memory
 	@$(BIN)/python -W ignore -m benchmarks.converting $(ARGS)
+
+bench-upload: $(STAMP) ## time uploads to SeaweedFS next to boto3's own, and measure their memory
+	@$(BIN)/python -W ignore -m benchmarks.uploading $(ARGS)
 
 lint: $(STAMP) protos-check ## check style, types and the contract
 	@echo "== ruff"

@@ -74,22 +74,50 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
+class SeaweedFS:
+    """SeaweedFS with its data in a folder. It can be killed, and started again at the same address.
+
+    Args:
+        folder: for its data and its log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        names = ("master", "volume", "filer", "s3", "admin")
+        ports = free_ports(2 * len(names))
+        pairs = zip(names, ports[::2], ports[1::2], strict=True)
+        self._command = [
+            "weed", "-logtostderr=true", "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+            f"-bucket={BUCKET}", "-admin.ui=false", "-webdav=false", "-master.telemetry=false", "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            *(flag for name, http, grpc in pairs for flag in (f"-{name}.port={http}", f"-{name}.port.grpc={grpc}")),
+        ]  # fmt: skip
+        self._endpoint = f"http://127.0.0.1:{ports[2 * names.index('s3')]}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> S3Server:
+        """Start it; returns once it answers."""
+        # it takes all the memory it finds otherwise
+        settings = {"GOMEMLIMIT": "400MiB", "GOGC": "50"}
+        self._process = _started(self._command, settings, self._folder, self._endpoint)
+        return S3Server(self._endpoint, self._process.pid)
+
+    def kill(self) -> None:
+        """End it as ``kill -9`` does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
 @contextmanager
 def seaweedfs(folder: Path) -> Iterator[S3Server]:
     """SeaweedFS with its data in a folder."""
-    names = ("master", "volume", "filer", "s3", "admin")
-    ports = free_ports(2 * len(names))
-    pairs = zip(names, ports[::2], ports[1::2], strict=True)
-    command = [
-        "weed", "-logtostderr=true", "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-bucket={BUCKET}",
-        "-admin.ui=false", "-webdav=false", "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
-        *(flag for name, http, grpc in pairs for flag in (f"-{name}.port={http}", f"-{name}.port.grpc={grpc}")),
-    ]  # fmt: skip
-    # it takes all the memory it finds otherwise
-    settings = {"GOMEMLIMIT": "400MiB", "GOGC": "50"}
-    s3_port = ports[2 * names.index("s3")]
-    with _running(command, settings, folder, f"http://127.0.0.1:{s3_port}") as server:
-        yield server
+    server = SeaweedFS(folder)
+    try:
+        yield server.start()
+    finally:
+        server.kill()
 
 
 @contextmanager
@@ -101,12 +129,18 @@ def rclone(folder: Path) -> Iterator[S3Server]:
         "rclone", "serve", "s3", "--config=", f"--addr=127.0.0.1:{port}", f"--auth-key={ACCESS_KEY},{SECRET_KEY}",
         "--vfs-cache-mode=off", str(folder / "data"),
     ]  # fmt: skip
-    with _running(command, {}, folder, f"http://127.0.0.1:{port}") as server:
-        yield server
+    endpoint = f"http://127.0.0.1:{port}"
+    process = _started(command, {}, folder, endpoint)
+    try:
+        yield S3Server(endpoint, process.pid)
+    finally:
+        process.kill()
+        process.wait()
 
 
-@contextmanager
-def _running(command: list[str], settings: dict[str, str], folder: Path, endpoint: str) -> Iterator[S3Server]:
+def _started(
+    command: list[str], settings: dict[str, str], folder: Path, endpoint: str
+) -> subprocess.Popen[bytes]:
     log = folder / "server.log"
     environment = {
         **os.environ,
@@ -114,7 +148,7 @@ def _running(command: list[str], settings: dict[str, str], folder: Path, endpoin
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
     }
-    with log.open("w") as output:
+    with log.open("a") as output:
         process = subprocess.Popen(
             [_program(command[0]), *command[1:]],
             env=environment,
@@ -125,10 +159,11 @@ def _running(command: list[str], settings: dict[str, str], folder: Path, endpoin
         )
     try:
         _wait_until(_has_bucket(endpoint), process, log)
-        yield S3Server(endpoint, process.pid)
-    finally:
+    except BaseException:
         process.kill()
         process.wait()
+        raise
+    return process
 
 
 def _program(name: str) -> str:

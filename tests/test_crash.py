@@ -36,6 +36,7 @@ class Record:
         self.source_of: dict[int, TinyModel] = {}
         self.durable: set[int] = set()
         self.latest = 0
+        self.tagged: int | None = None
         self.problems: list[str] = []
 
     def opened(self, number: int, source: TinyModel) -> None:
@@ -141,7 +142,7 @@ class Driver:
 def one_rank(raw: RawClient, number: int, source: TinyModel, rank: int) -> None:
     layout = rows_layout(source.arrays, rank, 2)
     stream = stream_of(source.arrays, layout, raw.declare(MODEL, number, layout, rank=rank))
-    raw.push(MODEL, number, cut(stream, 3000), rank=rank)
+    raw.push(MODEL, number, cut(stream, max(3000, len(stream) // 50)), rank=rank)
     raw.seal(MODEL, number, rank=rank)
 
 
