@@ -42,7 +42,7 @@ class ReadAhead:
     Args:
         files: the sources, by name.
         steps: the stream from where reading begins, in order.
-        room: bytes of the window, in whole blocks of the files.
+        room: bytes of the window, both of the stream and of the blocks that it is made of.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class ReadAhead:
         for kept, end in list(self._kept.values()):
             if end <= position:
                 self._release(kept)
-        while self._next is not None and self._nbytes < self._room:
+        while (
+            self._next is not None and self._nbytes < self._room and self._next.end <= position + self._room
+        ):
             if self._next.end > position and not self._prepare(self._next):
                 return
             self._next = next(self._steps, None)

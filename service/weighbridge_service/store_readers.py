@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Set as AbstractSet
 
 from weighbridge_storage.images import Lease
 from weighbridge_storage.names import ModelName
@@ -40,9 +39,3 @@ class StoreReaders:
         """How many readings there are now."""
         with self._lock:
             return self._readers.total()
-
-    @property
-    def versions(self) -> AbstractSet[tuple[ModelName, int]]:
-        """The versions that are being read."""
-        with self._lock:
-            return frozenset(self._readers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -63,13 +63,13 @@ def open_version(
     """
     manifest = read_manifest(store, model, number)
     tensors = _tensors_of_files(manifest)
-    reader = _Reader(store, manifest)
+    sizes = {name: manifest.files[name].size for name in tensors}
+    reader = _Reader(store, model, number, sizes)
     mapped = {name: reader.map(name) for name in tensors}
     heads = {name: data for name, data in mapped.items() if data is not None}
     if len(heads) < len(tensors):
         with ThreadPoolExecutor(_HEADERS_AT_A_TIME, thread_name_prefix="headers") as pool:
             heads = dict(zip(tensors, pool.map(reader.head, tensors, tensors.values()), strict=True))
-    sizes = {name: manifest.files[name].size for name in tensors}
     files = layout_of_files({name: data.data for name, data in heads.items()}, sizes)
     _check_places(files, manifest)
     if all(data is not None for data in mapped.values()):
@@ -88,11 +88,11 @@ def open_version(
 class _Reader:
     """Reads files of a version, and says which of them is not what its manifest says."""
 
-    def __init__(self, store: ObjectStore, manifest: Manifest) -> None:
+    def __init__(self, store: ObjectStore, model: ModelName, number: int, sizes: Mapping[str, int]) -> None:
         self._store = store
-        self._manifest = manifest
-        self._key = partial(version_key, manifest.model, manifest.version)
-        self.title = f"{manifest.model}@{manifest.version}"
+        self._sizes = sizes
+        self._key = partial(version_key, model, number)
+        self.title = f"{model}@{number}"
 
     def map(self, name: str) -> ByteArray | None:
         """A whole file, if the store maps its objects."""
@@ -122,9 +122,10 @@ class _Reader:
             raise DataLoss(f"{name} of {self.title} is shorter than the manifest says") from error
 
     def _check_size(self, name: str, found: int) -> None:
-        size = self._manifest.files[name].size
-        if found != size:
-            raise DataLoss(f"{name} of {self.title} has {found} bytes, and the manifest says {size}")
+        if found != self._sizes[name]:
+            raise DataLoss(
+                f"{name} of {self.title} has {found} bytes, and the manifest says {self._sizes[name]}"
+            )
 
     def _missing(self, name: str) -> DataLoss:
         return DataLoss(f"{name} of {self.title} is missing from the store")
