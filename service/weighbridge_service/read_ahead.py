@@ -14,8 +14,8 @@ from weighbridge_storage.file_bytes import FileBytes, Kept
 
 AHEAD_BYTES = 64 << 20
 """Blocks that one reader has asked for, and not come to yet, take so much at most."""
-STEP_BYTES = 4 << 20
-"""Bytes of the stream that are looked at together."""
+STEP_BYTES = 8 << 20
+"""Bytes of the stream that are looked at together: those that lie next to each other are fetched together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ are only asked for ahead take at most half of the budget, so that there is alway
 from __future__ import annotations
 
 import bisect
+import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,11 +30,15 @@ from weighbridge_storage.images import place_files
 from weighbridge_storage.objects import ByteArray, error_for
 from weighbridge_storage.strides import blocks_touched, widest_axis
 
-BLOCK_BYTES = 8 << 20
-"""A GET of so much takes several times as long as the wait for its first byte; and the edges of a slice cost little."""
+log = logging.getLogger(__name__)
+
+BLOCK_BYTES = 1 << 20
+"""Small enough that what is fetched around the edges of a slice costs little."""
+_RUN_BLOCKS = 8
+"""Most blocks next to each other that one GET brings: for so many, the wait for its first byte matters little."""
 FEWEST_BLOCKS = 4
 """Of a budget: two for a copy, and two to be asked for ahead."""
-_COPY_BLOCKS = 8
+_COPY_BLOCKS = 64
 """Most blocks that one copy pins; what touches more is copied in parts."""
 _THREADS = 16
 
@@ -198,7 +203,7 @@ class BlockCache:
         blocks = self._pin(files, file, blocks_touched(offset, shape, strides, self._block), ahead=True)
         if blocks is None:
             return None
-        self._begin(blocks)
+        self._begin(_runs(block for block in blocks if not block.begun))
         return [_KeptBlock(self, block) for block in blocks]
 
     def release(self, block: _Block, *, ahead: bool) -> None:
@@ -215,12 +220,13 @@ class BlockCache:
                 # others have the room for copies, which end whatever becomes of this one
                 self._changed.wait()
         try:
-            self._begin(blocks[1:])
-            for block in blocks:
+            runs = _runs(block for block in blocks if not block.begun)
+            self._begin(runs[1:])
+            for run in runs:
                 # here, if it is not under way yet: nobody waits for what others have asked for before
-                self._bring(block)
-                block.ended.wait()
+                self._bring(run)
             for block in blocks:
+                block.ended.wait()
                 if block.error is not None:
                     raise _again(block.error) from block.error
             yield
@@ -243,48 +249,64 @@ class BlockCache:
             for block in self._forgotten.popleft().blocks.values():
                 self._books.first_to_go(block)
 
-    def _begin(self, blocks: Sequence[_Block]) -> None:
-        for block in blocks:
-            if not block.begun:
-                with suppress(RuntimeError):  # closed: who needs it brings it
-                    self._pool.submit(self._bring, block)
+    def _begin(self, runs: Sequence[Sequence[_Block]]) -> None:
+        with suppress(RuntimeError):  # closed: who needs them brings them
+            for run in runs:
+                self._pool.submit(self._bring, run)
 
-    def _bring(self, block: _Block) -> None:
-        """Fetch a block, if nobody else does."""
+    def _bring(self, run: Sequence[_Block]) -> None:
+        """Fetch blocks that lie next to each other, but for those that somebody fetches already."""
         with self._changed:
-            if block.begun:
-                return
-            block.begun = True
-        files, file = block.owner, block.key[0]
+            mine = [block for block in run if not block.begun]
+            for block in mine:
+                block.begun = True
+        for part in _runs(mine):
+            self._fetch(part)
+
+    def _fetch(self, run: Sequence[_Block]) -> None:
+        files, file, nbytes = run[0].owner, run[0].key[0], sum(block.nbytes for block in run)
         try:
-            data = files.fetch(file, block.offset, block.nbytes)
-            files.disk.write(data, files.place(block))
-            with self._changed:
-                block.arrived = True
-                self._fetched += block.nbytes
-            for part in _parts_in(files.digests.get(file, ()), block):
-                self._check(files, file, part)
-        except WeighbridgeError as error:
-            self._fail(block, error)
-        except OSError as error:
-            self._fail(block, error_for(error, f"caching {file} of {files.title}"))
-        except BaseException as error:
-            self._fail(block, Unavailable(f"reading {file} of {files.title} failed: {error!r}"))
-            raise
+            data = files.fetch(file, run[0].offset, nbytes)
+            files.disk.write(data, files.place(run[0]))
+        except Exception as error:
+            self._fail(run, error)
         else:
             with self._changed:
-                block.ended.set()
-                if not block.pins:
-                    self._books.rest(block)
-                self._changed.notify_all()
+                self._fetched += nbytes
+                for block in run:
+                    block.arrived = True
+            for block in run:
+                self._finish(block)
 
-    def _fail(self, block: _Block, error: WeighbridgeError) -> None:
+    def _finish(self, block: _Block) -> None:
+        """Let a block be read whose bytes are there, if nothing is known to be wrong with them."""
+        file = block.key[0]
+        try:
+            for part in _parts_in(block.owner.digests.get(file, ()), block):
+                self._check(block.owner, file, part)
+        except Exception as error:
+            self._fail([block], error)
+            return
         with self._changed:
-            with suppress(OSError):
-                _discard(block)
-            self._books.strike_off(block)
-            block.error = error
             block.ended.set()
+            if not block.pins:
+                self._books.rest(block)
+            self._changed.notify_all()
+
+    def _fail(self, blocks: Sequence[_Block], error: Exception) -> None:
+        files, file = blocks[0].owner, blocks[0].key[0]
+        if isinstance(error, OSError):
+            error = error_for(error, f"caching {file} of {files.title}")
+        elif not isinstance(error, WeighbridgeError):
+            log.error("reading %s of %s failed", file, files.title, exc_info=error)
+            error = Unavailable(f"reading {file} of {files.title} failed: {type(error).__name__}")
+        with self._changed:
+            for block in blocks:
+                with suppress(OSError):
+                    _discard(block)
+                self._books.strike_off(block)
+                block.error = error
+                block.ended.set()
             self._changed.notify_all()
 
     def _check(self, files: _Files, file: str, part: Digested) -> None:
@@ -363,6 +385,18 @@ class CachedBytes(FileBytes):
     ) -> Sequence[_KeptBlock] | None:
         """See `FileBytes.prepare`."""
         return self._cache.prepare(self._files, self._name, offset, shape, strides)
+
+
+def _runs(blocks: Iterable[_Block]) -> list[list[_Block]]:
+    """Blocks of one file, in order, put together where they lie next to each other; not too many in one."""
+    runs: list[list[_Block]] = []
+    for block in blocks:
+        last = runs[-1] if runs else None
+        if last and last[-1].key[1] + 1 == block.key[1] and len(last) < _RUN_BLOCKS:
+            last.append(block)
+        else:
+            runs.append([block])
+    return runs
 
 
 def _again(error: WeighbridgeError) -> WeighbridgeError:
