@@ -8,6 +8,7 @@ are only asked for ahead take at most half of the budget, so that there is alway
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import threading
 import weakref
@@ -98,6 +99,7 @@ class _Files:
         self.fetch = fetch
         self.digests = digests
         self.checked: set[str] = set()
+        self.lacking: dict[str, int] = {}  # of what is not checked, a block that was not there
         self.blocks: dict[Key, _Block] = {}
 
     def place(self, block: _Block) -> int:
@@ -318,11 +320,16 @@ class BlockCache:
         with self._changed:
             if part.name in files.checked:
                 return
-            numbers = blocks_touched(part.offset, (part.nbytes,), (1,), self._block)
-            found = [files.blocks.get((file, number)) for number in numbers]
-            blocks = [block for block in found if block is not None and block.arrived]
-            if len(blocks) < len(numbers):
-                return
+            blocks: list[_Block] = []
+            first, last = part.offset // self._block, (part.offset + part.nbytes - 1) // self._block
+            # from what was missing the last time, or else the end: most tensors come in order, and this is done for each block
+            for number in itertools.chain([files.lacking.get(part.name, last)], range(last, first - 1, -1)):
+                found = files.blocks.get((file, number))
+                if found is None or not found.arrived:
+                    files.lacking[part.name] = number
+                    return
+                blocks.append(found)
+            del blocks[0]
             self._books.pin_arrived(blocks)
         start = files.offsets[file] + part.offset
         agrees = (
@@ -334,6 +341,7 @@ class BlockCache:
                 self._books.unpin(block, ahead=False)
             if agrees:
                 files.checked.add(part.name)
+                files.lacking.pop(part.name, None)
             self._changed.notify_all()
         if not agrees:
             raise DataLoss(
