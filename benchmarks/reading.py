@@ -216,12 +216,12 @@ def main() -> None:
         small = str(max(total // 4, 32 << 20))
         with serving(store, folder / "small", args.latency, small) as service:
             service.pull()
-            note("cold, cache a quarter of it", service.pull()[0])
+            note("with a cache of a quarter", service.pull()[0])
     counted = {name: values[1:] or values for name, values in series.items()}
     print(
         f"{total / 1e9:.2f} GB of bf16 weights, {args.rounds} rounds, medians, GETs {args.latency:g} s late"
     )
-    for name in ("cold", "warm", "boto3", "local", "cold, cache a quarter of it"):
+    for name in ("cold", "warm", "boto3", "local", "with a cache of a quarter"):
         print(f"{name:34}{total / statistics.median(counted[name]) / 1e6:>12.0f} MB/s")
     print(f"{'memory grows by at most':34}{max(series['memory']) / 2**20:>12.0f} MiB")
     for name, (fetched, pulled) in costs.items():
