@@ -178,7 +178,7 @@ def slices(tensors: dict[str, torch.Tensor]) -> dict[str, list[LayoutRequest]]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="benchmarks.reading", description=__doc__)
-    parser.add_argument("--gb", type=float, default=0.5, help="size of the model (default 0.5)")
+    parser.add_argument("--gb", type=float, default=1.2, help="size of the model (default 1.2)")
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds (default 3)")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds before each GET (default 0)")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
