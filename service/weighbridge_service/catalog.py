@@ -34,7 +34,7 @@ from weighbridge_storage.head_changes import delete_ref, set_ref
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
 from weighbridge_storage.objects import ObjectStore
-from weighbridge_storage.versions import side_files, verify_version
+from weighbridge_storage.version_reading import side_files, verify_version
 
 log = logging.getLogger(__name__)
 

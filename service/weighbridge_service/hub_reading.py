@@ -6,11 +6,15 @@ from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 from weighbridge_service.catalog import Catalog
 from weighbridge_service.hub import HubVersion, RepoNotFound, is_commit, no_revision, number_of, refs_document
 from weighbridge_service.models import Cache
+from weighbridge_service.store_readers import StoreReaders
 from weighbridge_storage.head import Head
+from weighbridge_storage.images import Lease
 from weighbridge_storage.manifest import Manifest
 from weighbridge_storage.names import MANIFEST_FILE, ModelName, version_key
-from weighbridge_storage.versions import read_manifest_text
+from weighbridge_storage.version_reading import read_manifest_text
 
+URL_SECONDS = 3600
+"""How long a URL of a file in the store is valid: a download may begin as late, and goes on after that."""
 _KEPT_FILES = 100_000
 """Files of versions that are remembered, over all models: some 300 bytes each."""
 
@@ -20,10 +24,12 @@ class Hub:
 
     Args:
         catalog: which models there are.
+        readers: who is reading from the store.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, readers: StoreReaders) -> None:
         self._catalog = catalog
+        self._readers = readers
         self._versions: Cache[HubVersion] = Cache(_KEPT_FILES, lambda version: 1 + len(version.files))
 
     def version(self, name: str, revision: str) -> HubVersion:
@@ -59,6 +65,16 @@ class Hub:
             raise DataLoss(
                 f"{path} of {version.model}@{version.number} in the store is not what its manifest says"
             ) from error
+
+    def begin(self, version: HubVersion) -> Lease:
+        """The reading of a file begins; it ends when the lease is released."""
+        return self._readers.begin(version.model, version.number)
+
+    def url(self, version: HubVersion, path: str) -> str | None:
+        """Where a file can be had from the store itself for `URL_SECONDS`; None if the store has no such URLs."""
+        return self._catalog.store.presigned_url(
+            version_key(version.model, version.number, path), URL_SECONDS
+        )
 
     def _model(self, name: str) -> tuple[ModelName, Head]:
         try:

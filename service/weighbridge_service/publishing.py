@@ -32,6 +32,7 @@ from weighbridge_storage.head_changes import (
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.manifest import Manifest
 from weighbridge_storage.objects import ByteArray, ObjectStore
+from weighbridge_storage.version_reading import read_manifest
 from weighbridge_storage.version_writing import (
     NOTHING_WRITTEN,
     Written,
@@ -41,7 +42,6 @@ from weighbridge_storage.version_writing import (
     write_side_files,
     write_weights,
 )
-from weighbridge_storage.versions import read_manifest
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,13 @@ from weighbridge_service.catalog import Catalog
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.intake import Intake
 from weighbridge_service.serving import Serving
+from weighbridge_service.store_readers import StoreReaders
+from weighbridge_storage.block_cache import BlockCache
+from weighbridge_storage.block_file import check_holes
 from weighbridge_storage.images import ImagePool
 from weighbridge_storage.opening import open_store
 from weighbridge_storage.probe import probe
+from weighbridge_storage.s3_settings import is_s3
 
 
 class Weighbridge:
@@ -18,7 +22,9 @@ class Weighbridge:
         config: its settings.
 
     Raises:
-        FailedPrecondition: the store does not keep conditional writes.
+        FailedPrecondition: the store does not keep conditional writes, or the scratch folder's file system cannot hold a
+            read cache for it.
+        InvalidArgument: a setting cannot be.
         WeighbridgeError: the store cannot be opened or used.
         OSError: the scratch folder cannot be made.
 
@@ -27,13 +33,18 @@ class Weighbridge:
         intake: versions on their way in.
         serving: versions on their way out.
         images: where versions are put together.
+        read_cache: what was brought from a store that is no folder.
+        store_readers: who is reading from the store.
     """
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
         scratch = config.scratch_folder / ".images"
         scratch.mkdir(parents=True, exist_ok=True)
-        self._store = open_store(config.store, scratch=scratch)
+        self.read_cache = BlockCache(scratch, config.read_cache)
+        if is_s3(config.store):
+            check_holes(scratch)
+        self._store = open_store(config.store)
         try:
             probe(self._store)
         except BaseException:
@@ -42,7 +53,8 @@ class Weighbridge:
         self.images = ImagePool(config.memory_budget, scratch)
         self.catalog = Catalog(self._store)
         self.intake = Intake(self.catalog, self.images, config)
-        self.serving = Serving(self.catalog)
+        self.store_readers = StoreReaders()
+        self.serving = Serving(self.catalog, self.read_cache, self.store_readers)
 
     @property
     def draining(self) -> bool:
@@ -64,6 +76,7 @@ class Weighbridge:
         """Let go of files and memory. Call `drain` before."""
         self._stop()
         self.images.trim()
+        self.read_cache.close()
         self._store.close()
 
     def _stop(self) -> None:

@@ -109,6 +109,16 @@ class Lease:
         self.release()
 
 
+def together(*leases: Lease) -> Lease:
+    """Several leases as one."""
+
+    def end() -> None:
+        for lease in leases:
+            lease.release()
+
+    return Lease(end)
+
+
 class Image:
     """Buffers for the files of one version. Made by `ImagePool.acquire`.
 
