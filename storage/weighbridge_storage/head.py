@@ -194,6 +194,20 @@ class Head:
         if len(self.writes) > REMEMBERED_WRITES:
             raise InvalidArgument(f"{len(self.writes)} writes are remembered, more than {REMEMBERED_WRITES}")
 
+    def readable(self, number: int) -> VersionEntry | None:
+        """What is said of a version that is durable, or was and whose objects may still be there; None if it is neither."""
+        tombstone = self.tombstones.get(number)
+        return tombstone.version if tombstone else self.versions.get(number)
+
+    def is_gone(self, number: int) -> bool:
+        """Whether a number was given and stands for nothing any more: its version was given up, or deleted and forgotten.
+
+        That is for good, so objects that were there before this head was read, under such a number, are nobody's.
+        """
+        return number < self.next_version and not (
+            number in self.versions or number in self.open or number in self.tombstones
+        )
+
     def _check_numbers(self) -> None:
         """Each number stands for one version, in one state, and was given before."""
         states: dict[int, str] = {}
