@@ -202,7 +202,7 @@ class Head:
     def is_gone(self, number: int) -> bool:
         """Whether a number was given and stands for nothing any more: its version was given up, or deleted and forgotten.
 
-        That is for good, so objects that were there before this head was read, under such a number, are nobody's.
+        That is for good, so whatever lies under such a number is nobody's.
         """
         return number < self.next_version and not (
             number in self.versions or number in self.open or number in self.tombstones
