@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 from weighbridge_service.catalog import Catalog
-from weighbridge_service.hub import HubVersion, RepoNotFound, is_commit, no_revision, number_of, refs_document
+from weighbridge_service.hub import (
+    HubVersion,
+    RepoNotFound,
+    RevisionNotFound,
+    is_commit,
+    no_revision,
+    number_of,
+    refs_document,
+)
 from weighbridge_service.models import Cache
 from weighbridge_storage.head import Head
 from weighbridge_storage.manifest import Manifest
@@ -33,8 +44,11 @@ class Hub:
             RepoNotFound: no such model.
             RevisionNotFound: the model has no such durable version.
         """
+        asked_ms = self._catalog.readers.clock()
         model, head = self._model(name)
-        found = self._version(model, head, number_of(model, head, revision))
+        number = number_of(model, head, revision)
+        self._catalog.readers.visit(model, number, head, asked_ms)
+        found = self._version(model, head, number)
         if is_commit(revision) and revision != found.commit:
             raise no_revision(model, head, revision)
         return found
@@ -49,16 +63,19 @@ class Hub:
         """A part of a file.
 
         Raises:
+            RevisionNotFound: the version was deleted meanwhile.
             DataLoss: the file is missing from the store, or shorter than the manifest says.
         """
-        try:
-            return self._catalog.store.read_range(
-                version_key(version.model, version.number, path), start, length
-            )
-        except (NotFound, InvalidArgument) as error:
-            raise DataLoss(
-                f"{path} of {version.model}@{version.number} in the store is not what its manifest says"
-            ) from error
+        self._catalog.readers.go_on(version.model, version.number)
+        with self._unless_deleted(version.model, version.number):
+            try:
+                return self._catalog.store.read_range(
+                    version_key(version.model, version.number, path), start, length
+                )
+            except (NotFound, InvalidArgument) as error:
+                raise DataLoss(
+                    f"{path} of {version.model}@{version.number} in the store is not what its manifest says"
+                ) from error
 
     def _model(self, name: str) -> tuple[ModelName, Head]:
         try:
@@ -72,5 +89,17 @@ class Hub:
             text = read_manifest_text(self._catalog.store, model, number)
             return HubVersion.of(Manifest.from_json(text, version_key(model, number, MANIFEST_FILE)), text)
 
-        # a model that was removed and registered again may give a number to another version
-        return self._versions.get_or_make((model, number, head.versions[number].write_id), read)
+        entry = head.readable(number)
+        if entry is None:
+            raise no_revision(model, head, str(number))
+        with self._unless_deleted(model, number):
+            # a model that was removed and registered again may give a number to another version
+            return self._versions.get_or_make((model, number, entry.write_id), read)
+
+    @contextmanager
+    def _unless_deleted(self, model: ModelName, number: int) -> Iterator[None]:
+        try:
+            with self._catalog.unless_deleted(model, number):
+                yield
+        except NotFound as error:
+            raise RevisionNotFound(error.message, fix=error.fix) from error

@@ -12,6 +12,7 @@ from weighbridge.layouts import Layout
 from weighbridge.pieces import Buffer
 from weighbridge.resources import Version
 from weighbridge.safetensors_files import FilesLayout
+from weighbridge_service.reader_leases import Reader
 from weighbridge_service.transfers import Bytes
 from weighbridge_storage.images import Lease
 
@@ -29,12 +30,11 @@ class OpenVersion:
     version: Version
     files: FilesLayout
     buffers: Mapping[str, Bytes]
-    _lease: Lease | None = None
+    _lease: Lease | Reader
 
     def close(self) -> None:
-        """Let go of the image."""
-        if self._lease is not None:
-            self._lease.release()
+        """Let go of the image, or of the objects in the store."""
+        self._lease.release()
 
     @contextmanager
     def closing(self) -> Iterator[OpenVersion]:

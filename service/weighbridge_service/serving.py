@@ -107,7 +107,9 @@ class Serving:
         return megatron_layout(model.bridge, model.tensors, rank, experts_apart=True)
 
     def _open(self, name: ModelName, version: str) -> OpenVersion:
-        found = self._catalog.resolve(name, version)
+        asked_ms = self._catalog.readers.clock()
+        head = self._catalog.head(name)
+        found = self._catalog.resolve(name, version, head)
         state = self._catalog.state(name)
         with self._catalog.changed:
             live = state.versions.get(found.number)
@@ -116,12 +118,19 @@ class Serving:
                 lease = image.lease()
                 return OpenVersion(found, state.model.files, image.read_only_buffers, lease)
         if found.state is not VersionState.DURABLE:
-            found = self._catalog.resolve(name, str(found.number))  # it may have become durable since
+            head = self._catalog.head(name)
+            found = self._catalog.resolve(name, str(found.number), head)  # it may have become durable since
         if found.state is not VersionState.DURABLE:
             raise FailedPrecondition(
                 f"{found} is no longer held: it could not be made durable and a newer one is live"
             )
-        files, buffers = self._opened.get_or_make(
-            (name, found.number), lambda: open_version(self._catalog.store, name, found.number)
-        )
-        return OpenVersion(found, files, buffers)
+        reader = self._catalog.readers.begin(name, found.number, head, asked_ms)
+        try:
+            with self._catalog.unless_deleted(name, found.number):
+                files, buffers = self._opened.get_or_make(
+                    (name, found.number), lambda: open_version(self._catalog.store, name, found.number)
+                )
+        except BaseException:
+            reader.release()
+            raise
+        return OpenVersion(found, files, buffers, reader)

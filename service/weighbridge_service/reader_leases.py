@@ -1,0 +1,194 @@
+"""Which versions is this process reading from the store, and which of them need a lease?
+
+There is one lease for each version, however many read it. It is written when the oldest of them has been at it for a quarter of the
+grace time, and again after every further quarter, as `weighbridge_storage.leases` explains; short reads write nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from weighbridge.errors import WeighbridgeError
+from weighbridge_storage.head import Head
+from weighbridge_storage.leases import Grace, write_lease
+from weighbridge_storage.names import ModelName
+from weighbridge_storage.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+
+DEFAULT_GRACE = Grace(900_000)
+_ROUNDS = 4
+"""How often in a quarter of the grace time it is looked whether a lease is to be written."""
+_LONGEST_ROUND_S = 15.0
+
+
+def unix_ms() -> int:
+    """The time in milliseconds since 1970 UTC."""
+    return time.time_ns() // 1_000_000
+
+
+@dataclass
+class _Use:
+    """What is known of those who read one version.
+
+    Attributes:
+        since_ms: when each open reader began, by the reader.
+        visited_since_ms: when those began who come again and again and never say that they are done.
+        visited_ms: when one of them came last; None if none has.
+        written_ms: when the lease was written last; None if it was not.
+    """
+
+    since_ms: dict[Reader, int] = field(default_factory=dict)
+    visited_since_ms: int = 0
+    visited_ms: int | None = None
+    written_ms: int | None = None
+
+    def began_ms(self, now_ms: int, quarter_ms: int) -> int | None:
+        """When the oldest of those began who are still reading; None if nobody is."""
+        began = list(self.since_ms.values())
+        if self.visited_ms is not None and now_ms - self.visited_ms <= quarter_ms:
+            began.append(self.visited_since_ms)
+        return min(began, default=None)
+
+
+class Reader:
+    """Somebody who reads a version until this is released, or until the end of a ``with`` block."""
+
+    def __init__(self, release: Callable[[Reader], None]) -> None:
+        self._release = release
+
+    def release(self) -> None:
+        """The reading is over. Releasing again does nothing."""
+        self._release(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class ReaderLeases:
+    """The leases of this process. Thread-safe.
+
+    Args:
+        store: where the versions lie.
+        grace: the grace time of all replicas.
+        clock: gives the time in milliseconds since 1970 UTC.
+    """
+
+    def __init__(self, store: ObjectStore, grace: Grace, clock: Callable[[], int] = unix_ms) -> None:
+        self._store = store
+        self.grace = grace
+        self.clock = clock
+        self._id = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._uses: dict[tuple[ModelName, int], _Use] = {}
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, model: ModelName, number: int, head: Head, asked_ms: int) -> Reader:
+        """Begin to read a version; release what this gives in the end.
+
+        Args:
+            model: whose version.
+            number: which version.
+            head: the head in which it was found.
+            asked_ms: a time by `clock` before that head was read.
+        """
+        place = (model, number)
+        reader = Reader(lambda reader: self._end(place, reader))
+        with self._lock:
+            self._use(place).since_ms[reader] = _since(head, number, asked_ms)
+        self._write_if_due(place)
+        return reader
+
+    def visit(self, model: ModelName, number: int, head: Head, asked_ms: int) -> None:
+        """Begin or go on with reading a version, as one who will come again and will not say when that was the last time.
+
+        Whoever does not come again within a quarter of the grace time is done. Arguments as for `begin`.
+        """
+        self._visit(model, number, _since(head, number, asked_ms))
+
+    def go_on(self, model: ModelName, number: int) -> None:
+        """One who has visited a version is still reading it; after a pause in which it counted as done, with a lease at once."""
+        self._visit(model, number, 0)
+
+    def _visit(self, model: ModelName, number: int, since_ms: int) -> None:
+        place = (model, number)
+        now_ms = self.clock()
+        with self._lock:
+            use = self._use(place)
+            if use.visited_ms is None or now_ms - use.visited_ms > self.grace.quarter_ms:
+                use.visited_since_ms = since_ms
+            use.visited_ms = now_ms
+        self._write_if_due(place)
+
+    def renew(self) -> None:
+        """Write the leases that are due, and forget what nobody reads any more."""
+        with self._lock:
+            places = list(self._uses)
+        for place in places:
+            self._write_if_due(place)
+
+    def close(self) -> None:
+        """Write no more leases; those that are written end by themselves."""
+        self._closing.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _use(self, place: tuple[ModelName, int]) -> _Use:
+        if self._thread is None and not self._closing.is_set():
+            self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+            self._thread.start()
+        return self._uses.setdefault(place, _Use())
+
+    def _end(self, place: tuple[ModelName, int], reader: Reader) -> None:
+        with self._lock:
+            use = self._uses.get(place)
+            if use is not None:
+                use.since_ms.pop(reader, None)
+
+    def _write_if_due(self, place: tuple[ModelName, int]) -> None:
+        now_ms, quarter_ms = self.clock(), self.grace.quarter_ms
+        with self._lock:
+            use = self._uses.get(place)
+            if use is None:
+                return
+            began_ms = use.began_ms(now_ms, quarter_ms)
+            if began_ms is None:
+                del self._uses[place]
+                return
+            last_ms = began_ms if use.written_ms is None else max(began_ms, use.written_ms)
+            if now_ms - last_ms < quarter_ms:
+                return
+            before, use.written_ms = use.written_ms, now_ms
+        model, number = place
+        try:
+            write_lease(self._store, model, number, self._id, now_ms + self.grace.ms)
+        except WeighbridgeError as error:
+            with self._lock:
+                use.written_ms = before
+            log.warning("the lease on %s@%d could not be written: %s", model, number, error)
+
+    def _run(self) -> None:
+        pause_s = min(self.grace.quarter_ms / 1000 / _ROUNDS, _LONGEST_ROUND_S)
+        while not self._closing.wait(pause_s):
+            self.renew()
+
+
+def _since(head: Head, number: int, asked_ms: int) -> int:
+    """When somebody counts as having begun who asks for a version now."""
+    tombstone = head.tombstones.get(number)
+    return asked_ms if tombstone is None else min(asked_ms, tombstone.deleted_ms)
