@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weighbridge_service.catalog import Catalog
+from weighbridge_service.collecting import Collecting
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.intake import Intake
 from weighbridge_service.serving import Serving
@@ -26,6 +27,7 @@ class Weighbridge:
         catalog: models, versions and refs.
         intake: versions on their way in.
         serving: versions on their way out.
+        collecting: which versions are kept.
         images: where versions are put together.
     """
 
@@ -40,9 +42,10 @@ class Weighbridge:
             self._store.close()
             raise
         self.images = ImagePool(config.memory_budget, scratch)
-        self.catalog = Catalog(self._store)
+        self.catalog = Catalog(self._store, config.grace)
         self.intake = Intake(self.catalog, self.images, config)
         self.serving = Serving(self.catalog)
+        self.collecting = Collecting(self.catalog, config.collect_every)
 
     @property
     def draining(self) -> bool:
@@ -63,6 +66,7 @@ class Weighbridge:
     def close(self) -> None:
         """Let go of files and memory. Call `drain` before."""
         self._stop()
+        self.catalog.readers.close()
         self.images.trim()
         self._store.close()
 
@@ -70,3 +74,4 @@ class Weighbridge:
         self.catalog.stopping.set()
         self.catalog.notify()
         self.intake.join()
+        self.collecting.join()

@@ -210,8 +210,13 @@ def delete_versions(head: Head, numbers: Collection[int], deleted_ms: int) -> He
 
     Raises:
         NotFound: one of them is not there.
-        FailedPrecondition: a ref names one. ``latest`` always names one, so the newest version cannot be deleted.
+        FailedPrecondition: one is still being received, or a ref names it. ``latest`` always names one, so the newest version
+            cannot be deleted.
     """
+    for number in head.open.keys() & set(numbers):
+        raise FailedPrecondition(
+            f"version {number} is still being received", fix="abort it, or wait until it is durable"
+        )
     gone = {
         number: Tombstone(_check_there(head, number), deleted_ms)
         for number in numbers

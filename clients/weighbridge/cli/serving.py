@@ -77,6 +77,24 @@ class StoreLocation(click.Path):
     help="How long shutting down waits for what is under way.",
 )
 @click.option(
+    "--collect-every",
+    type=click.FloatRange(min=0),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often versions that need not be kept are deleted; 0 leaves that to others.",
+)
+@click.option(
+    "--grace",
+    "grace_seconds",
+    type=click.FloatRange(min=1, max=10**9),
+    default=900.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a deleted version can still be read; the same for all services over one store, whose clocks must differ "
+    "by less than a quarter of it.",
+)
+@click.option(
     "--scratch",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for what may be lost: weights in transit that do not fit into memory, bytes fetched from S3.  "
@@ -102,6 +120,8 @@ def serve_command(
     memory_budget: int,
     receive_timeout: float,
     drain_seconds: float,
+    collect_every: float,
+    grace_seconds: float,
     scratch: Path | None,
     exports: Path | None,
     log_level: str,
@@ -118,6 +138,8 @@ def serve_command(
         memory_budget=memory_budget,
         receive_timeout=receive_timeout,
         drain_seconds=drain_seconds,
+        collect_every=collect_every,
+        grace_seconds=grace_seconds,
     )
     ctx.exit(run(config, grpc, http, log_level))
 
