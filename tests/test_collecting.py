@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -341,6 +343,46 @@ def test_eight_collectors_at_once_delete_each_version_once(bench: Bench, locatio
     bench.check_readable()
 
 
+def test_collectors_and_writers_do_not_disturb_each_other(bench: Bench, location: str) -> None:
+    """Real clocks, and a grace time so short that versions are deleted all the while."""
+    wanted, done = (40, threading.Event()) if location.startswith("/") else (12, threading.Event())
+    bench.keep(keep_last=2)
+    bench.now_ms = time.time_ns() // 10**6
+    grace = Grace(50)
+
+    def write(count: int) -> None:
+        for _ in range(count):
+            number = bench.open(lease_ms=10**9)
+            bench.write(number)
+            bench.publish(number)
+
+    def go_on_collecting() -> list[Collection]:
+        store, reports = open_store(location), []
+        while not done.is_set():
+            heads = HeadStore(store)
+            reports.append(collect(store, heads, SMOL, grace=grace, clock=lambda: time.time_ns() // 10**6))
+        store.close()
+        return reports
+
+    with ThreadPoolExecutor(4) as pool:
+        collectors = [pool.submit(go_on_collecting) for _ in range(2)]
+        writers = [pool.submit(write, wanted // 2) for _ in range(2)]
+        try:
+            for writer in writers:
+                writer.result()
+        finally:
+            done.set()
+        reports = [report for collector in collectors for report in collector.result()]
+    assert [problem for report in reports for problem in report.problems] == []
+    deleted = [version.number for report in reports for version in report.deleted]
+    assert len(set(deleted)) == len(deleted), "each is deleted once"
+    bench.check_readable()
+    bench.now_ms = 2 * time.time_ns() // 10**6
+    bench.collect_all()
+    assert bench.folders() == set(bench.head.versions) == {wanted - 1, wanted}
+    bench.check_readable()
+
+
 class Killed(BaseException):
     """The process ended here."""
 
@@ -433,13 +475,18 @@ def test_a_collection_that_is_told_to_stop_leaves_the_rest_to_the_next(tmp_path:
     bench.add(5)
     bench.collect()
     bench.now_ms += GRACE.ms
-    asked = itertools.count()
-    report = collect(
-        bench.store, bench.heads, SMOL, grace=GRACE, clock=bench.clock, stopping=lambda: next(asked) >= 5
-    )
+    manifests = [version_key(SMOL, number, MANIFEST_FILE) for number in (1, 2, 3, 4)]
+
+    def has_begun() -> bool:
+        return not set(manifests) <= set(bench.store.list(SMOL.prefix))
+
+    report = collect(bench.store, bench.heads, SMOL, grace=GRACE, clock=bench.clock, stopping=has_begun)
     assert report.deleted == ()
     assert report.problems == ()
     bench.check_readable()
+    assert has_begun()
+    with pytest.raises(Unavailable, match="broken off"):
+        collect(bench.store, bench.heads, SMOL, grace=GRACE, clock=bench.clock, stopping=has_begun)
     assert [version.number for version in bench.collect().deleted] == [1, 2, 3, 4]
     assert bench.folders() == {5}
 

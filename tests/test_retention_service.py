@@ -54,6 +54,7 @@ class Bench:
             create_app(self.service, Exports(self.service), running.metrics), raise_server_exceptions=False
         )
         self.trainer.register_files(MODEL, self.sources[0].files)
+        self.pushed = 0
 
     def close(self) -> None:
         self.trainer.close()
@@ -65,7 +66,7 @@ class Bench:
 
     def add(self, count: int = 1) -> None:
         for _ in range(count):
-            number = len(self.trainer.versions(MODEL, include_invisible=True)) + 1
+            self.pushed = number = self.pushed + 1
             version = self.trainer.push_folder(MODEL, self.source(number).folder, step=number).wait(
                 timeout=60
             )

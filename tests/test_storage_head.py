@@ -262,6 +262,9 @@ class HeadHistory(RuleBasedStateMachine):
     def delete(self, number: int) -> None:
         if number in self.deleted:
             assert delete_versions(self.head, [number], 5) == self.head
+        elif number in self.open:
+            with pytest.raises(FailedPrecondition):
+                delete_versions(self.head, [number], 5)
         elif number not in self.published:
             with pytest.raises(NotFound):
                 delete_versions(self.head, [number], 5)
@@ -297,6 +300,11 @@ class HeadHistory(RuleBasedStateMachine):
         assert set(self.head.tombstones) == self.deleted
         assert {n: (there.claim, there.until_ms) for n, there in self.head.open.items()} == self.open
         assert sorted(self.head.failed) == sorted(self.failed[-REMEMBERED_FAILURES:])
+        for number in range(1, len(self.given) + 3):
+            is_readable = number in self.published or number in self.deleted
+            assert (self.head.readable(number) is not None) == is_readable
+            stands_for_nothing = number in self.given and not is_readable and number not in self.open
+            assert self.head.is_gone(number) == stands_for_nothing
         assert self.head.generation == len(self.writes)
         assert list(self.head.writes) == self.writes[-REMEMBERED_WRITES:]
 

@@ -19,6 +19,7 @@ class Weighbridge:
         config: its settings.
 
     Raises:
+        InvalidArgument: a setting cannot be.
         FailedPrecondition: the store does not keep conditional writes.
         WeighbridgeError: the store cannot be opened or used.
         OSError: the scratch folder cannot be made.
@@ -33,6 +34,7 @@ class Weighbridge:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
+        grace = config.grace
         scratch = config.scratch_folder / ".images"
         scratch.mkdir(parents=True, exist_ok=True)
         self._store = open_store(config.store, scratch=scratch)
@@ -42,7 +44,7 @@ class Weighbridge:
             self._store.close()
             raise
         self.images = ImagePool(config.memory_budget, scratch)
-        self.catalog = Catalog(self._store, config.grace)
+        self.catalog = Catalog(self._store, grace)
         self.intake = Intake(self.catalog, self.images, config)
         self.serving = Serving(self.catalog)
         self.collecting = Collecting(self.catalog, config.collect_every)

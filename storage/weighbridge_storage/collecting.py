@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from weighbridge.collection import MOST_PROBLEMS, Collection, DeletedVersion, SweptVersion, WaitingVersion
-from weighbridge.errors import NotFound, WeighbridgeError
+from weighbridge.errors import NotFound, Unavailable, WeighbridgeError
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import forget_versions
 from weighbridge_storage.head_store import HeadStore
@@ -59,13 +59,14 @@ def collect(
         grace: how long objects of retired versions stay; the same for all replicas.
         clock: gives the time in milliseconds since 1970 UTC.
         dry_run: only say what would be done; nothing is written.
-        stopping: is asked before each deletion; if it says so, the rest is left to the next collection.
+        stopping: is asked again and again; if it says so, the rest is left to the next collection.
 
     Returns:
         What was done. Deletions that failed are in it; the others were done nevertheless.
 
     Raises:
         NotFound: there is no such model.
+        Unavailable: it was to stop before it could delete anything.
         WeighbridgeError: as `HeadStore.update` and `ObjectStore.list`.
     """
     run = _Run(store, heads, model, dry_run, stopping)
@@ -133,6 +134,8 @@ class _Run:
         there = self._read_head().versions
         found: defaultdict[int, list[str]] = defaultdict(list)
         for key in self.store.list(self.model.prefix):
+            if self.stopping():
+                raise Unavailable(f"collecting {self.model} was broken off", fix="collect again")
             place = numbered_key(self.model, key)
             if place is not None and (place[0] == "leases" or place[1] not in there):
                 found[place[1]].append(key)
