@@ -91,7 +91,7 @@ def test_what_is_retired_leaves_tombstones_and_nothing_more_to_decide(head: Head
     assert (nothing.kept, nothing.retired) == (decided.kept, ())
 
 
-def test_examples() -> None:
+def test_the_rules_keep_what_their_words_say() -> None:
     versions = dict.fromkeys(range(95, 106), 0) | {105: NOW - 999, 103: NOW - 1000}
     assert kept(head_of(versions, Retention(keep_last=3))) == [103, 104, 105]
     assert kept(head_of(versions, Retention(keep_every=100))) == [95, 100, 105]

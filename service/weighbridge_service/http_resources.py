@@ -119,7 +119,7 @@ class RetentionIn(_In):
 class KeptOut(_Out):
     """A version that is kept."""
 
-    number: int
+    number: int = Field(description="Which version.")
     rules: list[str] = Field(description="Those that speak for it; `keep_everything` if there is no rule.")
     refs: list[str] = Field(description="Those that name it.")
 
@@ -127,7 +127,7 @@ class KeptOut(_Out):
 class WaitingOut(_Out):
     """A version that was taken out of history and whose objects are still needed."""
 
-    number: int
+    number: int = Field(description="Which version.")
     until_ms: int = Field(description="They stay at least until then; Unix time in milliseconds.")
     readers: int = Field(description="Leases that keep them beyond the grace time.")
 
@@ -135,14 +135,14 @@ class WaitingOut(_Out):
 class DeletedOut(_Out):
     """A version whose objects were deleted."""
 
-    number: int
+    number: int = Field(description="Which version.")
     nbytes: int = Field(description="Bytes of its weights.")
 
 
 class SweptOut(_Out):
     """Objects of a number that stands for no version."""
 
-    number: int
+    number: int = Field(description="Which version.")
     objects: int = Field(description="How many were deleted.")
 
 

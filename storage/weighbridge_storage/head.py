@@ -1,6 +1,6 @@
 """What is the state of a model?
 
-A model's `head.json` is the only object that is ever rewritten. `Head` is its content; `head_changes` says what may change in
+A model's `head.json` is the only object that several writers ever rewrite. `Head` is its content; `head_changes` says what may change in
 it, and `head_store` how writers take turns.
 
 The text is one JSON object::
