@@ -29,8 +29,8 @@ from weighbridge_service.models import (
     registered,
     summary_from_head,
 )
-from weighbridge_service.reader_leases import DEFAULT_GRACE, ReaderLeases
 from weighbridge_service.receiving import Receiving
+from weighbridge_service.store_readers import DEFAULT_GRACE, StoreReaders, reading_since
 from weighbridge_storage.head import Head, VersionEntry
 from weighbridge_storage.head_changes import delete_ref, set_ref
 from weighbridge_storage.head_store import HeadStore
@@ -123,7 +123,7 @@ class Catalog:
     def __init__(self, store: ObjectStore, grace: Grace = DEFAULT_GRACE) -> None:
         self.store = store
         self.heads = HeadStore(store)
-        self.readers = ReaderLeases(store, grace)
+        self.readers = StoreReaders(store, grace)
         self.changed = threading.Condition()
         self.stopping = threading.Event()
         self._states: OrderedDict[ModelName, ModelState] = OrderedDict()
@@ -345,8 +345,11 @@ class Catalog:
             raise FailedPrecondition(
                 f"{found} is not in the object store yet", fix="wait until it is durable"
             )
-        reader = self.readers.begin(model_name, found.number, head, asked_ms)
-        with reader, self.unless_deleted(model_name, found.number):
+        since_ms = reading_since(head, found.number, asked_ms)
+        with (
+            self.readers.begin(model_name, found.number, since_ms),
+            self.unless_deleted(model_name, found.number),
+        ):
             return verify_version(self.store, model_name, found.number)
 
     def refs_of(self, name: ModelName, head: Head) -> dict[str, int]:

@@ -17,6 +17,7 @@ from weighbridge_service.hub import (
     refs_document,
 )
 from weighbridge_service.models import Cache
+from weighbridge_service.store_readers import reading_since
 from weighbridge_storage.head import Head
 from weighbridge_storage.manifest import Manifest
 from weighbridge_storage.names import MANIFEST_FILE, ModelName, version_key
@@ -47,7 +48,7 @@ class Hub:
         asked_ms = self._catalog.readers.clock()
         model, head = self._model(name)
         number = number_of(model, head, revision)
-        self._catalog.readers.visit(model, number, head, asked_ms)
+        self._catalog.readers.visit(model, number, reading_since(head, number, asked_ms))
         found = self._version(model, head, number)
         if is_commit(revision) and revision != found.commit:
             raise no_revision(model, head, revision)
@@ -66,7 +67,8 @@ class Hub:
             RevisionNotFound: the version was deleted meanwhile.
             DataLoss: the file is missing from the store, or shorter than the manifest says.
         """
-        self._catalog.readers.go_on(version.model, version.number)
+        # one who pauses for so long that this counts as a new beginning may have begun at any time
+        self._catalog.readers.visit(version.model, version.number, 0)
         with self._unless_deleted(version.model, version.number):
             try:
                 return self._catalog.store.read_range(

@@ -12,7 +12,6 @@ from weighbridge.layouts import Layout
 from weighbridge.pieces import Buffer
 from weighbridge.resources import Version
 from weighbridge.safetensors_files import FilesLayout
-from weighbridge_service.reader_leases import Reader
 from weighbridge_service.transfers import Bytes
 from weighbridge_storage.images import Lease
 
@@ -30,10 +29,10 @@ class OpenVersion:
     version: Version
     files: FilesLayout
     buffers: Mapping[str, Bytes]
-    _lease: Lease | Reader
+    _lease: Lease
 
     def close(self) -> None:
-        """Let go of the image, or of the objects in the store."""
+        """Let go of the image, or end the reading from the store."""
         self._lease.release()
 
     @contextmanager

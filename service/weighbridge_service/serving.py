@@ -18,6 +18,7 @@ from weighbridge_service.catalog import Catalog
 from weighbridge_service.megatron_layouts import TrainerRank, megatron_layout
 from weighbridge_service.models import Cache, RegisteredModel
 from weighbridge_service.reading import OpenVersion, Reading
+from weighbridge_service.store_readers import reading_since
 from weighbridge_service.transfers import Bytes
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.versions import open_version
@@ -124,13 +125,14 @@ class Serving:
             raise FailedPrecondition(
                 f"{found} is no longer held: it could not be made durable and a newer one is live"
             )
-        reader = self._catalog.readers.begin(name, found.number, head, asked_ms)
+        since_ms = reading_since(head, found.number, asked_ms)
+        lease = self._catalog.readers.begin(name, found.number, since_ms)
         try:
             with self._catalog.unless_deleted(name, found.number):
                 files, buffers = self._opened.get_or_make(
                     (name, found.number), lambda: open_version(self._catalog.store, name, found.number)
                 )
         except BaseException:
-            reader.release()
+            lease.release()
             raise
-        return OpenVersion(found, files, buffers, reader)
+        return OpenVersion(found, files, buffers, lease)

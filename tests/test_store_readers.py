@@ -11,7 +11,7 @@ import pytest
 
 from weighbridge.errors import Unavailable
 from weighbridge.resources import Retention
-from weighbridge_service.reader_leases import ReaderLeases
+from weighbridge_service.store_readers import StoreReaders, reading_since
 from weighbridge_storage.collecting import collect
 from weighbridge_storage.head import Head, Tombstone, VersionEntry
 from weighbridge_storage.head_store import HeadStore
@@ -70,10 +70,10 @@ def local(tmp_path: Path) -> LocalStore:
 
 def test_a_read_that_is_quick_writes_nothing(local: LocalStore) -> None:
     clock = Clock()
-    leases = ReaderLeases(local, GRACE, clock)
+    leases = StoreReaders(local, GRACE, clock)
     for _ in range(5):
-        readers = [leases.begin(SMOL, 1, head_of(), clock()) for _ in range(3)]
-        leases.visit(SMOL, 2, head_of(), clock())
+        readers = [leases.begin(SMOL, 1, clock()) for _ in range(3)]
+        leases.visit(SMOL, 2, clock())
         clock.true_ms += GRACE.quarter_ms - 1
         leases.renew()
         for reader in readers:
@@ -89,8 +89,8 @@ def test_a_read_that_lasts_has_one_lease_for_all_readers_that_is_renewed_each_qu
     local: LocalStore,
 ) -> None:
     clock = Clock()
-    leases = ReaderLeases(local, GRACE, clock)
-    readers = [leases.begin(SMOL, 1, head_of(), clock()) for _ in range(20)]
+    leases = StoreReaders(local, GRACE, clock)
+    readers = [leases.begin(SMOL, 1, clock()) for _ in range(20)]
     ends = []
     for _ in range(16):
         clock.true_ms += STEP_MS
@@ -112,9 +112,9 @@ def test_a_read_that_lasts_has_one_lease_for_all_readers_that_is_renewed_each_qu
 
 def test_visits_that_follow_each_other_are_one_read_until_they_stop(local: LocalStore) -> None:
     clock = Clock()
-    leases = ReaderLeases(local, GRACE, clock)
+    leases = StoreReaders(local, GRACE, clock)
     for _ in range(4):
-        leases.visit(SMOL, 1, head_of(), clock())
+        leases.visit(SMOL, 1, clock())
         clock.true_ms += GRACE.quarter_ms // 2
     assert [*leases_in(local).values()] == [START_MS + GRACE.quarter_ms + GRACE.ms]
     clock.true_ms += GRACE.quarter_ms
@@ -122,20 +122,20 @@ def test_visits_that_follow_each_other_are_one_read_until_they_stop(local: Local
         clock.true_ms += GRACE.quarter_ms
         leases.renew()
     assert [*leases_in(local).values()] == [START_MS + GRACE.quarter_ms + GRACE.ms], "nobody comes any more"
-    leases.visit(SMOL, 1, head_of(), clock())
+    leases.visit(SMOL, 1, clock())
     assert [*leases_in(local).values()] == [START_MS + GRACE.quarter_ms + GRACE.ms], "this is a new one"
     clock.true_ms += 2 * GRACE.quarter_ms
-    leases.go_on(SMOL, 1)
+    leases.visit(SMOL, 1, 0)
     leases.close()
     assert [*leases_in(local).values()] == [clock() + GRACE.ms], "this one was slow, and reads on"
 
 
 def test_who_begins_with_a_version_that_was_retired_long_ago_has_a_lease_at_once(local: LocalStore) -> None:
     clock = Clock()
-    leases = ReaderLeases(local, GRACE, clock)
-    leases.begin(SMOL, 1, head_of(retired_ms=START_MS - GRACE.quarter_ms + 1), clock())
+    leases = StoreReaders(local, GRACE, clock)
+    leases.begin(SMOL, 1, reading_since(head_of(retired_ms=START_MS - GRACE.quarter_ms + 1), 1, clock()))
     assert leases_in(local) == {}
-    leases.begin(SMOL, 1, head_of(retired_ms=START_MS - GRACE.quarter_ms), clock())
+    leases.begin(SMOL, 1, reading_since(head_of(retired_ms=START_MS - GRACE.quarter_ms), 1, clock()))
     leases.close()
     assert [*leases_in(local).values()] == [START_MS + GRACE.ms]
 
@@ -154,8 +154,8 @@ class Sulking(LocalStore):
 def test_a_lease_that_cannot_be_written_disturbs_nobody_and_is_tried_again(tmp_path: Path) -> None:
     clock = Clock()
     store = Sulking(tmp_path)
-    leases = ReaderLeases(store, GRACE, clock)
-    leases.begin(SMOL, 1, head_of(retired_ms=START_MS - GRACE.ms), clock())
+    leases = StoreReaders(store, GRACE, clock)
+    leases.begin(SMOL, 1, reading_since(head_of(retired_ms=START_MS - GRACE.ms), 1, clock()))
     leases.renew()
     assert leases_in(store) == {}
     store.sulks = False
@@ -207,7 +207,7 @@ def reads_while_versions_go(
 ) -> bool:
     """Whether a reader of version 1 finds it there at each of some steps from one on; it is retired at some step."""
     reading, retiring, collecting = clocks
-    leases = ReaderLeases(store, GRACE, reading)
+    leases = StoreReaders(store, GRACE, reading)
     heads = HeadStore(store)
     heads.update(SMOL, lambda _: (head_of(), None), create=True)
     for number in (1, 2):
@@ -220,9 +220,9 @@ def reads_while_versions_go(
         found = heads.read(SMOL)
         assert found is not None
         if step == begins and not visits:
-            reader = leases.begin(SMOL, 1, found[0], reading())
+            reader = leases.begin(SMOL, 1, reading_since(found[0], 1, reading()))
         if step >= begins and visits:
-            leases.visit(SMOL, 1, found[0], reading())
+            leases.visit(SMOL, 1, reading_since(found[0], 1, reading()))
         if step % rounds == 0:
             leases.renew()
         if step > retired:

@@ -6,17 +6,17 @@ grace time, and again after every further quarter, as `weighbridge_storage.lease
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
 from weighbridge.errors import WeighbridgeError
 from weighbridge_storage.head import Head
+from weighbridge_storage.images import Lease
 from weighbridge_storage.leases import Grace, write_lease
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import ObjectStore
@@ -39,13 +39,13 @@ class _Use:
     """What is known of those who read one version.
 
     Attributes:
-        since_ms: when each open reader began, by the reader.
+        since_ms: when each open reader began, by a number that tells it from others.
         visited_since_ms: when those began who come again and again and never say that they are done.
         visited_ms: when one of them came last; None if none has.
         written_ms: when the lease was written last; None if it was not.
     """
 
-    since_ms: dict[Reader, int] = field(default_factory=dict)
+    since_ms: dict[int, int] = field(default_factory=dict)
     visited_since_ms: int = 0
     visited_ms: int | None = None
     written_ms: int | None = None
@@ -58,27 +58,11 @@ class _Use:
         return min(began, default=None)
 
 
-class Reader:
-    """Somebody who reads a version until this is released, or until the end of a ``with`` block."""
+class StoreReaders:
+    """The readers of one process, and their leases. Thread-safe.
 
-    def __init__(self, release: Callable[[Reader], None]) -> None:
-        self._release = release
-
-    def release(self) -> None:
-        """The reading is over. Releasing again does nothing."""
-        self._release(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-class ReaderLeases:
-    """The leases of this process. Thread-safe.
+    Every reading of a durable version's files (a pull, a restore, an export, a download) begins and ends here. What a version
+    looks like, its manifest and its headers, may be read outside of that.
 
     Args:
         store: where the versions lie.
@@ -93,37 +77,43 @@ class ReaderLeases:
         self._id = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._uses: dict[tuple[ModelName, int], _Use] = {}
+        self._begun = itertools.count()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, model: ModelName, number: int, head: Head, asked_ms: int) -> Reader:
-        """Begin to read a version; release what this gives in the end.
+    @property
+    def count(self) -> int:
+        """How many readings there are now."""
+        with self._lock:
+            return sum(len(use.since_ms) for use in self._uses.values())
+
+    def begin(self, model: ModelName, number: int, since_ms: int) -> Lease:
+        """A reading begins; it ends when the lease is released.
 
         Args:
             model: whose version.
             number: which version.
-            head: the head in which it was found.
-            asked_ms: a time by `clock` before that head was read.
+            since_ms: when it counts as having begun (`reading_since`).
         """
-        place = (model, number)
-        reader = Reader(lambda reader: self._end(place, reader))
+        place, reader = (model, number), next(self._begun)
         with self._lock:
-            self._use(place).since_ms[reader] = _since(head, number, asked_ms)
+            self._use(place).since_ms[reader] = since_ms
         self._write_if_due(place)
-        return reader
 
-    def visit(self, model: ModelName, number: int, head: Head, asked_ms: int) -> None:
-        """Begin or go on with reading a version, as one who will come again and will not say when that was the last time.
+        def end() -> None:
+            with self._lock:
+                use = self._uses.get(place)
+                if use is not None:
+                    del use.since_ms[reader]
 
-        Whoever does not come again within a quarter of the grace time is done. Arguments as for `begin`.
+        return Lease(end)
+
+    def visit(self, model: ModelName, number: int, since_ms: int) -> None:
+        """Somebody reads a version who will come again, and will not say when that was the last time.
+
+        Whoever does not come again within a quarter of the grace time is done. Arguments as for `begin`; ``since_ms`` counts for
+        those who come for the first time.
         """
-        self._visit(model, number, _since(head, number, asked_ms))
-
-    def go_on(self, model: ModelName, number: int) -> None:
-        """One who has visited a version is still reading it; after a pause in which it counted as done, with a lease at once."""
-        self._visit(model, number, 0)
-
-    def _visit(self, model: ModelName, number: int, since_ms: int) -> None:
         place = (model, number)
         now_ms = self.clock()
         with self._lock:
@@ -154,12 +144,6 @@ class ReaderLeases:
             self._thread.start()
         return self._uses.setdefault(place, _Use())
 
-    def _end(self, place: tuple[ModelName, int], reader: Reader) -> None:
-        with self._lock:
-            use = self._uses.get(place)
-            if use is not None:
-                use.since_ms.pop(reader, None)
-
     def _write_if_due(self, place: tuple[ModelName, int]) -> None:
         now_ms, quarter_ms = self.clock(), self.grace.quarter_ms
         with self._lock:
@@ -188,7 +172,13 @@ class ReaderLeases:
             self.renew()
 
 
-def _since(head: Head, number: int, asked_ms: int) -> int:
-    """When somebody counts as having begun who asks for a version now."""
+def reading_since(head: Head, number: int, asked_ms: int) -> int:
+    """When somebody counts as having begun to read a version.
+
+    Args:
+        head: the head in which it was found.
+        number: which version.
+        asked_ms: a time before that head was read.
+    """
     tombstone = head.tombstones.get(number)
     return asked_ms if tombstone is None else min(asked_ms, tombstone.deleted_ms)
