@@ -20,7 +20,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install demo demo-s3 serve test bench bench-planning bench-convert lint format protos protos-check clean
+.PHONY: help install demo demo-s3 serve test bench bench-reading bench-planning bench-convert lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -59,6 +59,9 @@ test: $(STAMP) ## run the tests; ARGS="-k name" narrows, WORKERS=0 runs them in 
 
 bench: $(STAMP) ## measure, side by side with peers
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-reading: $(STAMP) ## time pulls from S3 next to boto3's own download, and count the bytes that slices cost
+	@$(BIN)/python -W ignore -m benchmarks.reading $(ARGS)
 
 bench-planning: $(STAMP) ## plan the largest models there are, from their configs alone
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.planning $(ARGS)

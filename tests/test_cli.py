@@ -181,6 +181,7 @@ def test_serve_has_the_defaults_of_the_service() -> None:
     defaults = {param.name: param.default for param in serve_command.params}
     config = ServiceConfig(Path("x"))
     assert parse_size(str(defaults["memory_budget"])) == config.memory_budget
+    assert parse_size(str(defaults["read_cache"])) == config.read_cache
     assert defaults["receive_timeout"] == config.receive_timeout
     assert defaults["drain_seconds"] == config.drain_seconds
 

@@ -49,6 +49,7 @@ from weighbridge_service.engine_layouts import EngineLayouts, padding_of
 from weighbridge_service.planning import make_plan
 from weighbridge_service.relations import identity_links
 from weighbridge_service.transfers import Transfer
+from weighbridge_storage.file_bytes import mapped_files
 
 MODEL = "tests/engine"
 DTYPES = ["fp32", "fp16", "bf16", "fp64"]
@@ -112,7 +113,7 @@ class Source:
 
     def slices(self, request: LayoutRequest) -> list[tuple[str, Tensor]]:
         layout = self.layout(request)
-        stream = bytearray(self.transfer(layout).gather(0, layout.nbytes, self.buffers))
+        stream = bytearray(self.transfer(layout).gather(0, layout.nbytes, mapped_files(self.buffers)))
         return [
             (
                 p.shard.tensor,
@@ -302,7 +303,7 @@ def test_stacked_experts_are_spread_and_cut_between_gate_and_up(tmp_path: Path, 
 
             # in a file they are one tensor, as the rank's own parameter is
             layout = source.layout(request)
-            stream = bytes(source.transfer(layout).gather(0, layout.nbytes, source.buffers))
+            stream = bytes(source.transfer(layout).gather(0, layout.nbytes, mapped_files(source.buffers)))
             path = tmp_path / f"{ep_rank}-{rank}.safetensors"
             pieces = [stream[i : i + 97] for i in range(0, len(stream), 97)]
             write_rank_file(path, lay_out_rank_file(layout, {}), layout, pieces, lambda _done, _total: None)
@@ -486,7 +487,7 @@ def test_a_cast_stream_is_what_torch_casts_and_can_begin_at_any_byte(target: str
     source = Source(PlainBridge(), state)
     layout = source.layout(FullTensors())
     casting = Casting(layout, dtypes.parse(target))
-    gather = partial(source.transfer(layout).gather, files=source.buffers)
+    gather = partial(source.transfer(layout).gather, files=mapped_files(source.buffers))
     expected = b"".join(
         (tensor.to(dtypes.parse(target).torch) if tensor.is_floating_point() else tensor)
         .reshape(-1)

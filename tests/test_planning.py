@@ -24,6 +24,7 @@ from weighbridge.safetensors_files import lay_out_files
 from weighbridge_service.planning import join_streams, make_plan, share_out
 from weighbridge_service.relations import Link, identity_links
 from weighbridge_service.transfers import Transfer
+from weighbridge_storage.file_bytes import mapped_files
 
 DTYPES = [dtypes.parse(name) for name in ("bf16", "fp32", "fp8_e4m3", "i64")]
 
@@ -119,7 +120,7 @@ def test_any_cut_to_any_files_and_back_to_any_cut_keeps_every_byte(seed: int) ->
     reading = Transfer(make_plan(files.layout, wanted, links), scatter=False)
     expected = stream_of(wanted, tensors)
     for start, stop in ranges(rng, len(expected)):
-        assert reading.gather(start, stop - start, image) == expected[start:stop]
+        assert reading.gather(start, stop - start, mapped_files(image)) == expected[start:stop]
 
 
 @given(st.integers(0, 2**32))
@@ -303,7 +304,7 @@ def test_stacked_permuted_and_interleaved_tensors_keep_every_byte(seed: int) -> 
     reading = Transfer(make_plan(files.layout, wanted, back), scatter=False)
     data = stream_of(wanted, tensors)
     for start, stop in ranges(rng, len(data)):
-        assert reading.gather(start, stop - start, image) == data[start:stop]
+        assert reading.gather(start, stop - start, mapped_files(image)) == data[start:stop]
 
 
 @given(st.integers(0, 2**32))

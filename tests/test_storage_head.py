@@ -632,6 +632,9 @@ class LyingStore(ObjectStore):
     def map(self, key: str) -> Any:
         return self.inner.map(key)
 
+    def stream(self, key: str) -> Iterator[bytes | memoryview]:
+        return self.inner.stream(key)
+
     def list(self, prefix: str) -> Iterator[str]:
         return self.inner.list(prefix)
 

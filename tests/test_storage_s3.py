@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import numpy as np
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, ReadTimeoutError
@@ -72,7 +73,7 @@ def test_objects_of_any_number_of_parts_are_whole(store: S3Store, nbytes: int, s
     etag = store.put("k", pieces if streamed else data, mode="create")
     content, found = store.get("k")
     assert (content, found) == (data.tobytes(), etag)
-    assert np.array_equal(store.map("k"), data)
+    assert b"".join(store.stream("k")) == data.tobytes()
     assert unfinished(store) == 0
 
 
@@ -177,7 +178,7 @@ def test_a_large_object_is_copied_in_parts(settings: S3Settings) -> None:
     store.put("a", data, mode="create")
     store.put("b", b"old", mode="create")
     store.copy("a", "b")
-    assert np.array_equal(store.map("b"), data)
+    assert b"".join(store.stream("b")) == data.tobytes()
     with pytest.raises(NotFound):
         store.copy("missing", "b")
     assert unfinished(store) == 0
@@ -205,34 +206,22 @@ def test_a_copy_whose_source_changes_under_it_is_begun_again(
     store.close()
 
 
-def test_an_object_that_is_replaced_while_it_is_mapped_is_one_of_the_two(
+def test_an_object_that_is_replaced_while_it_is_streamed_is_an_error_and_no_mixture(
     store: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.put("k", b"1" * (2 * SMALLEST_PART), mode="create")
-    real = store._client.head
+    store.put("k", b"1" * (20 * MIB), mode="create")
+    real = store._client.get_range
 
-    def look_then_replace(name: str) -> Found:
-        found = real(name)
-        monkeypatch.setattr(store._client, "head", real)
-        store.put("k", b"2" * (3 * SMALLEST_PART), mode="overwrite")
-        return found
+    def replace_then_read(name: str, start: int, length: int, etag: str | None) -> Any:
+        if start:
+            store.put("k", b"2" * (20 * MIB), mode="overwrite")
+        return real(name, start, length, etag)
 
-    monkeypatch.setattr(store._client, "head", look_then_replace)
-    assert store.map("k").tobytes() == b"2" * (3 * SMALLEST_PART)
-
-
-def test_what_is_mapped_lies_in_the_scratch_folder_without_a_name(
-    settings: S3Settings, tmp_path: Path
-) -> None:
-    store = S3Store(settings, tmp_path)
-    store.put("k", b"x" * SMALLEST_PART, mode="create")
-    mapped = store.map("k")
-    assert list(tmp_path.iterdir()) == []
-    assert str(tmp_path) in Path("/proc/self/maps").read_text()
-    assert mapped.tobytes() == b"x" * SMALLEST_PART
-    del mapped
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-    store.close()
+    monkeypatch.setattr(store._client, "get_range", replace_then_read)
+    came: list[bytes] = []
+    with pytest.raises(Unavailable, match="replaced"):
+        came.extend(store.stream("k"))
+    assert set(b"".join(came)) <= {ord("1")}
 
 
 MEASURE = f"""
@@ -440,7 +429,7 @@ def test_a_location_says_where_a_store_is(tmp_path: Path) -> None:
     [
         "s3://", "s3:///x", "s3://b/../c", "s3://b/.hidden", "s3://b?endpoint=h:1", "s3://b?endpoint=ftp://h",
         "s3://b?endpoint=", "s3://b?addressing=both", "s3://b?x=1", "s3://b?region", "s3://b#x", "s3://key:secret@b/x",
-        "s3://b?endpoint=http://key:secret@h", "s3://b?endpoint=http://h/?x=1", "s3://b?endpoint=http://h:99999",
+        "s3://b?endpoint=http://key:secret@h", "s3://b?public_endpoint=http://key:secret@h", "s3://b?endpoint=http://h/?x=1", "s3://b?endpoint=http://h:99999",
     ],
 )  # fmt: skip
 def test_what_is_no_location_is_refused_without_repeating_secrets(location: str) -> None:
@@ -462,12 +451,28 @@ def test_what_is_no_location_is_refused_without_repeating_secrets(location: str)
 def test_a_bucket_is_addressed_as_asked_for_and_signed_with_sigv4(
     aws_environment: None, addressing: Any, endpoint: str | None, expected: str
 ) -> None:
-    store = S3Store(S3Settings("bucket", endpoint=endpoint, region="eu-west-1", addressing=addressing))
-    url = store._client._s3.generate_presigned_url("get_object", Params={"Bucket": "bucket", "Key": "k"})
-    assert url.partition("?")[0] == expected
-    assert "X-Amz-Algorithm=AWS4-HMAC-SHA256" in url
-    assert "eu-west-1" in url
-    store.close()
+    here = S3Settings("bucket", endpoint=endpoint, region="eu-west-1", addressing=addressing)
+    elsewhere = dataclasses.replace(here, endpoint="http://10.0.0.1:8333", public_endpoint=endpoint)
+    for settings in (here, elsewhere) if endpoint else (here,):
+        store = S3Store(settings)
+        url = store.presigned_url("k", 60)
+        assert url.partition("?")[0] == expected
+        assert "X-Amz-Algorithm=AWS4-HMAC-SHA256" in url
+        assert "X-Amz-Expires=60" in url
+        assert "eu-west-1" in url
+        assert SECRET_KEY not in url
+        store.close()
+
+
+def test_a_presigned_url_gives_the_object_or_a_range_of_it_and_nothing_else(store: S3Store) -> None:
+    store.put("k", b"0123456789", mode="create")
+    url = store.presigned_url("k", 60)
+    assert httpx.get(url).content == b"0123456789"
+    part = httpx.get(url, headers={"range": "bytes=2-4"})
+    assert (part.status_code, part.content) == (206, b"234")
+    assert httpx.put(url, content=b"x").status_code == 403
+    assert httpx.get(url.replace("/k?", "/l?")).status_code == 403
+    assert httpx.get(store.presigned_url("nothing", 60)).status_code == 404
 
 
 def test_region_and_endpoint_come_from_the_environment(

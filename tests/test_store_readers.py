@@ -140,6 +140,27 @@ def test_who_begins_with_a_version_that_was_retired_long_ago_has_a_lease_at_once
     assert [*leases_in(local).values()] == [START_MS + GRACE.ms]
 
 
+def test_who_was_sent_to_the_store_itself_has_a_lease_at_once_that_is_not_written_for_each(
+    local: LocalStore,
+) -> None:
+    clock = Clock()
+    readers = StoreReaders(local, GRACE, clock)
+    hour_ms = 10 * GRACE.ms
+    seen = []
+    for _ in range(60):
+        readers.lend(SMOL, 1, hour_ms)
+        readers.renew()
+        (until_ms,) = leases_in(local).values()
+        assert until_ms >= clock() + hour_ms, "a URL that was given now can be used for so long"
+        seen.append(until_ms)
+        clock.true_ms += hour_ms // 20
+    assert len(set(seen)) == 3, "written once in that time"
+    clock.true_ms += 2 * hour_ms
+    readers.renew()
+    readers.close()
+    assert [*leases_in(local).values()] == seen[-1:], "nobody asks any more"
+
+
 class Sulking(LocalStore):
     """A store that takes no writes for a while."""
 

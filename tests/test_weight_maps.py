@@ -26,6 +26,7 @@ from weighbridge_service.planning import make_plan
 from weighbridge_service.tracing import trace
 from weighbridge_service.transfers import Transfer
 from weighbridge_service.weight_maps import derive_weight_map, megatron_specs
+from weighbridge_storage.file_bytes import mapped_files
 
 F32 = dtypes.parse("fp32")
 CASES = [(family, tied) for family in TINY_FAMILIES for tied in (True, False)]
@@ -52,7 +53,9 @@ def test_hugging_face_to_megatron_is_what_mbridge_makes_of_the_weights(family: s
     transfer = Transfer(make_plan(files.layout, target, weight_map.inverse_links), scatter=False)
     reference = make_bridge(config, torch.float32)
     for p in target.placements:
-        found = torch.frombuffer(bytearray(transfer.gather(p.offset, p.nbytes, image)), dtype=torch.float32)
+        found = torch.frombuffer(
+            bytearray(transfer.gather(p.offset, p.nbytes, mapped_files(image))), dtype=torch.float32
+        )
         sources = [state[target.name] for target in bridge.megatron[p.shard.tensor].targets]
         expected = reference._weight_to_mcore_format(p.shard.tensor, sources)
         assert torch.equal(found.view(expected.shape), expected), p.shard.tensor

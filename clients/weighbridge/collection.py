@@ -10,6 +10,7 @@ RULE_KEEP_EVERY = "keep_every"
 RULE_KEEP_YOUNGER = "keep_younger_s"
 RULE_KEEP_EVERYTHING = "keep_everything"
 """Speaks for every version as long as the model has no other rule."""
+MOST_PROBLEMS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,3 @@ class Collection:
         return {
             name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
         }
-
-
-MOST_PROBLEMS = 100

@@ -115,17 +115,21 @@ def lay_out_files(specs: Sequence[TensorSpec], max_shard_bytes: int = DEFAULT_SH
     return FilesLayout(tuple(files), Layout(tensors, tuple(placements)))
 
 
-def read_header(data: memoryview, file: str) -> tuple[TensorFile, list[TensorSpec], list[Placement]]:
-    """Read and check the header of a whole safetensors file, trusting nothing in it.
+def read_header(
+    data: memoryview, file: str, nbytes: int | None = None
+) -> tuple[TensorFile, list[TensorSpec], list[Placement]]:
+    """Read and check the header of a safetensors file, trusting nothing in it.
 
     Args:
-        data: all bytes of the file (a mapping of it: only the header is touched).
+        data: all bytes of the file (a mapping of it: only the header is touched), or at least its length and header.
         file: its name, for placements and messages.
+        nbytes: size of the file in bytes; None if ``data`` is all of it.
 
     Raises:
         DataLoss: the file is cut short, its header is not what the format says, or its tensors overlap, leave gaps or
             reach beyond the end.
     """
+    whole = len(data) if nbytes is None else nbytes
     if len(data) < 8:
         raise DataLoss(f"{file} has {len(data)} bytes: too short for a safetensors file")
     length = int.from_bytes(data[:8], "little")
@@ -151,9 +155,9 @@ def read_header(data: memoryview, file: str) -> tuple[TensorFile, list[TensorSpe
         position = end
         specs.append(spec)
         placements.append(Placement(Shard(name, Box.whole(shape)), file, 8 + length + begin, spec.nbytes))
-    if 8 + length + position != len(data):
-        raise DataLoss(f"{file} has {len(data)} bytes, its header describes {8 + length + position}")
-    return TensorFile(file, bytes(data[: 8 + length]), len(data)), specs, placements
+    if 8 + length + position != whole:
+        raise DataLoss(f"{file} has {whole} bytes, its header describes {8 + length + position}")
+    return TensorFile(file, bytes(data[: 8 + length]), whole), specs, placements
 
 
 def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
@@ -172,8 +176,12 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def layout_of_files(buffers: Mapping[str, memoryview]) -> FilesLayout:
+def layout_of_files(buffers: Mapping[str, memoryview], sizes: Mapping[str, int] | None = None) -> FilesLayout:
     """The layout of existing files, from their headers.
+
+    Args:
+        buffers: by name, what `read_header` takes.
+        sizes: of the files in bytes, by name; None if the buffers are all of them.
 
     Raises:
         DataLoss: a header is wrong, or a tensor stands in two files.
@@ -182,7 +190,7 @@ def layout_of_files(buffers: Mapping[str, memoryview]) -> FilesLayout:
     tensors: dict[str, TensorSpec] = {}
     placements: list[Placement] = []
     for name, data in buffers.items():
-        file, specs, placed = read_header(data, name)
+        file, specs, placed = read_header(data, name, None if sizes is None else sizes[name])
         for spec in specs:
             if spec.name in tensors:
                 raise DataLoss(f"{spec.name} stands in {name} and in another file of the same folder")

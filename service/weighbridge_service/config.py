@@ -18,11 +18,14 @@ class ServiceConfig:
     Attributes:
         store: where versions are kept: a folder, or a location such as ``s3://bucket/prefix``
             (`weighbridge_storage.opening`).
-        scratch: folder on this machine for what may be lost: images that do not fit into memory, bytes fetched from S3. By
+        scratch: folder on this machine for what may be lost: images that do not fit into memory, the read cache. By
             default the store's folder, or ``weighbridge-data`` in the current one if the store is not a folder.
         exports: folder under which exports that are asked for over HTTP are written; by default ``exports`` in the
             scratch folder.
         memory_budget: most bytes of shared memory for images; what does not fit goes to files in the scratch folder.
+        read_cache: most bytes on disk, in the scratch folder, of what pulls have brought from a store that is no folder.
+        redirect_downloads: whether clients of the Hub's protocol are sent to the store itself for large files, if it can sign
+            URLs.
         receive_timeout: seconds without a word from any rank after which a version being received is given up.
         declare_timeout: seconds that a rank waits for the others to declare their layouts.
         publish_attempts: how often making a version durable is tried.
@@ -39,6 +42,8 @@ class ServiceConfig:
     scratch: Path | None = None
     exports: Path | None = None
     memory_budget: int = 8 << 30
+    read_cache: int = 16 << 30
+    redirect_downloads: bool = False
     receive_timeout: float = 300.0
     declare_timeout: float = 600.0
     publish_attempts: int = 5

@@ -33,6 +33,7 @@ from weighbridge.errors import (
 from weighbridge.hf_folder import write_hf_folder
 from weighbridge.layouts import Placement, TensorSpec
 from weighbridge.safetensors_files import DEFAULT_SHARD_BYTES
+from weighbridge_service.read_ahead import STEP_BYTES, Need, ReadAhead, Step
 from weighbridge_service.reading import OpenVersion
 from weighbridge_service.service import Weighbridge
 from weighbridge_service.transfers import Bytes
@@ -362,22 +363,39 @@ def _tensors_of(opened: OpenVersion) -> Callable[[Sequence[TensorSpec]], Iterabl
     placements = {placement.shard.tensor: placement for placement in opened.files.layout.placements}
 
     def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in specs:
-            placement = placements[spec.name]
-            there = opened.files.layout.tensors[spec.name]
-            yield spec.name, _tensor(there, placement, opened.buffers[placement.buffer])
+        wanted = [placements[spec.name] for spec in specs]
+        with contextlib.closing(ReadAhead(opened.sources, _steps(wanted))) as ahead:
+            position = 0
+            for placement in wanted:
+                ahead.advance(position)
+                position += placement.nbytes
+                there = opened.files.layout.tensors[placement.shard.tensor]
+                data = opened.sources[placement.buffer].read(placement.offset, placement.nbytes)
+                yield there.name, _tensor(there, data)
 
     return tensors
 
 
-def _tensor(spec: TensorSpec, placement: Placement, data: Bytes) -> torch.Tensor:
-    """A tensor over the bytes where they lie, as long as ``data`` is kept; it must not be written to."""
+def _steps(wanted: Iterable[Placement]) -> Iterator[Step]:
+    """Whole tensors one behind the other, for reading ahead."""
+    position = 0
+    for placement in wanted:
+        for start in range(0, placement.nbytes, STEP_BYTES):
+            length = min(STEP_BYTES, placement.nbytes - start)
+            position += length
+            yield Step(position, [Need(placement.buffer, placement.offset + start, (length,), (1,))])
+
+
+def _tensor(spec: TensorSpec, data: Bytes) -> torch.Tensor:
+    """A tensor over bytes where they lie, as long as whatever they lie in is kept; it must not be written to."""
     import torch
 
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=spec.dtype.torch)
+    if data.flags.writeable:
+        return torch.frombuffer(data, dtype=spec.dtype.torch).reshape(spec.shape)
     # by address: of read-only memory, which torch does not know, it would warn
-    there = (ctypes.c_ubyte * spec.nbytes).from_address(data.ctypes.data + placement.offset)
+    there = (ctypes.c_ubyte * spec.nbytes).from_address(data.ctypes.data)
     return torch.frombuffer(there, dtype=spec.dtype.torch).reshape(spec.shape)
 
 

@@ -41,6 +41,7 @@ from weighbridge_service.http_resources import (
     VersionsOut,
 )
 from weighbridge_service.hub import HubNotFound
+from weighbridge_service.hub_reading import Hub
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.names import MAX_VERSION
@@ -274,5 +275,7 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics) -> Fast
     app.include_router(_models_router(service))
     app.include_router(_exports_router(exports))
     app.include_router(_operations_router(service, metrics))
-    app.include_router(hub_router(service.catalog))
+    app.include_router(
+        hub_router(Hub(service.catalog, service.store_readers), redirect=service.config.redirect_downloads)
+    )
     return app

@@ -8,19 +8,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
-from urllib.parse import parse_qs, quote, urlencode
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from weighbridge.errors import InvalidArgument
 from weighbridge_service import hub as documents
-from weighbridge_service.catalog import Catalog
 from weighbridge_service.http_problems import ProblemResponse
 from weighbridge_service.http_ranges import RangeNotSatisfiable, byte_range
 from weighbridge_service.hub import Asked, HubNotFound, HubVersion, RepoNotFound, etag_of
 from weighbridge_service.hub_reading import Hub
+from weighbridge_storage.images import Lease
 from weighbridge_storage.names import shown
 
 _API = "/api/models/"
@@ -29,11 +30,17 @@ _MOST_PATHS = 10_000
 _READ_BYTES = 4 << 20
 """Read from the store at a time. A file on its way holds two such pieces: one being sent, and the next one being read."""
 _SEND_BYTES = 1 << 20
+_REDIRECT_BYTES = 8 << 20
+"""From this size on, a way round the service is worth one more request."""
 
 
-def hub_router(catalog: Catalog) -> APIRouter:
-    """The routes over the durable versions of a catalog. They are not in the OpenAPI document: the protocol is not ours."""
-    hub = Hub(catalog)
+def hub_router(hub: Hub, *, redirect: bool) -> APIRouter:
+    """The routes over durable versions. They are not in the OpenAPI document: the protocol is not ours.
+
+    Args:
+        hub: the versions.
+        redirect: whether large files are fetched from the store itself, where it can sign URLs.
+    """
     router = APIRouter(include_in_schema=False)
 
     @router.get(_API + "{namespace}/{name}")
@@ -96,6 +103,10 @@ def hub_router(catalog: Catalog) -> APIRouter:
         wanted = byte_range(
             request.headers.get("range") if condition in (None, headers["ETag"]) else None, size
         )
+        if redirect and size >= _REDIRECT_BYTES and condition is None:
+            elsewhere = _elsewhere(request, hub.url(version, asked.path))
+            if elsewhere is not None:
+                return RedirectResponse(elsewhere, 302, _redirect_headers(headers))
         headers["Content-Length"] = str(wanted.end - wanted.start)
         if wanted.partial:
             headers["Content-Range"] = f"bytes {wanted.start}-{wanted.end - 1}/{size}"
@@ -103,11 +114,16 @@ def hub_router(catalog: Catalog) -> APIRouter:
         def read(start: int) -> bytes:
             return hub.read(version, asked.path, start, min(_READ_BYTES, wanted.end - start))
 
-        # a file that cannot be read is a problem document, not a stream that breaks
-        pieces = _stream(read, read(wanted.start), wanted.start, wanted.end)
-        return StreamingResponse(
-            pieces, 206 if wanted.partial else 200, headers, media_type="application/octet-stream"
-        )
+        lease = hub.begin(version)
+        try:
+            first = read(
+                wanted.start
+            )  # a file that cannot be read is a problem document, not a stream that breaks
+        except BaseException:
+            lease.release()
+            raise
+        pieces = _stream(read, first, wanted.start, wanted.end)
+        return _Download(pieces, 206 if wanted.partial else 200, headers, lease)
 
     # behind all others: a model may be called tests/resolve
     @router.get(_API + "{name}")
@@ -176,6 +192,33 @@ def _file_headers(version: HubVersion, path: str) -> dict[str, str]:
         "Content-Length": str(file.size),
         "Accept-Ranges": "bytes",
     }
+
+
+def _elsewhere(request: Request, url: str | None) -> str | None:
+    """``url``, if it is of another origin: clients take no redirect that leads back to where they are."""
+    return url if url is not None and urlsplit(url).netloc != request.url.netloc else None
+
+
+def _redirect_headers(headers: dict[str, str]) -> dict[str, str]:
+    """What goes with a redirect, where the size and the ETag are those of the file behind it."""
+    return {
+        "X-Repo-Commit": headers["X-Repo-Commit"],
+        "X-Linked-ETag": headers["ETag"],
+        "X-Linked-Size": headers["Content-Length"],
+        "Cache-Control": "no-store",  # it is only valid for a while
+    }
+
+
+class _Download(StreamingResponse):
+    """Bytes of a file; the reading of it ends with the response, however that comes about."""
+
+    def __init__(self, pieces: AsyncIterator[memoryview], status: int, headers: dict[str, str], lease: Lease):
+        super().__init__(pieces, status, headers, media_type="application/octet-stream")
+        self._lease = lease
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._lease:
+            await super().__call__(scope, receive, send)
 
 
 async def _stream(

@@ -17,12 +17,15 @@ from weighbridge_service.hub import (
     refs_document,
 )
 from weighbridge_service.models import Cache
-from weighbridge_service.store_readers import reading_since
+from weighbridge_service.store_readers import StoreReaders, reading_since
 from weighbridge_storage.head import Head
+from weighbridge_storage.images import Lease
 from weighbridge_storage.manifest import Manifest
 from weighbridge_storage.names import MANIFEST_FILE, ModelName, version_key
-from weighbridge_storage.versions import read_manifest_text
+from weighbridge_storage.version_reading import read_manifest_text
 
+URL_SECONDS = 3600
+"""How long a URL of a file in the store is valid: a download may begin as late, and goes on after that."""
 _KEPT_FILES = 100_000
 """Files of versions that are remembered, over all models: some 300 bytes each."""
 
@@ -32,10 +35,12 @@ class Hub:
 
     Args:
         catalog: which models there are.
+        readers: who is reading from the store.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, readers: StoreReaders) -> None:
         self._catalog = catalog
+        self._readers = readers
         self._versions: Cache[HubVersion] = Cache(_KEPT_FILES, lambda version: 1 + len(version.files))
 
     def version(self, name: str, revision: str) -> HubVersion:
@@ -45,10 +50,10 @@ class Hub:
             RepoNotFound: no such model.
             RevisionNotFound: the model has no such durable version.
         """
-        asked_ms = self._catalog.readers.clock()
+        asked_ms = self._readers.clock()
         model, head = self._model(name)
         number = number_of(model, head, revision)
-        self._catalog.readers.visit(model, number, reading_since(head, number, asked_ms))
+        self._readers.visit(model, number, reading_since(head, number, asked_ms))
         found = self._version(model, head, number)
         if is_commit(revision) and revision != found.commit:
             raise no_revision(model, head, revision)
@@ -67,8 +72,6 @@ class Hub:
             RevisionNotFound: the version was deleted meanwhile.
             DataLoss: the file is missing from the store, or shorter than the manifest says.
         """
-        # one who pauses for so long that this counts as a new beginning may have begun at any time
-        self._catalog.readers.visit(version.model, version.number, 0)
         with self._unless_deleted(version.model, version.number):
             try:
                 return self._catalog.store.read_range(
@@ -78,6 +81,18 @@ class Hub:
                 raise DataLoss(
                     f"{path} of {version.model}@{version.number} in the store is not what its manifest says"
                 ) from error
+
+    def begin(self, version: HubVersion) -> Lease:
+        """The reading of a file begins; it ends when the lease is released."""
+        # the visit in which the version was found says for how long it has been read before
+        return self._readers.begin(version.model, version.number, self._readers.clock())
+
+    def url(self, version: HubVersion, path: str) -> str | None:
+        """Where a file can be had from the store itself for `URL_SECONDS`; None if the store has no such URLs."""
+        url = self._catalog.store.presigned_url(version_key(version.model, version.number, path), URL_SECONDS)
+        if url is not None:
+            self._readers.lend(version.model, version.number, URL_SECONDS * 1000)
+        return url
 
     def _model(self, name: str) -> tuple[ModelName, Head]:
         try:

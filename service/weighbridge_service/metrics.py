@@ -84,6 +84,27 @@ class Metrics(Collector):
             "weighbridge_image_regions_reused", "Images in a region used before.", value=usage.reused
         )
 
+        cache = service.read_cache.usage()
+        yield CounterMetricFamily(
+            "weighbridge_store_fetched_bytes",
+            "Bytes of weights brought from a remote store into the read cache.",
+            value=cache.fetched,
+        )
+        yield GaugeMetricFamily(
+            "weighbridge_read_cache_bytes", "Bytes of blocks in the read cache.", value=cache.nbytes
+        )
+        blocks = CounterMetricFamily(
+            "weighbridge_read_cache_blocks", "Blocks that readers have wanted.", labels=["result"]
+        )
+        blocks.add_metric(["hit"], cache.hits)
+        blocks.add_metric(["miss"], cache.misses)
+        yield blocks
+        yield GaugeMetricFamily(
+            "weighbridge_store_readers",
+            "Pulls, restores, exports and downloads that read from the store.",
+            value=service.store_readers.count,
+        )
+
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from weighbridge import rpc
@@ -12,7 +12,8 @@ from weighbridge.layouts import Layout
 from weighbridge.pieces import Buffer
 from weighbridge.resources import Version
 from weighbridge.safetensors_files import FilesLayout
-from weighbridge_service.transfers import Bytes
+from weighbridge_service.read_ahead import StreamReader
+from weighbridge_storage.file_bytes import FileBytes
 from weighbridge_storage.images import Lease
 
 
@@ -23,12 +24,12 @@ class OpenVersion:
     Attributes:
         version: which one.
         files: how its tensors lie in its files.
-        buffers: the files' bytes, read-only.
+        sources: where the bytes of each file are, by its name.
     """
 
     version: Version
     files: FilesLayout
-    buffers: Mapping[str, Bytes]
+    sources: Mapping[str, FileBytes]
     _lease: Lease
 
     def close(self) -> None:
@@ -73,22 +74,24 @@ class Reading:
     layout: Layout
     offset: int
     _opened: OpenVersion
+    _reader: StreamReader
     _gather: Callable[[int, int], Buffer]
 
     def __post_init__(self) -> None:
         if self.offset > self.layout.nbytes:
-            self._opened.close()
+            self.close()
             raise InvalidArgument(
                 f"the stream has {self.layout.nbytes} bytes; it cannot begin at {self.offset}"
             )
 
     def close(self) -> None:
         """Let go of the version, if not all pieces are taken."""
+        self._reader.close()
         self._opened.close()
 
     def pieces(self) -> Iterator[Piece]:
         """The rest of the stream from its offset on; the version stays open until the last piece is taken."""
-        with self._opened.closing():
+        with closing(self):
             position, end = self.offset, self.layout.nbytes
             while position < end:
                 length = min(rpc.MESSAGE_BYTES, end - position)

@@ -7,9 +7,12 @@ from weighbridge_service.collecting import Collecting
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.intake import Intake
 from weighbridge_service.serving import Serving
+from weighbridge_storage.block_cache import BlockCache
+from weighbridge_storage.block_file import check_holes
 from weighbridge_storage.images import ImagePool
 from weighbridge_storage.opening import open_store
 from weighbridge_storage.probe import probe
+from weighbridge_storage.s3_settings import is_s3
 
 
 class Weighbridge:
@@ -19,8 +22,9 @@ class Weighbridge:
         config: its settings.
 
     Raises:
+        FailedPrecondition: the store does not keep conditional writes, or the scratch folder's file system cannot hold a
+            read cache for it.
         InvalidArgument: a setting cannot be.
-        FailedPrecondition: the store does not keep conditional writes.
         WeighbridgeError: the store cannot be opened or used.
         OSError: the scratch folder cannot be made.
 
@@ -30,6 +34,8 @@ class Weighbridge:
         serving: versions on their way out.
         collecting: which versions are kept.
         images: where versions are put together.
+        read_cache: what was brought from a store that is no folder.
+        store_readers: who is reading from the store.
     """
 
     def __init__(self, config: ServiceConfig) -> None:
@@ -37,7 +43,10 @@ class Weighbridge:
         grace = config.grace
         scratch = config.scratch_folder / ".images"
         scratch.mkdir(parents=True, exist_ok=True)
-        self._store = open_store(config.store, scratch=scratch)
+        self.read_cache = BlockCache(scratch, config.read_cache)
+        if is_s3(config.store):
+            check_holes(scratch)
+        self._store = open_store(config.store)
         try:
             probe(self._store)
         except BaseException:
@@ -46,7 +55,8 @@ class Weighbridge:
         self.images = ImagePool(config.memory_budget, scratch)
         self.catalog = Catalog(self._store, grace)
         self.intake = Intake(self.catalog, self.images, config)
-        self.serving = Serving(self.catalog)
+        self.store_readers = self.catalog.readers
+        self.serving = Serving(self.catalog, self.read_cache, self.store_readers)
         self.collecting = Collecting(self.catalog, config.collect_every)
 
     @property
@@ -70,6 +80,7 @@ class Weighbridge:
         self._stop()
         self.catalog.readers.close()
         self.images.trim()
+        self.read_cache.close()
         self._store.close()
 
     def _stop(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from weighbridge import dtypes
 from weighbridge.dtypes import DType
 from weighbridge.errors import FailedPrecondition
 from weighbridge.layouts import Layout, TensorSpec
+from weighbridge.pieces import Buffer
 from weighbridge.resources import Version, VersionState
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge.slices import LayoutRequest
@@ -17,16 +18,20 @@ from weighbridge_service.casting import Casting, cast_specs
 from weighbridge_service.catalog import Catalog
 from weighbridge_service.megatron_layouts import TrainerRank, megatron_layout
 from weighbridge_service.models import Cache, RegisteredModel
+from weighbridge_service.read_ahead import StreamReader
 from weighbridge_service.reading import OpenVersion, Reading
-from weighbridge_service.store_readers import reading_since
-from weighbridge_service.transfers import Bytes
+from weighbridge_service.store_readers import StoreReaders, reading_since
+from weighbridge_service.transfers import Transfer
+from weighbridge_storage.block_cache import BlockCache
+from weighbridge_storage.file_bytes import FileBytes, mapped_files
+from weighbridge_storage.head import Head
 from weighbridge_storage.names import ModelName
-from weighbridge_storage.versions import open_version
+from weighbridge_storage.version_reading import open_version
 
 _KEPT_CASTS = 250_000
 """Slices of pulls in another dtype that are remembered, over all models."""
 _KEPT_OPEN = 16
-"""Durable versions whose files stay mapped after a pull."""
+"""Durable versions whose files stay mapped, or in the read cache, after a pull."""
 
 
 class Serving:
@@ -34,14 +39,18 @@ class Serving:
 
     Args:
         catalog: which versions there are.
+        cache: what the bytes of a remote store go through.
+        readers: who is reading from the store.
 
     Attributes:
         bytes_out: bytes of weights that were sent.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, cache: BlockCache, readers: StoreReaders) -> None:
         self._catalog = catalog
-        self._opened: Cache[tuple[FilesLayout, Mapping[str, Bytes]]] = Cache(_KEPT_OPEN)
+        self._cache = cache
+        self._readers = readers
+        self._opened: Cache[tuple[FilesLayout, Mapping[str, FileBytes]]] = Cache(_KEPT_OPEN)
         self._casts: Cache[Casting] = Cache(_KEPT_CASTS, lambda cast: 1 + len(cast.layout.placements))
         self.bytes_out = 0
         self._counting = threading.Lock()
@@ -68,15 +77,7 @@ class Serving:
         layout = model.pull_layout(request)
         casting = self._casting(model, layout, dtype) if dtype else None
         opened = self._open(model_name, version)
-        try:
-            transfer = model.pull_transfer(opened.files.layout, layout)
-        except BaseException:
-            opened.close()
-            raise
-        gather = partial(transfer.gather, files=opened.buffers)
-        if casting is None:
-            return Reading(opened.version, layout, offset, opened, gather)
-        return Reading(opened.version, casting.layout, offset, opened, partial(casting.gather, gather))
+        return self._reading(opened, layout, offset, casting, model.pull_transfer)
 
     def cast(self, name: str, specs: Iterable[TensorSpec], dtype: DType) -> list[TensorSpec]:
         """What tensors of a model are after a cast. Raises InvalidArgument if one cannot be cast."""
@@ -91,12 +92,7 @@ class Serving:
         model_name = ModelName.parse(name)
         model = self._catalog.state(model_name).model
         opened = self._open(model_name, version)
-        try:
-            transfer = model.restore_transfer(opened.files.layout, layout)
-        except BaseException:
-            opened.close()
-            raise
-        return Reading(opened.version, layout, offset, opened, partial(transfer.gather, files=opened.buffers))
+        return self._reading(opened, layout, offset, None, model.restore_transfer)
 
     def open(self, name: str, version: str) -> OpenVersion:
         """A visible version's bytes; close it after use."""
@@ -108,7 +104,7 @@ class Serving:
         return megatron_layout(model.bridge, model.tensors, rank, experts_apart=True)
 
     def _open(self, name: ModelName, version: str) -> OpenVersion:
-        asked_ms = self._catalog.readers.clock()
+        asked_ms = self._readers.clock()
         head = self._catalog.head(name)
         found = self._catalog.resolve(name, version, head)
         state = self._catalog.state(name)
@@ -117,22 +113,53 @@ class Serving:
             image = live.receiving.image if live else None
             if image is not None:
                 lease = image.lease()
-                return OpenVersion(found, state.model.files, image.read_only_buffers, lease)
+                return OpenVersion(found, state.model.files, mapped_files(image.read_only_buffers), lease)
         if found.state is not VersionState.DURABLE:
-            head = self._catalog.head(name)
-            found = self._catalog.resolve(name, str(found.number), head)  # it may have become durable since
+            head = self._catalog.head(name)  # it may have become durable since
+            found = self._catalog.resolve(name, str(found.number), head)
         if found.state is not VersionState.DURABLE:
             raise FailedPrecondition(
                 f"{found} is no longer held: it could not be made durable and a newer one is live"
             )
-        since_ms = reading_since(head, found.number, asked_ms)
-        lease = self._catalog.readers.begin(name, found.number, since_ms)
+        return self._open_durable(name, found, head, asked_ms)
+
+    def _open_durable(self, name: ModelName, found: Version, head: Head, asked_ms: int) -> OpenVersion:
+        entry = head.readable(found.number)
+        lease = self._readers.begin(name, found.number, reading_since(head, found.number, asked_ms))
         try:
+            # a model that was removed and registered again may give a number to another version
             with self._catalog.unless_deleted(name, found.number):
-                files, buffers = self._opened.get_or_make(
-                    (name, found.number), lambda: open_version(self._catalog.store, name, found.number)
+                files, sources = self._opened.get_or_make(
+                    (name, found.number, entry.write_id if entry else ""),
+                    lambda: open_version(self._catalog.store, self._cache, name, found.number),
                 )
         except BaseException:
             lease.release()
             raise
-        return OpenVersion(found, files, buffers, lease)
+        return OpenVersion(found, files, sources, lease)
+
+    def _reading(
+        self,
+        opened: OpenVersion,
+        layout: Layout,
+        offset: int,
+        casting: Casting | None,
+        transfer_of: Callable[[Layout, Layout], Transfer],
+    ) -> Reading:
+        """A stream of an open version, which it closes in the end, or now if there can be no such stream."""
+        try:
+            reader = StreamReader(transfer_of(opened.files.layout, layout), opened.sources, layout.nbytes)
+        except BaseException:
+            opened.close()
+            raise
+        model, number = ModelName.parse(opened.version.model), opened.version.number
+
+        def gather(offset: int, length: int) -> Buffer:
+            with self._catalog.unless_deleted(model, number):
+                return reader.gather(offset, length)
+
+        if casting is None:
+            return Reading(opened.version, layout, offset, opened, reader, gather)
+        return Reading(
+            opened.version, casting.layout, offset, opened, reader, partial(casting.gather, gather)
+        )

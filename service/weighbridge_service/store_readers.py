@@ -43,12 +43,16 @@ class _Use:
         visited_since_ms: when those began who come again and again and never say that they are done.
         visited_ms: when one of them came last; None if none has.
         written_ms: when the lease was written last; None if it was not.
+        lent_ms: until when those may be reading who were sent to the store itself.
+        kept_ms: until when the lease holds that was written last.
     """
 
     since_ms: dict[int, int] = field(default_factory=dict)
     visited_since_ms: int = 0
     visited_ms: int | None = None
     written_ms: int | None = None
+    lent_ms: int = 0
+    kept_ms: int = 0
 
     def began_ms(self, now_ms: int, quarter_ms: int) -> int | None:
         """When the oldest of those began who are still reading; None if nobody is."""
@@ -123,6 +127,19 @@ class StoreReaders:
             use.visited_ms = now_ms
         self._write_if_due(place)
 
+    def lend(self, model: ModelName, number: int, ms: int) -> None:
+        """Somebody may begin to read a version from the store itself within so many milliseconds, and is not heard of again.
+
+        What was lent a while before is lent on for as long again, so that this is written once in that time.
+        """
+        place = (model, number)
+        now_ms = self.clock()
+        with self._lock:
+            use = self._use(place)
+            if use.lent_ms < now_ms + ms:
+                use.lent_ms = now_ms + 2 * ms
+        self._write_if_due(place)
+
     def renew(self) -> None:
         """Write the leases that are due, and forget what nobody reads any more."""
         with self._lock:
@@ -151,19 +168,22 @@ class StoreReaders:
             if use is None:
                 return
             began_ms = use.began_ms(now_ms, quarter_ms)
-            if began_ms is None:
+            lent = use.lent_ms > now_ms
+            if began_ms is None and not lent:
                 del self._uses[place]
                 return
-            last_ms = began_ms if use.written_ms is None else max(began_ms, use.written_ms)
-            if now_ms - last_ms < quarter_ms:
+            last_ms = max(now_ms if began_ms is None else began_ms, use.written_ms or 0)
+            if now_ms - last_ms < quarter_ms and use.kept_ms >= use.lent_ms:
                 return
-            before, use.written_ms = use.written_ms, now_ms
+            before = use.written_ms, use.kept_ms
+            use.written_ms, use.kept_ms = now_ms, max(now_ms + self.grace.ms, use.lent_ms)
+            until_ms = use.kept_ms
         model, number = place
         try:
-            write_lease(self._store, model, number, self._id, now_ms + self.grace.ms)
+            write_lease(self._store, model, number, self._id, until_ms)
         except WeighbridgeError as error:
             with self._lock:
-                use.written_ms = before
+                use.written_ms, use.kept_ms = before
             log.warning("the lease on %s@%d could not be written: %s", model, number, error)
 
     def _run(self) -> None:

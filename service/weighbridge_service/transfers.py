@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from weighbridge.boxes import Box, row_major_boxes
 from weighbridge.layouts import STREAM
 from weighbridge_service.planning import Copy, Plan
+from weighbridge_storage.file_bytes import FileBytes
 
 Bytes = NDArray[np.uint8]
 _KEPT_RANGES = 16_384
@@ -108,15 +109,19 @@ class Transfer:
             else:
                 np.copyto(_view_file(piece, files), _view_stream(piece, stream))
 
-    def gather(self, offset: int, length: int, files: Mapping[str, Bytes]) -> memoryview:
-        """A range of the stream, read from its places in the files; a view of them where it lies there in one run."""
+    def gather(self, offset: int, length: int, files: Mapping[str, FileBytes]) -> memoryview:
+        """A range of the stream, read from its places in the files; a view of them where it lies there in one run.
+
+        Raises:
+            DataLoss, Unavailable, ResourceExhausted: as `FileBytes`.
+        """
         pieces = self._pieces(STREAM, offset, offset + length)
         if len(pieces) == 1 and pieces[0].dense and pieces[0].shape[0] == length:
-            begin = pieces[0].file_offset
-            return files[pieces[0].file][begin : begin + length].data
+            return files[pieces[0].file].read(pieces[0].file_offset, length).data
         stream = np.zeros(length, np.uint8) if self._has_zeros else np.empty(length, np.uint8)
         for piece in pieces:
-            np.copyto(_view_stream(piece, stream), _view_file(piece, files))
+            target = _view_stream(piece, stream)
+            files[piece.file].copy_to(target, piece.file_offset, piece.file_strides)
         return stream.data
 
     def pieces(self, start: int, stop: int, buffer: str = STREAM) -> list[Piece]:

@@ -9,6 +9,10 @@ Modules, lowest first; each imports only from those above it and from `weighbrid
 - `head`: a model's `head.json`, what may change in it, and how writers take turns.
 - `manifest`: a version's `weighbridge.json`.
 - `images`: the buffers in which a version is put together.
+- `file_bytes`: where the bytes of one file of a version are.
+- `block_cache`: a remote store's files, read in blocks; `block_books` says which blocks stay, `block_file` is where they lie, and
+  `strides` which of them a slice needs.
+- `version_reading`, `versions`: how a version comes out of a store, and how it gets in.
 - `torch_dist`: checkpoints of Megatron-core, as layouts of their files, both ways; `torch_dist_metadata` is their ``.metadata``,
   `torch_dist_items` what lies in a file, and `torch_dist_pickles` reads pickles without running them.
 """

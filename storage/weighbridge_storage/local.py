@@ -53,6 +53,7 @@ _TEMP = ".tmp"
 _LOCKS = ".locks"
 _LOCK_COUNT = 256
 _COPY_PIECE = 8 << 20
+_STREAM_PIECE = 8 << 20
 _INSTALL_ATTEMPTS = 16
 _NOT_THERE = (FileNotFoundError, NotADirectoryError)
 # Nothing has the name, or something has it that is no object: a file among the folders, a symbolic link, a socket.
@@ -136,6 +137,11 @@ class LocalStore(ObjectStore):
             if size == 0:
                 return np.frombuffer(b"", dtype=np.uint8)
             return np.frombuffer(mmap.mmap(file, size, access=mmap.ACCESS_READ), dtype=np.uint8)
+
+    def stream(self, key: str) -> Iterator[memoryview]:
+        """See `ObjectStore.stream`. The pieces are parts of `map`'s array."""
+        whole = self.map(key)
+        return (whole[start : start + _STREAM_PIECE].data for start in range(0, len(whole), _STREAM_PIECE))
 
     def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
         """See `ObjectStore.put`.

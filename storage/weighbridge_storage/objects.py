@@ -90,15 +90,36 @@ class ObjectStore(ABC):
         """
 
     @abstractmethod
-    def map(self, key: str) -> ByteArray:
-        """The whole object as a read-only array, which keeps its content even when the object is replaced.
+    def stream(self, key: str) -> Iterator[bytes | memoryview]:
+        """The whole object, all of one etag, in pieces one after another; each is only valid until the next is taken.
 
-        A local store maps the file and reads nothing; a remote store fetches all of it, so prefer `read_range` where
-        a part will do.
+        A remote store brings what comes next meanwhile, and holds a bounded part of the object in memory.
 
         Raises:
             NotFound: there is no such object.
+            Unavailable: it was replaced while it was read.
         """
+
+    def map(self, key: str) -> ByteArray | None:
+        """The whole object as a read-only array that costs nothing until it is looked at; None if this store has none.
+
+        The array keeps its content even when the object is replaced. A store either maps all its objects or none.
+
+        Raises:
+            NotFound: there is no such object, and the store maps objects.
+        """
+        return None
+
+    def presigned_url(self, key: str, seconds: int) -> str | None:
+        """A URL by which anybody can GET the object, or a range of it, for a while; None if this store has no such thing.
+
+        Nothing is asked of the store: whether there is such an object is not known.
+
+        Args:
+            key: which object.
+            seconds: how long it is valid.
+        """
+        return None
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[str]:

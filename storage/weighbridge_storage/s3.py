@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 from weighbridge.errors import InvalidArgument
 from weighbridge_storage.names import shown
 from weighbridge_storage.objects import (
     MAX_KEY_LENGTH,
     Buffer,
-    ByteArray,
     ObjectStore,
     PutMode,
     check_folder_prefix,
@@ -36,13 +34,12 @@ class S3Store(ObjectStore):
 
     Args:
         settings: which bucket, where, and within which bounds.
-        scratch: folder for the content of objects that `map` brings; None keeps it in memory.
 
     Raises:
         Unavailable: boto3 cannot be configured, e.g. because a profile is not there.
     """
 
-    def __init__(self, settings: S3Settings, scratch: Path | None = None) -> None:
+    def __init__(self, settings: S3Settings) -> None:
         try:
             self._client = S3Client(settings)
         except (*S3_ERRORS, ValueError) as error:
@@ -50,7 +47,7 @@ class S3Store(ObjectStore):
         self._prefix = settings.prefix
         self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="s3")
         self._uploads = Uploads(self._client, settings, self._pool)
-        self._reads = Reads(self._client, settings, self._pool, scratch)
+        self._reads = Reads(self._client, settings, self._pool)
 
     def close(self) -> None:
         """See `ObjectStore.close`. Waits for requests that are under way."""
@@ -73,9 +70,16 @@ class S3Store(ObjectStore):
         """See `ObjectStore.read_range`."""
         return self._reads.read_range(self._name(key), start, length, f"reading a part of {key}")
 
-    def map(self, key: str) -> ByteArray:
-        """See `ObjectStore.map`. Takes as much memory, or room in the scratch folder, as the object has bytes."""
-        return self._reads.fetch(self._name(key), f"reading {key}")
+    def stream(self, key: str) -> Iterator[bytes]:
+        """See `ObjectStore.stream`. Holds `S3Settings.parallel` pieces of 8 MiB, and one more."""
+        return self._reads.stream(self._name(key), f"reading {key}")
+
+    def presigned_url(self, key: str, seconds: int) -> str:
+        """See `ObjectStore.presigned_url`: signed with SigV4, for the public endpoint if there is one."""
+        try:
+            return self._client.presigned_url(self._name(key), seconds)
+        except S3_ERRORS as error:
+            raise s3_error(error, f"signing a URL of {key}") from error
 
     def list(self, prefix: str) -> Iterator[str]:
         """See `ObjectStore.list`. Objects whose names could not be keys are passed over."""

@@ -84,9 +84,9 @@ class S3Client:
         # boto3 does not look at AWS_REGION, which the other SDKs and many containers use
         region = settings.region or os.environ.get("AWS_REGION") or session.region_name or _DEFAULT_REGION
 
-        def make(**s3: object) -> Any:
+        def make(endpoint: str | None = settings.endpoint, **s3: object) -> Any:
             return session.client(
-                "s3", region_name=region, endpoint_url=settings.endpoint, config=_config(settings, s3)
+                "s3", region_name=region, endpoint_url=endpoint, config=_config(settings, s3)
             )
 
         self._s3 = make()
@@ -94,12 +94,14 @@ class S3Client:
             # Our checksum is in a signed header, and nobody can change the bytes inside TLS: hashing them with SHA-256
             # as well would cost more than all the rest.
             self._s3 = make(payload_signing_enabled=False)
+        self._signer = make(settings.public_endpoint) if settings.public_endpoint else self._s3
         self._bucket = settings.bucket
         self._page = settings.page
 
     def close(self) -> None:
         """Close its connections."""
         self._s3.close()
+        self._signer.close()
 
     def head(self, name: str) -> Found:
         """Size, etag and write id of an object."""
@@ -115,6 +117,14 @@ class S3Client:
         condition = {} if etag is None else {"IfMatch": etag}
         spread = f"bytes={start}-{start + length - 1}"
         return dict(self._s3.get_object(Bucket=self._bucket, Key=name, Range=spread, **condition))
+
+    def presigned_url(self, name: str, seconds: int) -> str:
+        """A URL for a GET of an object, valid for so long. Asks nothing of the server."""
+        return str(
+            self._signer.generate_presigned_url(
+                "get_object", Params={"Bucket": self._bucket, "Key": name}, ExpiresIn=seconds
+            )
+        )
 
     def put(self, name: str, body: Body, write_id: str, mode: PutMode) -> str:
         """Write an object in one request; gives its etag."""

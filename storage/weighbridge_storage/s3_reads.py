@@ -6,35 +6,29 @@ checksum, is asked for again here.
 
 from __future__ import annotations
 
-import mmap
-import os
 import random
 import re
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from contextlib import closing
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from botocore.exceptions import FlexibleChecksumError
 from urllib3.exceptions import HTTPError
 
 from weighbridge.errors import InvalidArgument, Unavailable
-from weighbridge_storage.objects import ByteArray, error_for
 from weighbridge_storage.s3_client import Found, S3Client
 from weighbridge_storage.s3_errors import S3_ERRORS, s3_error, status_of
-from weighbridge_storage.s3_parts import Sending
 from weighbridge_storage.s3_settings import S3Settings
 
 T = TypeVar("T")
 
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.05
-_STEP = 1 << 20
+_PIECE = 8 << 20
+"""Bytes of a piece of a stream: large enough that the time to the first byte of a response matters little."""
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 
@@ -53,14 +47,12 @@ class Reads:
         client: makes the requests.
         settings: sizes and bounds.
         pool: fetches ranges.
-        scratch: folder for the bytes that `fetch` brings; None keeps them in memory.
     """
 
-    def __init__(self, client: S3Client, settings: S3Settings, pool: Executor, scratch: Path | None) -> None:
+    def __init__(self, client: S3Client, settings: S3Settings, pool: Executor) -> None:
         self._client = client
         self._settings = settings
         self._pool = pool
-        self._scratch = scratch
 
     def head(self, name: str, what: str) -> Found:
         """Size and etag of an object."""
@@ -89,6 +81,33 @@ class Reads:
                 raise _outside(start, length, size, what)
             return b""
 
+        try:
+            return self._range(name, start, length, None, what)
+        except InvalidArgument as error:
+            raise _outside(start, length, self.head(name, what).size, what) from error
+
+    def stream(self, name: str, what: str) -> Iterator[bytes]:
+        """The whole object, piece by piece, with some pieces behind the one in hand on their way."""
+        found = self.head(name, what)
+        return self._pieces(name, found, what)
+
+    def _pieces(self, name: str, found: Found, what: str) -> Iterator[bytes]:
+        spans = ((start, min(_PIECE, found.size - start)) for start in range(0, found.size, _PIECE))
+        coming: deque[Future[bytes]] = deque()
+        try:
+            for start, length in spans:
+                coming.append(self._pool.submit(self._range, name, start, length, found.etag, what))
+                if len(coming) > self._settings.parallel:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
+        except _Changed as error:
+            raise Unavailable(f"{what} failed: it was replaced meanwhile", fix="try again") from error
+        finally:
+            for piece in coming:
+                piece.cancel()
+
+    def _range(self, name: str, start: int, length: int, etag: str | None, what: str) -> bytes:
         def take(response: Mapping[str, Any]) -> bytes:
             _check_range(response, start, length, what)
             data: bytes = response["Body"].read()
@@ -96,57 +115,7 @@ class Reads:
                 raise _Damaged(f"{len(data)} bytes came instead of {length}")
             return data
 
-        try:
-            return _tried(lambda: self._client.get_range(name, start, length, None), take, what)
-        except InvalidArgument as error:
-            raise _outside(start, length, self.head(name, what).size, what) from error
-
-    def fetch(self, name: str, what: str) -> ByteArray:
-        """The whole object as a read-only array, brought in ranges side by side."""
-        for attempt in range(_ATTEMPTS):
-            found = self.head(name, what)
-            if found.size == 0:
-                return np.frombuffer(b"", dtype=np.uint8)
-            room = self._room(found.size, what)
-            try:
-                self._fill(name, found, memoryview(room), what)
-            except _Changed:
-                _pause(attempt)
-                continue
-            return np.frombuffer(memoryview(room).toreadonly(), dtype=np.uint8)
-        raise Unavailable(f"{what} failed: it is replaced again and again", fix="try again")
-
-    def _fill(self, name: str, found: Found, target: memoryview, what: str) -> None:
-        with Sending[None](self._pool) as ranges:
-            for start in range(0, found.size, self._settings.part_bytes):
-                part = target[start : start + self._settings.part_bytes]
-                request = partial(self._client.get_range, name, start, len(part), found.etag)
-                take = partial(_take_into, part, start, what)
-                ranges.submit(partial(_tried, request, take, what))
-            ranges.results()
-
-    def _room(self, nbytes: int, what: str) -> mmap.mmap:
-        """Memory, or an unlinked file, that goes when the last array over it goes."""
-        try:
-            if self._scratch is None:
-                return mmap.mmap(-1, nbytes)
-            with tempfile.TemporaryFile(dir=self._scratch) as file:
-                # Without this, a disk that is full would be a SIGBUS in the middle of a copy.
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-                return mmap.mmap(file.fileno(), nbytes)
-        except OSError as error:
-            raise error_for(error, what) from error
-
-
-def _take_into(target: memoryview, start: int, what: str, response: Mapping[str, Any]) -> None:
-    _check_range(response, start, len(target), what)
-    done = 0
-    while done < len(target):
-        data = response["Body"].read(min(_STEP, len(target) - done))
-        if not data:
-            raise _Damaged(f"{done} bytes came instead of {len(target)}")
-        target[done : done + len(data)] = data
-        done += len(data)
+        return _tried(lambda: self._client.get_range(name, start, length, etag), take, what)
 
 
 def _tried(request: Callable[[], Mapping[str, Any]], take: Callable[[Mapping[str, Any]], T], what: str) -> T:

@@ -20,7 +20,7 @@ MOST_PARTS = 10_000
 
 Addressing: TypeAlias = Literal["auto", "path", "virtual"]
 
-_OPTIONS = ("endpoint", "region", "addressing")
+_OPTIONS = ("endpoint", "region", "addressing", "public_endpoint")
 _EXAMPLE = "s3://bucket/prefix?endpoint=http://127.0.0.1:8333&region=us-east-1&addressing=path"
 
 
@@ -34,8 +34,8 @@ class S3Settings:
         endpoint: URL of the server; None for AWS, or what ``AWS_ENDPOINT_URL`` says.
         region: to sign for; None for what the environment says.
         addressing: the bucket as a part of the path or of the host name; ``auto`` is a path on a custom endpoint.
-        part_bytes: size of a part of an upload and of a range of a download, in bytes; larger where that would make more
-            than `MOST_PARTS`.
+        public_endpoint: URL under which others reach the server, for the URLs that are given to them; None for the same.
+        part_bytes: size of a part of an upload, in bytes; larger where that would make more than `MOST_PARTS`.
         memory_bytes: most bytes of parts that are held for uploads at a time, by all threads together. One part may be
             larger.
         single_copy_bytes: objects of more bytes are copied in parts.
@@ -55,6 +55,7 @@ class S3Settings:
     endpoint: str | None = None
     region: str | None = None
     addressing: Addressing = "auto"
+    public_endpoint: str | None = None
     part_bytes: int = 16 << 20
     memory_bytes: int = 160 << 20
     single_copy_bytes: int = LARGEST_PART
@@ -76,8 +77,9 @@ class S3Settings:
                 f"{shown(self.addressing)} is no way to address a bucket",
                 fix=f"use one of {', '.join(get_args(Addressing))}",
             )
-        if self.endpoint is not None:
-            _check_endpoint(self.endpoint)
+        for endpoint in (self.endpoint, self.public_endpoint):
+            if endpoint is not None:
+                _check_endpoint(endpoint)
         if not SMALLEST_PART <= self.part_bytes <= LARGEST_PART:
             raise InvalidArgument(
                 f"parts of {self.part_bytes} bytes cannot be", fix=f"use {SMALLEST_PART} to {LARGEST_PART}"
@@ -95,7 +97,7 @@ def is_s3(location: object) -> bool:
 def parse_location(location: str) -> S3Settings:
     """The settings that a location such as ``s3://bucket/prefix?endpoint=http://127.0.0.1:8333`` stands for.
 
-    Options are ``endpoint``, ``region`` and ``addressing``; values may be percent-encoded.
+    Options are ``endpoint``, ``region``, ``addressing`` and ``public_endpoint``; values may be percent-encoded.
 
     Raises:
         InvalidArgument: it is malformed, or has credentials in it, which belong in the environment. They are not repeated.
@@ -120,6 +122,7 @@ def parse_location(location: str) -> S3Settings:
         endpoint=options.get("endpoint"),
         region=options.get("region"),
         addressing=cast(Addressing, options.get("addressing", "auto")),
+        public_endpoint=options.get("public_endpoint"),
     )
 
 

@@ -34,8 +34,8 @@ class StoreLocation(click.Path):
     type=StoreLocation(),
     default="./weighbridge-data",
     show_default=True,
-    help="What keeps the versions: a folder, or s3://BUCKET/PREFIX?endpoint=URL&region=REGION&addressing=path|virtual, "
-    "all options optional, with credentials from the environment as boto3 finds them (AWS_ACCESS_KEY_ID, "
+    help="What keeps the versions: a folder, or s3://BUCKET/PREFIX?endpoint=URL&region=REGION&addressing=path|virtual"
+    "&public_endpoint=URL, all options optional, with credentials from the environment as boto3 finds them (AWS_ACCESS_KEY_ID, "
     "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ...).",
 )
 @click.option(
@@ -59,6 +59,14 @@ class StoreLocation(click.Path):
     default="8GiB",
     show_default=True,
     help="Most shared memory for weights in transit; what does not fit goes to files in the scratch folder.",
+)
+@click.option(
+    "--read-cache",
+    metavar="SIZE",
+    callback=size,
+    default="16GiB",
+    show_default=True,
+    help="Most room in the scratch folder for what pulls have brought from S3; a folder as the store needs none.",
 )
 @click.option(
     "--receive-timeout",
@@ -97,13 +105,18 @@ class StoreLocation(click.Path):
 @click.option(
     "--scratch",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for what may be lost: weights in transit that do not fit into memory, bytes fetched from S3.  "
+    help="Folder for what may be lost: weights in transit that do not fit into memory, the read cache.  "
     "[default: the store's folder; for S3 ./weighbridge-data]",
 )
 @click.option(
     "--exports",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for exports that are asked for over HTTP.  [default: exports in the scratch folder]",
+)
+@click.option(
+    "--redirect-downloads",
+    is_flag=True,
+    help="Send Hugging Face's clients to S3 itself for large files, by URLs that are valid for an hour.",
 )
 @click.option(
     "--log-level",
@@ -118,12 +131,14 @@ def serve_command(
     grpc: str,
     http: str,
     memory_budget: int,
+    read_cache: int,
     receive_timeout: float,
     drain_seconds: float,
     collect_every: float,
     grace_seconds: float,
     scratch: Path | None,
     exports: Path | None,
+    redirect_downloads: bool,
     log_level: str,
 ) -> None:
     """Run the service."""
@@ -136,10 +151,12 @@ def serve_command(
         scratch=scratch,
         exports=exports,
         memory_budget=memory_budget,
+        read_cache=read_cache,
         receive_timeout=receive_timeout,
         drain_seconds=drain_seconds,
         collect_every=collect_every,
         grace_seconds=grace_seconds,
+        redirect_downloads=redirect_downloads,
     )
     ctx.exit(run(config, grpc, http, log_level))
 

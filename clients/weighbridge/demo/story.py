@@ -258,7 +258,8 @@ def _stored_folder(location: str, number: int, into: Path) -> Path:
     store = open_store(location)
     try:
         for key in store.list(prefix):
-            (into / key.removeprefix(prefix)).write_bytes(store.map(key).tobytes())
+            with (into / key.removeprefix(prefix)).open("wb") as file:
+                file.writelines(store.stream(key))
     finally:
         store.close()
     return into

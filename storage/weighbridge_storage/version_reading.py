@@ -1,0 +1,232 @@
+"""How does a version come out of a store again, and prove that it is unharmed?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import xxhash
+
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound, WeighbridgeError
+from weighbridge.resources import Verification
+from weighbridge.safetensors_files import INDEX_FILE, FilesLayout, layout_of_files
+from weighbridge_storage.block_cache import BlockCache, Digested
+from weighbridge_storage.file_bytes import FileBytes, mapped_files
+from weighbridge_storage.manifest import FileEntry, Manifest, TensorEntry
+from weighbridge_storage.names import MANIFEST_FILE, ModelName, version_key
+from weighbridge_storage.objects import ByteArray, ObjectStore
+
+_HEADERS_AT_A_TIME = 16
+
+
+def read_manifest(store: ObjectStore, model: ModelName, number: int) -> Manifest:
+    """A version's manifest.
+
+    Raises:
+        DataLoss: it is not there, or malformed, although the version is part of history.
+    """
+    return Manifest.from_json(
+        read_manifest_text(store, model, number), version_key(model, number, MANIFEST_FILE)
+    )
+
+
+def read_manifest_text(store: ObjectStore, model: ModelName, number: int) -> bytes:
+    """A version's manifest as it is stored.
+
+    Raises:
+        DataLoss: it is not there, although the version is part of history.
+    """
+    try:
+        return store.get(version_key(model, number, MANIFEST_FILE))[0]
+    except NotFound as error:
+        raise DataLoss(f"the manifest of {model}@{number} is missing from the store") from error
+
+
+def open_version(
+    store: ObjectStore, cache: BlockCache, model: ModelName, number: int
+) -> tuple[FilesLayout, dict[str, FileBytes]]:
+    """The weights of a durable version: how they lie in files, and the files' bytes.
+
+    Of a store that does not map its objects, nothing but the headers is read now.
+
+    Args:
+        store: where the version lies.
+        cache: what a remote store's bytes go through.
+        model: whose version.
+        number: which version.
+
+    Raises:
+        DataLoss: a file is missing, or is not what the manifest says it is.
+        ResourceExhausted, Unavailable: the cache has no place for it.
+    """
+    manifest = read_manifest(store, model, number)
+    tensors = _tensors_of_files(manifest)
+    sizes = {name: manifest.files[name].size for name in tensors}
+    reader = _Reader(store, model, number, sizes)
+    mapped = {name: reader.map(name) for name in tensors}
+    heads = {name: data for name, data in mapped.items() if data is not None}
+    if len(heads) < len(tensors):
+        with ThreadPoolExecutor(_HEADERS_AT_A_TIME, thread_name_prefix="headers") as pool:
+            heads = dict(zip(tensors, pool.map(reader.head, tensors, tensors.values()), strict=True))
+    files = layout_of_files({name: data.data for name, data in heads.items()}, sizes)
+    _check_places(files, manifest)
+    if all(data is not None for data in mapped.values()):
+        return files, mapped_files(heads)
+    digests = {
+        name: [
+            Digested(tensor, entry.offset, entry.nbytes, entry.xxh3_128)
+            for tensor, entry in parts
+            if entry.nbytes
+        ]
+        for name, parts in tensors.items()
+    }
+    return files, dict(cache.open(reader.title, sizes, reader.fetch, digests))
+
+
+class _Reader:
+    """Reads files of a version, and says which of them is not what its manifest says."""
+
+    def __init__(self, store: ObjectStore, model: ModelName, number: int, sizes: Mapping[str, int]) -> None:
+        self._store = store
+        self._sizes = sizes
+        self._key = partial(version_key, model, number)
+        self.title = f"{model}@{number}"
+
+    def map(self, name: str) -> ByteArray | None:
+        """A whole file, if the store maps its objects."""
+        try:
+            data = self._store.map(self._key(name))
+        except NotFound as error:
+            raise self._missing(name) from error
+        if data is not None:
+            self._check_size(name, len(data))
+        return data
+
+    def head(self, name: str, tensors: Sequence[tuple[str, TensorEntry]]) -> ByteArray:
+        """A file's first bytes up to where its first tensor begins."""
+        try:
+            self._check_size(name, self._store.size(self._key(name)))
+        except NotFound as error:
+            raise self._missing(name) from error
+        return np.frombuffer(self.fetch(name, 0, tensors[0][1].offset), np.uint8)
+
+    def fetch(self, name: str, start: int, length: int) -> bytes:
+        """A part of a file."""
+        try:
+            return self._store.read_range(self._key(name), start, length)
+        except NotFound as error:
+            raise self._missing(name) from error
+        except InvalidArgument as error:
+            raise DataLoss(f"{name} of {self.title} is shorter than the manifest says") from error
+
+    def _check_size(self, name: str, found: int) -> None:
+        if found != self._sizes[name]:
+            raise DataLoss(
+                f"{name} of {self.title} has {found} bytes, and the manifest says {self._sizes[name]}"
+            )
+
+    def _missing(self, name: str) -> DataLoss:
+        return DataLoss(f"{name} of {self.title} is missing from the store")
+
+
+def _tensors_of_files(manifest: Manifest) -> dict[str, list[tuple[str, TensorEntry]]]:
+    """The tensors of each file that has any, in the order in which they lie there."""
+    tensors: dict[str, list[tuple[str, TensorEntry]]] = {}
+    for name, entry in sorted(manifest.tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
+        tensors.setdefault(entry.file, []).append((name, entry))
+    return tensors
+
+
+def _check_places(files: FilesLayout, manifest: Manifest) -> None:
+    title = f"{manifest.model}@{manifest.version}"
+    for placement in files.layout.placements:
+        entry = manifest.tensors.get(placement.shard.tensor)
+        if entry is None or (entry.file, entry.offset, entry.nbytes) != (
+            placement.buffer,
+            placement.offset,
+            placement.nbytes,
+        ):
+            raise DataLoss(f"{placement.shard.tensor} of {title} does not lie where the manifest says")
+    if len(files.layout.tensors) != len(manifest.tensors):
+        raise DataLoss(f"{title} lacks tensors that its manifest lists")
+
+
+def verify_version(store: ObjectStore, model: ModelName, number: int) -> Verification:
+    """Read all files of a durable version once, and compare them with its manifest.
+
+    Args:
+        store: where the version lies.
+        model: whose version.
+        number: which version.
+
+    Raises:
+        DataLoss: the manifest itself is missing or malformed.
+    """
+    manifest = read_manifest(store, model, number)
+    tensors = _tensors_of_files(manifest)
+    problems: list[str] = []
+    done = checked = 0
+    for name, file in manifest.files.items():
+        key = version_key(model, number, name)
+        try:
+            size = store.size(key)
+            if size != file.size:
+                problems.append(f"{name} has {size} bytes instead of {file.size}")
+                continue
+            found = _problems_of_file(store, key, name, file, tensors.get(name, ()))
+        except WeighbridgeError as error:
+            problems.append(f"{name}: {error.message}")
+            continue
+        problems += found
+        checked += len(tensors.get(name, ()))
+        done += file.size
+    return Verification(number, checked, done, tuple(problems))
+
+
+def _problems_of_file(
+    store: ObjectStore, key: str, name: str, file: FileEntry, tensors: Sequence[tuple[str, TensorEntry]]
+) -> list[str]:
+    """What is wrong with the content of a file, found in one pass over it.
+
+    Args:
+        store: where it lies.
+        key: under which key.
+        name: for messages.
+        file: what the manifest says about it.
+        tensors: those that lie in it, in this order and not overlapping.
+    """
+    problems: list[str] = []
+    whole, part = xxhash.xxh3_128(), xxhash.xxh3_128()
+    position, rest = 0, iter(tensors)
+    current = next(rest, None)
+    for piece in store.stream(key):
+        view = memoryview(piece)
+        whole.update(view)
+        end = position + len(view)
+        while current is not None and (current[1].offset < end or not current[1].nbytes):
+            tensor, entry = current
+            stop = entry.offset + entry.nbytes
+            part.update(view[max(entry.offset - position, 0) : max(stop - position, 0)])
+            if stop > end:
+                break
+            if part.hexdigest() != entry.xxh3_128:
+                problems.append(f"tensor {tensor} in {name} does not agree with its digest")
+            part.reset()
+            current = next(rest, None)
+        position = end
+    if whole.hexdigest() != file.xxh3_128:
+        problems.append(f"{name} does not agree with its digest")
+    return problems
+
+
+def side_files(store: ObjectStore, model: ModelName, number: int) -> dict[str, bytes]:
+    """The files besides the weights of a durable version, by name."""
+    manifest = read_manifest(store, model, number)
+    weights = {tensor.file for tensor in manifest.tensors.values()}
+    return {
+        name: store.get(version_key(model, number, name))[0]
+        for name in manifest.files
+        if name not in weights and name != INDEX_FILE
+    }
