@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ from weighbridge_storage.head import (
 from weighbridge_storage.head_changes import (
     claim_version,
     delete_ref,
-    delete_version,
-    forget_version,
+    delete_versions,
+    forget_versions,
     give_up_abandoned,
     give_up_version,
     open_version,
@@ -226,7 +226,7 @@ class HeadHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(self.given))
-        self.head = forget_version(self.head, number)
+        self.head = forget_versions(self.head, [number])
         if number in self.deleted:
             self.deleted.remove(number)
             self.forgotten.add(number)
@@ -261,15 +261,18 @@ class HeadHistory(RuleBasedStateMachine):
     @rule(number=st.integers(1, 12))
     def delete(self, number: int) -> None:
         if number in self.deleted:
-            assert delete_version(self.head, number, 5) == self.head
+            assert delete_versions(self.head, [number], 5) == self.head
+        elif number in self.open:
+            with pytest.raises(FailedPrecondition):
+                delete_versions(self.head, [number], 5)
         elif number not in self.published:
             with pytest.raises(NotFound):
-                delete_version(self.head, number, 5)
+                delete_versions(self.head, [number], 5)
         elif number in self.refs.values() or number == max(self.published):
             with pytest.raises(FailedPrecondition):
-                delete_version(self.head, number, 5)
+                delete_versions(self.head, [number], 5)
         else:
-            self.head = delete_version(self.head, number, 5)
+            self.head = delete_versions(self.head, [number], 5)
             self.published.remove(number)
             self.deleted.add(number)
 
@@ -297,6 +300,11 @@ class HeadHistory(RuleBasedStateMachine):
         assert set(self.head.tombstones) == self.deleted
         assert {n: (there.claim, there.until_ms) for n, there in self.head.open.items()} == self.open
         assert sorted(self.head.failed) == sorted(self.failed[-REMEMBERED_FAILURES:])
+        for number in range(1, len(self.given) + 3):
+            is_readable = number in self.published or number in self.deleted
+            assert (self.head.readable(number) is not None) == is_readable
+            stands_for_nothing = number in self.given and not is_readable and number not in self.open
+            assert self.head.is_gone(number) == stands_for_nothing
         assert self.head.generation == len(self.writes)
         assert list(self.head.writes) == self.writes[-REMEMBERED_WRITES:]
 
@@ -338,7 +346,7 @@ def test_numbers_run_out_with_an_error() -> None:
 
 
 def good() -> dict[str, Any]:
-    head = delete_version(set_ref(head_with(1, 2, 3), "prod", 2), 1, 99)
+    head = delete_versions(set_ref(head_with(1, 2, 3), "prod", 2), [1], 99)
     head = opened(opened(head)[0])[0]
     head = give_up_version(claim_version(head, 4, "c"), 5, "no more", 7)
     head = set_retention(head, Retention(keep_last=3))
@@ -639,8 +647,10 @@ class LyingStore(ObjectStore):
     def copy(self, source: str, target: str) -> None:
         self.inner.copy(source, target)
 
-    def discard_unfinished(self, prefix: str, older_than_s: float) -> int:
-        return self.inner.discard_unfinished(prefix, older_than_s)
+    def discard_unfinished(
+        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
+    ) -> int:
+        return self.inner.discard_unfinished(prefix, older_than_s, only=only)
 
     def close(self) -> None:
         self.inner.close()

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weighbridge.boxes import Box
+    from weighbridge.collection import Collection
     from weighbridge.engine import EngineClient
     from weighbridge.errors import WeighbridgeError
     from weighbridge.layouts import Layout, Shard, TensorSpec
-    from weighbridge.resources import Model, Version, VersionState
+    from weighbridge.resources import Model, Retention, Version, VersionState
     from weighbridge.slices import Boxes, ExpertParallel, FullTensors, TensorParallel
     from weighbridge.trainer import PushHandle, TrainerClient
 
@@ -22,12 +23,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Box",
     "Boxes",
+    "Collection",
     "EngineClient",
     "ExpertParallel",
     "FullTensors",
     "Layout",
     "Model",
     "PushHandle",
+    "Retention",
     "Shard",
     "TensorParallel",
     "TensorSpec",
@@ -40,12 +43,14 @@ __all__ = [
 _MODULES = {
     "Box": "boxes",
     "Boxes": "slices",
+    "Collection": "collection",
     "EngineClient": "engine",
     "ExpertParallel": "slices",
     "FullTensors": "slices",
     "Layout": "layouts",
     "Model": "resources",
     "PushHandle": "trainer",
+    "Retention": "resources",
     "Shard": "layouts",
     "TensorParallel": "slices",
     "TensorSpec": "layouts",

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from weighbridge import rpc, wire
+from weighbridge.collection import Collection
 from weighbridge.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -21,10 +22,12 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.layouts import TensorSpec
-from weighbridge.resources import Model, Verification, Version, VersionState
+from weighbridge.resources import Model, Retention, Verification, Version, VersionState
 from weighbridge.v1 import model_service_pb2, model_service_pb2_grpc, resources_pb2
 
 T = TypeVar("T")
+_LONG_SECONDS = 3600.0
+"""Deadline of calls that go over all of a version or a model."""
 _WAIT_SECONDS = 20.0
 """How long one call waits for a state before it is made again."""
 _PAUSE_SECONDS = 0.1
@@ -253,5 +256,50 @@ class Client:
     def verify(self, model: str, version: str | int = "latest") -> Verification:
         """Compare a version's files in the object store with the digests in its manifest."""
         request = model_service_pb2.VerifyVersionRequest(model=model, version=str(version))
-        found = self._call(self._models.VerifyVersion, request, seconds=3600.0)
+        found = self._call(self._models.VerifyVersion, request, seconds=_LONG_SECONDS)
         return Verification(found.number, found.tensors_checked, found.bytes_checked, tuple(found.problems))
+
+    def retention(self, model: str) -> Retention:
+        """Which versions of a model are kept. Raises NotFound."""
+        request = model_service_pb2.GetRetentionRequest(model=model)
+        return wire.retention_from_proto(self._call(self._models.GetRetention, request).retention)
+
+    def set_retention(self, model: str, retention: Retention) -> Retention:
+        """Say which versions of a model are kept, instead of what was said before.
+
+        The others are deleted by the next collection; they can be read for a grace time after that. ``Retention()`` keeps
+        everything.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        request = model_service_pb2.SetRetentionRequest(
+            model=model, retention=wire.retention_to_proto(retention)
+        )
+        return wire.retention_from_proto(self._call(self._models.SetRetention, request).retention)
+
+    def delete_version(self, model: str, number: int) -> Version:
+        """Take a version out of history, whatever the retention says; it can be read by its number for a grace time.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: a ref names it, as ``latest`` does the newest one, or it is not durable yet.
+        """
+        if not 0 < number < 1 << 64:
+            raise InvalidArgument(f"{number} is no version number")
+        request = model_service_pb2.DeleteVersionRequest(model=model, number=number)
+        return wire.version_from_proto(self._call(self._models.DeleteVersion, request).version)
+
+    def collect(self, model: str, *, dry_run: bool = False) -> Collection:
+        """Delete what need not be kept of a model now; services do so by themselves now and then.
+
+        Args:
+            model: which model.
+            dry_run: only say what would be done.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        request = model_service_pb2.CollectVersionsRequest(model=model, dry_run=dry_run)
+        found = self._call(self._models.CollectVersions, request, seconds=_LONG_SECONDS)
+        return wire.collection_from_proto(found.collection)

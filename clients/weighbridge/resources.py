@@ -13,7 +13,7 @@ _MOST = 2**53
 REF_LIVE = "live"
 """The newest version that is complete and verified; it may not be in the object store yet."""
 REF_LATEST = "latest"
-"""The newest version in the object store. What it has named is never lost."""
+"""The newest version in the object store. It names one for ever, and what it has named goes only if the retention lets it."""
 
 
 class VersionState(enum.Enum):
@@ -45,7 +45,7 @@ class Version:
         tensor_bytes: bytes of all tensors.
         received_bytes: bytes of them that have arrived.
         create_time_ms, ready_time_ms, durable_time_ms: Unix time in milliseconds; 0 if not yet.
-        error: why it failed, or why it could not be made durable; empty if all is well.
+        error: why it failed, or why it could not be made durable, or that it was taken out of history; empty if all is well.
         error_details: one line for each tensor, box or rank concerned.
     """
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from weighbridge import dtypes
 from weighbridge.boxes import Box
+from weighbridge.collection import Collection, DeletedVersion, KeptVersion, SweptVersion, WaitingVersion
 from weighbridge.errors import InvalidArgument, LayoutError
 from weighbridge.layouts import MAX_TENSORS, Layout, Shard, TensorSpec, check_spec
-from weighbridge.resources import Model, Version, VersionState
+from weighbridge.resources import Model, Retention, Version, VersionState
 from weighbridge.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
 from weighbridge.v1 import resources_pb2, weight_service_pb2
 
@@ -223,4 +224,51 @@ def model_from_proto(message: resources_pb2.Model) -> Model:
         tensor_bytes=message.tensor_bytes,
         files=tuple(message.files),
         refs=dict(message.refs),
+    )
+
+
+def retention_to_proto(retention: Retention) -> resources_pb2.Retention:
+    """Which versions are kept, as a message."""
+    return resources_pb2.Retention(**retention.to_json())
+
+
+def retention_from_proto(message: resources_pb2.Retention) -> Retention:
+    """A message as which versions are kept. Raises InvalidArgument if a number is out of bounds."""
+    return Retention(message.keep_last, message.keep_every, message.keep_younger_s)
+
+
+def collection_to_proto(report: Collection) -> resources_pb2.Collection:
+    """What a collection did, as a message."""
+    return resources_pb2.Collection(
+        model=report.model,
+        dry_run=report.dry_run,
+        kept=[resources_pb2.KeptVersion(number=v.number, rules=v.rules, refs=v.refs) for v in report.kept],
+        retired=report.retired,
+        waiting=[
+            resources_pb2.WaitingVersion(number=v.number, until_ms=v.until_ms, readers=v.readers)
+            for v in report.waiting
+        ],
+        deleted=[resources_pb2.DeletedVersion(number=v.number, nbytes=v.nbytes) for v in report.deleted],
+        given_up=report.given_up,
+        swept=[resources_pb2.SweptVersion(number=v.number, objects=v.objects) for v in report.swept],
+        uploads_discarded=report.uploads_discarded,
+        leases_removed=report.leases_removed,
+        problems=report.problems,
+    )
+
+
+def collection_from_proto(message: resources_pb2.Collection) -> Collection:
+    """A message as what a collection did."""
+    return Collection(
+        model=message.model,
+        dry_run=message.dry_run,
+        kept=tuple(KeptVersion(v.number, tuple(v.rules), tuple(v.refs)) for v in message.kept),
+        retired=tuple(message.retired),
+        waiting=tuple(WaitingVersion(v.number, v.until_ms, v.readers) for v in message.waiting),
+        deleted=tuple(DeletedVersion(v.number, v.nbytes) for v in message.deleted),
+        given_up=tuple(message.given_up),
+        swept=tuple(SweptVersion(v.number, v.objects) for v in message.swept),
+        uploads_discarded=message.uploads_discarded,
+        leases_removed=message.leases_removed,
+        problems=tuple(message.problems),
     )

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from weighbridge.errors import (
@@ -29,15 +30,18 @@ from weighbridge_service.models import (
     summary_from_head,
 )
 from weighbridge_service.receiving import Receiving
+from weighbridge_service.store_readers import DEFAULT_GRACE, StoreReaders, reading_since
 from weighbridge_storage.head import Head, VersionEntry
 from weighbridge_storage.head_changes import delete_ref, set_ref
 from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.leases import Grace
 from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
 from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.version_reading import side_files, verify_version
 
 log = logging.getLogger(__name__)
 
+_RETIRED = "it was taken out of history, and is there only for those who are reading it"
 _KEPT_MODELS = 64
 """Models that a process remembers, those with versions that it receives or has in memory not counted: 70 MB for the largest."""
 
@@ -107,16 +111,19 @@ class Catalog:
 
     Args:
         store: where they lie.
+        grace: how long what was taken out of history can still be read.
 
     Attributes:
         heads: the heads of all models.
+        readers: who reads versions from the store.
         changed: is notified whenever a version's state or a ref may have changed; guards the states of models.
         stopping: set when the service goes down.
     """
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, grace: Grace = DEFAULT_GRACE) -> None:
         self.store = store
         self.heads = HeadStore(store)
+        self.readers = StoreReaders(store, grace)
         self.changed = threading.Condition()
         self.stopping = threading.Event()
         self._states: OrderedDict[ModelName, ModelState] = OrderedDict()
@@ -179,7 +186,8 @@ class Catalog:
         if version:
             found = self.resolve(model_name, version, head)
             if found.state is VersionState.DURABLE:
-                return side_files(self.store, model_name, found.number)
+                with self.unless_deleted(model_name, found.number):
+                    return side_files(self.store, model_name, found.number)
         return {
             file: self.store.get(files_key(model_name, head.files_id, file))[0]
             for file in head.registration["files"]
@@ -336,12 +344,19 @@ class Catalog:
     def verify(self, name: str, version: str) -> Verification:
         """Compare a durable version's files with its manifest."""
         model_name = ModelName.parse(name)
-        found = self.resolve(model_name, version)
+        asked_ms = self.readers.clock()
+        head = self.head(model_name)
+        found = self.resolve(model_name, version, head)
         if found.state is not VersionState.DURABLE:
             raise FailedPrecondition(
                 f"{found} is not in the object store yet", fix="wait until it is durable"
             )
-        return verify_version(self.store, model_name, found.number)
+        since_ms = reading_since(head, found.number, asked_ms)
+        with (
+            self.readers.begin(model_name, found.number, since_ms),
+            self.unless_deleted(model_name, found.number),
+        ):
+            return verify_version(self.store, model_name, found.number)
 
     def refs_of(self, name: ModelName, head: Head) -> dict[str, int]:
         """All refs of a model, those in its head and ``live``."""
@@ -356,7 +371,7 @@ class Catalog:
     def resolve(
         self, name: ModelName, version: str, head: Head | None = None, *, invisible: bool = False
     ) -> Version:
-        """The version of a number or a ref.
+        """The version of a number or a ref. One that was taken out of history is found by its number as long as it is there.
 
         Args:
             name: the model.
@@ -380,16 +395,34 @@ class Catalog:
                 fix=f"refs it has: {', '.join(sorted(refs)) or 'none yet'}; or name a version by number",
             )
         live = self.live(name, number)
-        if number in head.versions:
-            return live.version if live and live.durable_time_ms else _from_entry(name, head.versions[number])
-        found = live.version if live is not None else _invisible(name, head, number)
-        if found is None:
+        entry = head.readable(number)
+        if entry is not None:
+            found = live.version if live and live.durable_time_ms else _from_entry(name, entry)
+            return replace(found, error=_RETIRED) if number in head.tombstones else found
+        if live is not None and live.durable_time_ms and head.is_gone(number):
+            raise _deleted(name, number)
+        there = live.version if live is not None else _invisible(name, head, number)
+        if there is None:
             raise NotFound(f"{name} has no version {number}")
-        if invisible or found.state.visible:
-            return found
-        if found.state is VersionState.FAILED:
-            raise VersionFailed(f"{found} failed: {found.error}", details=found.error_details)
-        raise FailedPrecondition(f"{found} is not complete yet", fix="wait until it is ready")
+        if invisible or there.state.visible:
+            return there
+        if there.state is VersionState.FAILED:
+            raise VersionFailed(f"{there} failed: {there.error}", details=there.error_details)
+        raise FailedPrecondition(f"{there} is not complete yet", fix="wait until it is ready")
+
+    @contextmanager
+    def unless_deleted(self, name: ModelName, number: int) -> Iterator[None]:
+        """Where the block finds that objects of a durable version are missing, and the version was deleted, say that.
+
+        Raises:
+            NotFound: it was taken out of history, and its objects are being deleted or are gone.
+        """
+        try:
+            yield
+        except (DataLoss, NotFound) as error:
+            if number in self.head(name).versions:
+                raise
+            raise _deleted(name, number) from error
 
     def live(self, name: ModelName, number: int) -> LiveVersion | None:
         """What this process knows of a version beyond the store."""
@@ -424,6 +457,10 @@ class Catalog:
         """Versions that this process knows more of than the store."""
         with self.changed:
             return [live for state in self._states.values() for live in state.versions.values()]
+
+
+def _deleted(name: ModelName, number: int) -> NotFound:
+    return NotFound(f"{name}@{number} was deleted", fix="take another version; a tag keeps one for good")
 
 
 def _reached(state: VersionState, wanted: VersionState) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from weighbridge_storage.leases import Grace
 from weighbridge_storage.s3_settings import is_s3, parse_location
 
 _DEFAULT_SCRATCH = Path("weighbridge-data")
@@ -34,6 +35,8 @@ class ServiceConfig:
         image_wait: seconds that a push waits for an image while all room for images is taken.
         max_receiving: versions of all models together that may be received at one time.
         drain_seconds: how long shutting down waits for pushes and publications that are under way.
+        collect_every: seconds between two collections of what need not be kept, on average; 0 for none.
+        grace_seconds: how long a version can still be read after it was taken out of history; the same for all replicas.
         grpc_workers: most threads for gRPC calls, made as needed; each running push, pull and watch takes one. A quarter of
             them may be watches.
     """
@@ -52,7 +55,14 @@ class ServiceConfig:
     image_wait: float = 60.0
     max_receiving: int = 64
     drain_seconds: float = 30.0
+    collect_every: float = 600.0
+    grace_seconds: float = 900.0
     grpc_workers: int = 1024
+
+    @property
+    def grace(self) -> Grace:
+        """The grace time. Raises InvalidArgument if it cannot be one."""
+        return Grace(round(self.grace_seconds * 1000))
 
     @property
     def scratch_folder(self) -> Path:

@@ -88,6 +88,7 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
 
     def __init__(self, service: Weighbridge, places: Places) -> None:
         self._catalog = service.catalog
+        self._collecting = service.collecting
         self._places = places
 
     def RegisterModel(
@@ -187,6 +188,31 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
             bytes_checked=found.bytes_checked,
             problems=found.problems,
         )
+
+    def GetRetention(
+        self, request: model_service_pb2.GetRetentionRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.GetRetentionResponse:
+        retention = self._collecting.retention(request.model)
+        return model_service_pb2.GetRetentionResponse(retention=wire.retention_to_proto(retention))
+
+    def SetRetention(
+        self, request: model_service_pb2.SetRetentionRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.SetRetentionResponse:
+        asked = wire.retention_from_proto(request.retention)
+        retention = self._collecting.set_retention(request.model, asked)
+        return model_service_pb2.SetRetentionResponse(retention=wire.retention_to_proto(retention))
+
+    def DeleteVersion(
+        self, request: model_service_pb2.DeleteVersionRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.DeleteVersionResponse:
+        version = self._collecting.delete_version(request.model, request.number)
+        return model_service_pb2.DeleteVersionResponse(version=wire.version_to_proto(version))
+
+    def CollectVersions(
+        self, request: model_service_pb2.CollectVersionsRequest, context: grpc.ServicerContext
+    ) -> model_service_pb2.CollectVersionsResponse:
+        report = self._collecting.collect(request.model, dry_run=request.dry_run)
+        return model_service_pb2.CollectVersionsResponse(collection=wire.collection_to_proto(report))
 
 
 class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):

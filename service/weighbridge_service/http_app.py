@@ -18,17 +18,22 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.exceptions import HTTPException
 
 from weighbridge.errors import Unavailable, WeighbridgeError
+from weighbridge.resources import Retention
 from weighbridge_service.exports import Exports
 from weighbridge_service.http_hub import hub_router, on_hub_error
 from weighbridge_service.http_problems import BodyLimit, Problem, on_error
 from weighbridge_service.http_ranges import RangeNotSatisfiable
 from weighbridge_service.http_resources import (
+    CollectIn,
+    CollectionOut,
     ExportIn,
     ExportOut,
     ExportsOut,
     ModelOut,
     ModelsOut,
     RefsOut,
+    RetentionIn,
+    RetentionOut,
     SetRefIn,
     StatusOut,
     VerificationOut,
@@ -39,6 +44,7 @@ from weighbridge_service.hub import HubNotFound
 from weighbridge_service.hub_reading import Hub
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
+from weighbridge_storage.names import MAX_VERSION
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
@@ -48,6 +54,7 @@ _SEND_SECONDS = 30.0
 Namespace = Annotated[str, Path(description="First half of the model's name.", examples=["acme"])]
 Name = Annotated[str, Path(description="Second half of the model's name.", examples=["smol"])]
 VersionOrRef = Annotated[str, Path(description="A number or a ref.", examples=["latest"])]
+Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]
 Ref = Annotated[str, Path(description="Name of the ref.", examples=["prod"])]
 JobId = Annotated[str, Path(description="The `id` that starting the export gave.")]
 
@@ -98,6 +105,30 @@ def _models_router(service: Weighbridge) -> APIRouter:
     def verify_version(namespace: Namespace, name: Name, version: VersionOrRef) -> VerificationOut:
         """Read all files of a durable version and compare them with the digests in its manifest."""
         return VerificationOut.model_validate(service.catalog.verify(f"{namespace}/{name}", version))
+
+    @router.delete("/{namespace}/{name}/versions/{number}", tags=["versions"])
+    def delete_version(namespace: Namespace, name: Name, number: Number) -> VersionOut:
+        """Take a version out of history that no ref names. It can be read by its number for a grace time."""
+        return VersionOut.model_validate(service.collecting.delete_version(f"{namespace}/{name}", number))
+
+    @router.get("/{namespace}/{name}/retention", tags=["retention"])
+    def get_retention(namespace: Namespace, name: Name) -> RetentionOut:
+        """Which versions of a model are kept."""
+        return RetentionOut.model_validate(service.collecting.retention(f"{namespace}/{name}"))
+
+    @router.put("/{namespace}/{name}/retention", tags=["retention"])
+    def set_retention(namespace: Namespace, name: Name, body: RetentionIn) -> RetentionOut:
+        """Say which versions of a model are kept. The others go with the next collection."""
+        rules = Retention(**body.model_dump())
+        return RetentionOut.model_validate(service.collecting.set_retention(f"{namespace}/{name}", rules))
+
+    @router.post("/{namespace}/{name}/collect", tags=["retention"])
+    def collect_versions(namespace: Namespace, name: Name, body: CollectIn | None = None) -> CollectionOut:
+        """Delete what need not be kept now, without waiting for the service to do so by itself."""
+        dry_run = body is not None and body.dry_run
+        return CollectionOut.model_validate(
+            service.collecting.collect(f"{namespace}/{name}", dry_run=dry_run)
+        )
 
     @router.get("/{namespace}/{name}/refs", tags=["refs"])
     def list_refs(namespace: Namespace, name: Name) -> RefsOut:

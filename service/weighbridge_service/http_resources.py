@@ -24,6 +24,9 @@ VersionField = Annotated[
 ]
 
 
+RuleField = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+
+
 class ModelOut(_Out):
     """A registered model."""
 
@@ -57,7 +60,9 @@ class VersionOut(_Out):
     create_time_ms: int = Field(description="Unix time in milliseconds.")
     ready_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
     durable_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
-    error: str = Field(description="Why it failed, or is not durable yet; empty if all is well.")
+    error: str = Field(
+        description="Why it failed or is not durable yet, or that it was taken out of history; empty if all is well."
+    )
     error_details: list[str] = Field(description="One line for each tensor, box or rank concerned.")
 
 
@@ -90,6 +95,82 @@ class VerificationOut(_Out):
     bytes_checked: int = Field(description="Bytes read.")
     problems: list[str] = Field(
         description="One line for each file or tensor that differs; empty if all is well."
+    )
+
+
+class RetentionOut(_Out):
+    """Which versions of a model are kept: those that a ref names and those that a rule speaks for. No rule keeps everything."""
+
+    keep_last: int = Field(description="That many of the newest; 0 is no rule.")
+    keep_every: int = Field(
+        description="Of each so many consecutive numbers the first version that is there; 0 is no rule."
+    )
+    keep_younger_s: int = Field(description="Those opened less than so many seconds ago; 0 is no rule.")
+
+
+class RetentionIn(_In):
+    """The rules, instead of those before; what is left out is no rule."""
+
+    keep_last: RuleField = 0
+    keep_every: RuleField = 0
+    keep_younger_s: RuleField = 0
+
+
+class KeptOut(_Out):
+    """A version that is kept."""
+
+    number: int = Field(description="Which version.")
+    rules: list[str] = Field(description="Those that speak for it; `keep_everything` if there is no rule.")
+    refs: list[str] = Field(description="Those that name it.")
+
+
+class WaitingOut(_Out):
+    """A version that was taken out of history and whose objects are still needed."""
+
+    number: int = Field(description="Which version.")
+    until_ms: int = Field(description="They stay at least until then; Unix time in milliseconds.")
+    readers: int = Field(description="Leases that keep them beyond the grace time.")
+
+
+class DeletedOut(_Out):
+    """A version whose objects were deleted."""
+
+    number: int = Field(description="Which version.")
+    nbytes: int = Field(description="Bytes of its weights.")
+
+
+class SweptOut(_Out):
+    """Objects of a number that stands for no version."""
+
+    number: int = Field(description="Which version.")
+    objects: int = Field(description="How many were deleted.")
+
+
+class CollectIn(_In):
+    """How to collect."""
+
+    dry_run: bool = Field(False, description="Only say what would be done.")
+
+
+class CollectionOut(_Out):
+    """What a collection did, or would have done."""
+
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    dry_run: bool = Field(description="Whether nothing was changed.")
+    kept: list[KeptOut] = Field(description="Versions that stay part of history, and why.")
+    retired: list[int] = Field(description="Versions taken out of history now.")
+    waiting: list[WaitingOut] = Field(
+        description="Versions taken out of history, now or before, and still needed."
+    )
+    deleted: list[DeletedOut] = Field(description="Versions whose objects were deleted.")
+    given_up: list[int] = Field(description="Versions being received of which nothing more was heard.")
+    swept: list[SweptOut] = Field(description="What was left of versions that were given up or deleted.")
+    uploads_discarded: int = Field(
+        description="Objects never finished whose parts were removed; a dry run does not look for them."
+    )
+    leases_removed: int = Field(description="Leases that readers have left behind.")
+    problems: list[str] = Field(
+        description="One line for each deletion that failed; the next collection tries again."
     )
 
 

@@ -160,6 +160,8 @@ def etag_of(file: FileEntry) -> str:
 def number_of(model: ModelName, head: Head, revision: str) -> int:
     """The number of the durable version that a revision names; whether a commit is that version's is for the caller to see.
 
+    Number and commit lead to a version that was taken out of history too, as long as it is there: clients ask for file by file.
+
     Args:
         model: for the message.
         head: the model's.
@@ -175,7 +177,7 @@ def number_of(model: ModelName, head: Head, revision: str) -> int:
         number = int(revision)
     else:
         number = head.refs.get(revision, head.refs.get(REF_LATEST) if revision == MAIN else None)
-    if number is None or number not in head.versions:
+    if number is None or head.readable(number) is None:
         raise no_revision(model, head, revision)
     return number
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 from weighbridge_service.catalog import Catalog
-from weighbridge_service.hub import HubVersion, RepoNotFound, is_commit, no_revision, number_of, refs_document
+from weighbridge_service.hub import (
+    HubVersion,
+    RepoNotFound,
+    RevisionNotFound,
+    is_commit,
+    no_revision,
+    number_of,
+    refs_document,
+)
 from weighbridge_service.models import Cache
-from weighbridge_service.store_readers import StoreReaders
+from weighbridge_service.store_readers import StoreReaders, reading_since
 from weighbridge_storage.head import Head
 from weighbridge_storage.images import Lease
 from weighbridge_storage.manifest import Manifest
@@ -39,8 +50,11 @@ class Hub:
             RepoNotFound: no such model.
             RevisionNotFound: the model has no such durable version.
         """
+        asked_ms = self._readers.clock()
         model, head = self._model(name)
-        found = self._version(model, head, number_of(model, head, revision))
+        number = number_of(model, head, revision)
+        self._readers.visit(model, number, reading_since(head, number, asked_ms))
+        found = self._version(model, head, number)
         if is_commit(revision) and revision != found.commit:
             raise no_revision(model, head, revision)
         return found
@@ -55,26 +69,30 @@ class Hub:
         """A part of a file.
 
         Raises:
+            RevisionNotFound: the version was deleted meanwhile.
             DataLoss: the file is missing from the store, or shorter than the manifest says.
         """
-        try:
-            return self._catalog.store.read_range(
-                version_key(version.model, version.number, path), start, length
-            )
-        except (NotFound, InvalidArgument) as error:
-            raise DataLoss(
-                f"{path} of {version.model}@{version.number} in the store is not what its manifest says"
-            ) from error
+        with self._unless_deleted(version.model, version.number):
+            try:
+                return self._catalog.store.read_range(
+                    version_key(version.model, version.number, path), start, length
+                )
+            except (NotFound, InvalidArgument) as error:
+                raise DataLoss(
+                    f"{path} of {version.model}@{version.number} in the store is not what its manifest says"
+                ) from error
 
     def begin(self, version: HubVersion) -> Lease:
         """The reading of a file begins; it ends when the lease is released."""
-        return self._readers.begin(version.model, version.number)
+        # the visit in which the version was found says for how long it has been read before
+        return self._readers.begin(version.model, version.number, self._readers.clock())
 
     def url(self, version: HubVersion, path: str) -> str | None:
         """Where a file can be had from the store itself for `URL_SECONDS`; None if the store has no such URLs."""
-        return self._catalog.store.presigned_url(
-            version_key(version.model, version.number, path), URL_SECONDS
-        )
+        url = self._catalog.store.presigned_url(version_key(version.model, version.number, path), URL_SECONDS)
+        if url is not None:
+            self._readers.lend(version.model, version.number, URL_SECONDS * 1000)
+        return url
 
     def _model(self, name: str) -> tuple[ModelName, Head]:
         try:
@@ -88,5 +106,17 @@ class Hub:
             text = read_manifest_text(self._catalog.store, model, number)
             return HubVersion.of(Manifest.from_json(text, version_key(model, number, MANIFEST_FILE)), text)
 
-        # a model that was removed and registered again may give a number to another version
-        return self._versions.get_or_make((model, number, head.versions[number].write_id), read)
+        entry = head.readable(number)
+        if entry is None:
+            raise no_revision(model, head, str(number))
+        with self._unless_deleted(model, number):
+            # a model that was removed and registered again may give a number to another version
+            return self._versions.get_or_make((model, number, entry.write_id), read)
+
+    @contextmanager
+    def _unless_deleted(self, model: ModelName, number: int) -> Iterator[None]:
+        try:
+            with self._catalog.unless_deleted(model, number):
+                yield
+        except NotFound as error:
+            raise RevisionNotFound(error.message, fix=error.fix) from error

@@ -54,6 +54,22 @@ class Metrics(Collector):
             "Versions being made durable.",
             value=service.intake.publisher.running,
         )
+        collecting = service.collecting
+        yield CounterMetricFamily(
+            "weighbridge_deleted_versions",
+            "Versions whose objects were deleted.",
+            value=collecting.versions_deleted,
+        )
+        yield CounterMetricFamily(
+            "weighbridge_deleted_bytes",
+            "Bytes of the weights of deleted versions.",
+            value=collecting.bytes_deleted,
+        )
+        yield CounterMetricFamily(
+            "weighbridge_collection_failures",
+            "Collections and deletions that failed.",
+            value=collecting.failures,
+        )
         usage = service.images.usage()
         images = GaugeMetricFamily(
             "weighbridge_image_bytes", "Bytes of image regions.", labels=["place", "use"]

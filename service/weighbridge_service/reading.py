@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weighbridge import rpc
 from weighbridge.errors import InvalidArgument
@@ -14,7 +14,7 @@ from weighbridge.resources import Version
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge_service.read_ahead import StreamReader
 from weighbridge_storage.file_bytes import FileBytes
-from weighbridge_storage.images import Lease
+from weighbridge_storage.images import Lease, together
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class OpenVersion:
     files: FilesLayout
     sources: Mapping[str, FileBytes]
     _lease: Lease
+
+    def partly_from(self, sources: Mapping[str, FileBytes], lease: Lease) -> OpenVersion:
+        """The same, with some of its files from elsewhere; closing it ends the lease on these, too."""
+        return replace(self, sources={**self.sources, **sources}, _lease=together(self._lease, lease))
 
     def close(self) -> None:
         """Let go of the image, or end the reading from the store."""

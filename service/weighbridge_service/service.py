@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from weighbridge_service.catalog import Catalog
+from weighbridge_service.collecting import Collecting
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.intake import Intake
 from weighbridge_service.serving import Serving
-from weighbridge_service.store_readers import StoreReaders
 from weighbridge_storage.block_cache import BlockCache
 from weighbridge_storage.block_file import check_holes
 from weighbridge_storage.images import ImagePool
@@ -32,6 +32,7 @@ class Weighbridge:
         catalog: models, versions and refs.
         intake: versions on their way in.
         serving: versions on their way out.
+        collecting: which versions are kept.
         images: where versions are put together.
         read_cache: what was brought from a store that is no folder.
         store_readers: who is reading from the store.
@@ -39,6 +40,7 @@ class Weighbridge:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
+        grace = config.grace
         scratch = config.scratch_folder / ".images"
         scratch.mkdir(parents=True, exist_ok=True)
         self.read_cache = BlockCache(scratch, config.read_cache)
@@ -51,10 +53,11 @@ class Weighbridge:
             self._store.close()
             raise
         self.images = ImagePool(config.memory_budget, scratch)
-        self.catalog = Catalog(self._store)
+        self.catalog = Catalog(self._store, grace)
         self.intake = Intake(self.catalog, self.images, config)
-        self.store_readers = StoreReaders()
+        self.store_readers = self.catalog.readers
         self.serving = Serving(self.catalog, self.read_cache, self.store_readers)
+        self.collecting = Collecting(self.catalog, config.collect_every)
 
     @property
     def draining(self) -> bool:
@@ -75,6 +78,7 @@ class Weighbridge:
     def close(self) -> None:
         """Let go of files and memory. Call `drain` before."""
         self._stop()
+        self.catalog.readers.close()
         self.images.trim()
         self.read_cache.close()
         self._store.close()
@@ -83,3 +87,4 @@ class Weighbridge:
         self.catalog.stopping.set()
         self.catalog.notify()
         self.intake.stop()
+        self.collecting.join()

@@ -10,6 +10,7 @@ from weighbridge import dtypes
 from weighbridge.dtypes import DType
 from weighbridge.errors import FailedPrecondition
 from weighbridge.layouts import Layout, TensorSpec
+from weighbridge.pieces import Buffer
 from weighbridge.resources import Version, VersionState
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge.slices import LayoutRequest
@@ -19,12 +20,12 @@ from weighbridge_service.megatron_layouts import TrainerRank, megatron_layout
 from weighbridge_service.models import Cache, RegisteredModel
 from weighbridge_service.read_ahead import StreamReader
 from weighbridge_service.reading import OpenVersion, Reading
-from weighbridge_service.store_readers import StoreReaders
+from weighbridge_service.store_readers import StoreReaders, reading_since
 from weighbridge_service.transfers import Transfer
 from weighbridge_storage.block_cache import BlockCache
 from weighbridge_storage.file_bytes import FileBytes, mapped_files
 from weighbridge_storage.head import Head
-from weighbridge_storage.images import Lease, together
+from weighbridge_storage.images import Lease
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.version_reading import open_version
 
@@ -77,7 +78,7 @@ class Serving:
         layout = model.pull_layout(request)
         casting = self._casting(model, layout, dtype) if dtype else None
         opened = self._open(model_name, version)
-        return _reading(opened, layout, offset, casting, model.pull_transfer)
+        return self._reading(opened, layout, offset, casting, model.pull_transfer)
 
     def cast(self, name: str, specs: Iterable[TensorSpec], dtype: DType) -> list[TensorSpec]:
         """What tensors of a model are after a cast. Raises InvalidArgument if one cannot be cast."""
@@ -92,7 +93,7 @@ class Serving:
         model_name = ModelName.parse(name)
         model = self._catalog.state(model_name).model
         opened = self._open(model_name, version)
-        return _reading(opened, layout, offset, None, model.restore_transfer)
+        return self._reading(opened, layout, offset, None, model.restore_transfer)
 
     def open(self, name: str, version: str) -> OpenVersion:
         """A visible version's bytes; close it after use."""
@@ -104,6 +105,7 @@ class Serving:
         return megatron_layout(model.bridge, model.tensors, rank, experts_apart=True)
 
     def _open(self, name: ModelName, version: str) -> OpenVersion:
+        asked_ms = self._readers.clock()
         head = self._catalog.head(name)
         found = self._catalog.resolve(name, version, head)
         state = self._catalog.state(name)
@@ -118,16 +120,14 @@ class Serving:
             return OpenVersion(found, state.model.files, held, lease)
         # a version that several replicas have received together: each has some of the files, and reads the others
         try:
-            return self._open_durable(name, found, head, held, lease)
+            opened = self._open_durable(name, found, head, asked_ms)
         except BaseException:
             if lease is not None:
                 lease.release()
             raise
+        return opened if lease is None else opened.partly_from(held, lease)
 
-    def _open_durable(
-        self, name: ModelName, found: Version, head: Head, held: Mapping[str, FileBytes], image: Lease | None
-    ) -> OpenVersion:
-        """A version from the store, except for the files that are held in an image, on which there is a lease."""
+    def _open_durable(self, name: ModelName, found: Version, head: Head, asked_ms: int) -> OpenVersion:
         if found.state is not VersionState.DURABLE:
             head = self._catalog.head(name)  # it may have become durable since
             found = self._catalog.resolve(name, str(found.number), head)
@@ -135,36 +135,42 @@ class Serving:
             raise FailedPrecondition(
                 f"{found} is no longer held: it could not be made durable and a newer one is live"
             )
-        lease = self._readers.begin(name, found.number)
+        entry = head.readable(found.number)
+        lease = self._readers.begin(name, found.number, reading_since(head, found.number, asked_ms))
         try:
             # a model that was removed and registered again may give a number to another version
-            files, sources = self._opened.get_or_make(
-                (name, found.number, head.versions[found.number].write_id),
-                lambda: open_version(self._catalog.store, self._cache, name, found.number),
-            )
+            with self._catalog.unless_deleted(name, found.number):
+                files, sources = self._opened.get_or_make(
+                    (name, found.number, entry.write_id if entry else ""),
+                    lambda: open_version(self._catalog.store, self._cache, name, found.number),
+                )
         except BaseException:
             lease.release()
             raise
-        return OpenVersion(
-            found, files, {**sources, **held}, lease if image is None else together(lease, image)
+        return OpenVersion(found, files, sources, lease)
+
+    def _reading(
+        self,
+        opened: OpenVersion,
+        layout: Layout,
+        offset: int,
+        casting: Casting | None,
+        transfer_of: Callable[[Layout, Layout], Transfer],
+    ) -> Reading:
+        """A stream of an open version, which it closes in the end, or now if there can be no such stream."""
+        try:
+            reader = StreamReader(transfer_of(opened.files.layout, layout), opened.sources, layout.nbytes)
+        except BaseException:
+            opened.close()
+            raise
+        model, number = ModelName.parse(opened.version.model), opened.version.number
+
+        def gather(offset: int, length: int) -> Buffer:
+            with self._catalog.unless_deleted(model, number):
+                return reader.gather(offset, length)
+
+        if casting is None:
+            return Reading(opened.version, layout, offset, opened, reader, gather)
+        return Reading(
+            opened.version, casting.layout, offset, opened, reader, partial(casting.gather, gather)
         )
-
-
-def _reading(
-    opened: OpenVersion,
-    layout: Layout,
-    offset: int,
-    casting: Casting | None,
-    transfer_of: Callable[[Layout, Layout], Transfer],
-) -> Reading:
-    """A stream of an open version, which it closes in the end, or now if there can be no such stream."""
-    try:
-        reader = StreamReader(transfer_of(opened.files.layout, layout), opened.sources, layout.nbytes)
-    except BaseException:
-        opened.close()
-        raise
-    if casting is None:
-        return Reading(opened.version, layout, offset, opened, reader, reader.gather)
-    return Reading(
-        opened.version, casting.layout, offset, opened, reader, partial(casting.gather, reader.gather)
-    )

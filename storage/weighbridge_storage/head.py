@@ -1,6 +1,6 @@
 """What is the state of a model?
 
-A model's `head.json` is the only object that is ever rewritten. `Head` is its content; `head_changes` says what may change in
+A model's `head.json` is the only object that several writers ever rewrite. `Head` is its content; `head_changes` says what may change in
 it, and `head_store` how writers take turns.
 
 The text is one JSON object::
@@ -193,6 +193,20 @@ class Head:
             _check_text("write id", write_id)
         if len(self.writes) > REMEMBERED_WRITES:
             raise InvalidArgument(f"{len(self.writes)} writes are remembered, more than {REMEMBERED_WRITES}")
+
+    def readable(self, number: int) -> VersionEntry | None:
+        """What is said of a version that is durable, or was and whose objects may still be there; None if it is neither."""
+        tombstone = self.tombstones.get(number)
+        return tombstone.version if tombstone else self.versions.get(number)
+
+    def is_gone(self, number: int) -> bool:
+        """Whether a number was given and stands for nothing any more: its version was given up, or deleted and forgotten.
+
+        That is for good, so whatever lies under such a number is nobody's.
+        """
+        return number < self.next_version and not (
+            number in self.versions or number in self.open or number in self.tombstones
+        )
 
     def _check_numbers(self) -> None:
         """Each number stands for one version, in one state, and was given before."""

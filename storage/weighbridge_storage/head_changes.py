@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -203,36 +203,41 @@ def delete_ref(head: Head, name: str) -> Head:
     return replace(head, refs={other: number for other, number in head.refs.items() if other != name})
 
 
-def delete_version(head: Head, number: int, deleted_ms: int) -> Head:
-    """Take a version out of history and leave a tombstone; its objects may be deleted once nobody reads them any more.
+def delete_versions(head: Head, numbers: Collection[int], deleted_ms: int) -> Head:
+    """Take versions out of history and leave tombstones; their objects may be deleted once nobody reads them any more.
 
     Deleting what is already deleted changes nothing.
 
     Raises:
-        NotFound: there is no such version.
-        FailedPrecondition: a ref names it. ``latest`` always names one, so the newest version cannot be deleted.
+        NotFound: one of them is not there.
+        FailedPrecondition: one is still being received, or a ref names it. ``latest`` always names one, so the newest version
+            cannot be deleted.
     """
-    if number in head.tombstones:
-        return head
-    entry = _check_there(head, number)
-    names = sorted(name for name, named in head.refs.items() if named == number)
-    if names:
+    for number in head.open.keys() & set(numbers):
+        raise FailedPrecondition(
+            f"version {number} is still being received", fix="abort it, or wait until it is durable"
+        )
+    gone = {
+        number: Tombstone(_check_there(head, number), deleted_ms)
+        for number in numbers
+        if number not in head.tombstones
+    }
+    for number in gone.keys() & set(head.refs.values()):
+        names = sorted(name for name, named in head.refs.items() if named == number)
         raise FailedPrecondition(
             f"version {number} is what {', '.join(names[:5])} names",
             fix="publish a newer version first" if REF_LATEST in names else "move or delete the ref first",
         )
     return replace(
         head,
-        versions={other: entry for other, entry in head.versions.items() if other != number},
-        tombstones={**head.tombstones, number: Tombstone(entry, deleted_ms)},
+        versions={other: entry for other, entry in head.versions.items() if other not in gone},
+        tombstones={**head.tombstones, **gone},
     )
 
 
-def forget_version(head: Head, number: int) -> Head:
-    """Remove a tombstone, once the version's objects are deleted. Nothing changes if there is none."""
-    if number not in head.tombstones:
-        return head
-    return replace(head, tombstones={other: t for other, t in head.tombstones.items() if other != number})
+def forget_versions(head: Head, numbers: Collection[int]) -> Head:
+    """Remove tombstones, once the versions' objects are deleted. Nothing changes for those that have none."""
+    return replace(head, tombstones={n: t for n, t in head.tombstones.items() if n not in numbers})
 
 
 def set_retention(head: Head, retention: Retention) -> Head:

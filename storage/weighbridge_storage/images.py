@@ -87,7 +87,7 @@ class Region:
 
 
 class Lease:
-    """Keeps an image's bytes as they are until it is released; a context manager."""
+    """Keeps what somebody reads as it is until it is released; a context manager."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end: Callable[[], None] | None = end

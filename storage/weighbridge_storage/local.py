@@ -23,7 +23,7 @@ import os
 import stat
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -219,7 +219,9 @@ class LocalStore(ObjectStore):
             with suppress(OSError):
                 os.unlink(temp, dir_fd=self._temp)
 
-    def discard_unfinished(self, prefix: str, older_than_s: float) -> int:
+    def discard_unfinished(
+        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
+    ) -> int:
         """See `ObjectStore.discard_unfinished`. A lock tells who is dead, so neither keys nor ages are looked at."""
         check_prefix(prefix)
         try:

@@ -18,6 +18,10 @@ RESERVED_REFS = frozenset({REF_LATEST, REF_LIVE})
 MAX_VERSION = 10**12 - 1
 """Version folders have names of twelve digits, so that they sort by number."""
 
+NUMBERED_FOLDERS = ("versions", "incoming", "leases")
+"""Folders of a model that have a folder for each version: its files, what is known of it while it is received, who reads it."""
+
+_NUMBER = re.compile(r"(?!0{12})[0-9]{12}")
 _MODEL_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 _TWO_PARTS = re.compile(r"[^/]*/[^/]*")
 _REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
@@ -91,7 +95,31 @@ def version_prefix(model: ModelName, number: int) -> str:
     Raises:
         InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
     """
-    return f"{model.prefix}versions/{_twelve_digits(number)}/"
+    return _numbered_prefix(model, "versions", number)
+
+
+def lease_key(model: ModelName, number: int, reader: str) -> str:
+    """Key of the lease by which a reader keeps a version's objects from being deleted.
+
+    Raises:
+        InvalidArgument: no such number can be, or the reader's name is not of 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
+    """
+    return _numbered_prefix(model, "leases", number) + check_version_file_name(reader)
+
+
+def numbered_key(model: ModelName, key: str) -> tuple[str, int] | None:
+    """Which of `NUMBERED_FOLDERS` an object lies in, and which version's it is; None if it lies in none of them."""
+    folder, _, rest = key.removeprefix(model.prefix).partition("/")
+    number, slash, _ = rest.partition("/")
+    if not key.startswith(model.prefix) or folder not in NUMBERED_FOLDERS or not slash:
+        return None
+    return (folder, int(number)) if _NUMBER.fullmatch(number) else None
+
+
+def _numbered_prefix(model: ModelName, folder: str, number: int) -> str:
+    if not 1 <= number <= MAX_VERSION:
+        raise InvalidArgument(f"{shown(number)} is no version number", fix=f"versions are 1 to {MAX_VERSION}")
+    return f"{model.prefix}{folder}/{number:012d}/"
 
 
 def incoming_prefix(model: ModelName, number: int) -> str:
@@ -100,13 +128,7 @@ def incoming_prefix(model: ModelName, number: int) -> str:
     Raises:
         InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
     """
-    return f"{model.prefix}incoming/{_twelve_digits(number)}/"
-
-
-def _twelve_digits(number: int) -> str:
-    if not 1 <= number <= MAX_VERSION:
-        raise InvalidArgument(f"{shown(number)} is no version number", fix=f"versions are 1 to {MAX_VERSION}")
-    return f"{number:012d}"
+    return _numbered_prefix(model, "incoming", number)
 
 
 def layout_key(model: ModelName, digest: str) -> str:

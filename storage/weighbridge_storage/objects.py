@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -154,13 +154,16 @@ class ObjectStore(ABC):
         """
 
     @abstractmethod
-    def discard_unfinished(self, prefix: str, older_than_s: float) -> int:
+    def discard_unfinished(
+        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
+    ) -> int:
         """Remove what writers that died left of objects that they never finished; gives the number of these.
 
         Args:
             prefix: what the objects' keys would have begun with.
             older_than_s: age in seconds from which on a write counts as dead where the store cannot tell. One that is
                 still under way fails, and writes nothing.
+            only: of these, those for whose keys this holds, where the store knows the keys; by default all.
         """
 
     @abstractmethod

@@ -7,7 +7,7 @@ SeaweedFS, MinIO, Ceph and R2 say that they do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -101,12 +101,18 @@ class S3Store(ObjectStore):
         """See `ObjectStore.copy`. The server does it; no bytes come here."""
         self._uploads.copy(self._name(source), self._name(target), f"copying {source} to {target}")
 
-    def discard_unfinished(self, prefix: str, older_than_s: float) -> int:
+    def discard_unfinished(
+        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
+    ) -> int:
         """See `ObjectStore.discard_unfinished`: aborts multipart uploads. Their parts cost money until then.
 
         Ages are by the server's clock. Some servers (MinIO) list uploads for whole keys only, and find none here.
         """
-        return self._uploads.discard_unfinished(self._prefix + check_prefix(prefix), older_than_s)
+
+        def chosen(name: str) -> bool:
+            return only is None or only(name.removeprefix(self._prefix))
+
+        return self._uploads.discard_unfinished(self._prefix + check_prefix(prefix), older_than_s, chosen)
 
     def _name(self, key: str) -> str:
         name = self._prefix + check_key(key)

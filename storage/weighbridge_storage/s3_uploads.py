@@ -11,7 +11,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,10 +96,14 @@ class Uploads:
             _pause(attempt)
         raise Unavailable(f"{what} failed: the source changes again and again", fix="try again")
 
-    def discard_unfinished(self, prefix: str, older_than_s: float) -> int:
+    def discard_unfinished(self, prefix: str, older_than_s: float, chosen: Callable[[str], bool]) -> int:
         """As `ObjectStore.discard_unfinished`, for full names."""
         try:
-            found = [upload for upload in self._client.uploads(prefix) if upload.age_s >= older_than_s]
+            found = [
+                upload
+                for upload in self._client.uploads(prefix)
+                if upload.age_s >= older_than_s and chosen(upload.name)
+            ]
         except S3_ERRORS as error:
             raise s3_error(error, "listing unfinished uploads") from error
         removed = 0

@@ -29,6 +29,9 @@ _MODULE_OF = {
     "tag": "looking",
     "watch": "looking",
     "verify": "looking",
+    "retention": "keeping",
+    "collect": "keeping",
+    "delete": "keeping",
     "demo": "serving",
 }
 _INTERRUPTED = 130

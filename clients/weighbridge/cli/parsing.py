@@ -1,4 +1,4 @@
-"""What people type, as values: a model with or without a version, and sizes."""
+"""What people type, as values: a model with or without a version, sizes and times."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ _UNITS = {
     **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
     **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)},
 }
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_DURATION = re.compile(r"([0-9]{1,15}) ?([A-Za-z]?)", re.ASCII)
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", re.ASCII)
 
 
@@ -67,6 +69,22 @@ def parse_size(text: str) -> int:
     return size
 
 
+def parse_duration(text: str) -> int:
+    """Seconds of a time: ``7d``, ``12h``, ``30m``, ``90s`` or ``2w``; a bare number is seconds.
+
+    Raises:
+        InvalidArgument: it is not a whole number with such a unit, or less than one second.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    scale = _SECONDS.get(match[2].lower() or "s") if match else None
+    seconds = int(match[1]) * scale if match and scale else 0
+    if seconds < 1:
+        raise InvalidArgument(
+            f"{text!r} is not a time", fix="write it like 7d, 12h or 30m, or as a number of seconds"
+        )
+    return seconds
+
+
 def model_at_version(ctx: click.Context, param: click.Parameter, text: str) -> Reference:
     """Callback of an argument ``MODEL@VERSION``."""
     with _misspelt(ctx, param):
@@ -83,6 +101,12 @@ def size(ctx: click.Context, param: click.Parameter, text: str) -> int:
     """Callback of an option that is a size in bytes."""
     with _misspelt(ctx, param):
         return parse_size(text)
+
+
+def duration(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """Callback of an option that is a time, in seconds; None if it is not given."""
+    with _misspelt(ctx, param):
+        return None if text is None else parse_duration(text)
 
 
 @contextmanager

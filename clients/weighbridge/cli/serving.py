@@ -91,6 +91,24 @@ class StoreLocation(click.Path):
     "trainer ranks push one version to several replicas, each to the one on its own node.",
 )
 @click.option(
+    "--collect-every",
+    type=click.FloatRange(min=0),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often versions that need not be kept are deleted; 0 leaves that to others.",
+)
+@click.option(
+    "--grace",
+    "grace_seconds",
+    type=click.FloatRange(min=1, max=10**9),
+    default=900.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a deleted version can still be read; the same for all services over one store, whose clocks must differ "
+    "by less than a quarter of it.",
+)
+@click.option(
     "--scratch",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for what may be lost: weights in transit that do not fit into memory, the read cache.  "
@@ -123,6 +141,8 @@ def serve_command(
     receive_timeout: float,
     drain_seconds: float,
     advertise: str | None,
+    collect_every: float,
+    grace_seconds: float,
     scratch: Path | None,
     exports: Path | None,
     redirect_downloads: bool,
@@ -142,6 +162,8 @@ def serve_command(
         receive_timeout=receive_timeout,
         drain_seconds=drain_seconds,
         advertise=advertise or "",
+        collect_every=collect_every,
+        grace_seconds=grace_seconds,
         redirect_downloads=redirect_downloads,
     )
     ctx.exit(run(config, grpc, http, log_level))

@@ -547,3 +547,172 @@ class VerifyVersionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyVersionResponse: _TypeAlias = VerifyVersionResponse  # noqa: Y015
+
+@_typing.final
+class GetRetentionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRetentionRequest: _TypeAlias = GetRetentionRequest  # noqa: Y015
+
+@_typing.final
+class GetRetentionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETENTION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def retention(self) -> _resources_pb2.Retention: ...
+    def __init__(
+        self,
+        *,
+        retention: _resources_pb2.Retention | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRetentionResponse: _TypeAlias = GetRetentionResponse  # noqa: Y015
+
+@_typing.final
+class SetRetentionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    @_builtins.property
+    def retention(self) -> _resources_pb2.Retention:
+        """Replaces all rules; unset keeps everything."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        retention: _resources_pb2.Retention | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "retention", b"retention"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRetentionRequest: _TypeAlias = SetRetentionRequest  # noqa: Y015
+
+@_typing.final
+class SetRetentionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETENTION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def retention(self) -> _resources_pb2.Retention: ...
+    def __init__(
+        self,
+        *,
+        retention: _resources_pb2.Retention | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRetentionResponse: _TypeAlias = SetRetentionResponse  # noqa: Y015
+
+@_typing.final
+class DeleteVersionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    number: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteVersionRequest: _TypeAlias = DeleteVersionRequest  # noqa: Y015
+
+@_typing.final
+class DeleteVersionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def version(self) -> _resources_pb2.Version: ...
+    def __init__(
+        self,
+        *,
+        version: _resources_pb2.Version | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteVersionResponse: _TypeAlias = DeleteVersionResponse  # noqa: Y015
+
+@_typing.final
+class CollectVersionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    dry_run: _builtins.bool
+    """Only say what would be done."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectVersionsRequest: _TypeAlias = CollectVersionsRequest  # noqa: Y015
+
+@_typing.final
+class CollectVersionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COLLECTION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def collection(self) -> _resources_pb2.Collection: ...
+    def __init__(
+        self,
+        *,
+        collection: _resources_pb2.Collection | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["collection", b"collection"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collection", b"collection"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectVersionsResponse: _TypeAlias = CollectVersionsResponse  # noqa: Y015

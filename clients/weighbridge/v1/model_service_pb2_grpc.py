@@ -89,6 +89,26 @@ class ModelServiceStub(object):
                 request_serializer=weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionResponse.FromString,
                 _registered_method=True)
+        self.GetRetention = channel.unary_unary(
+                '/weighbridge.v1.ModelService/GetRetention',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.GetRetentionRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.GetRetentionResponse.FromString,
+                _registered_method=True)
+        self.SetRetention = channel.unary_unary(
+                '/weighbridge.v1.ModelService/SetRetention',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.SetRetentionRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.SetRetentionResponse.FromString,
+                _registered_method=True)
+        self.DeleteVersion = channel.unary_unary(
+                '/weighbridge.v1.ModelService/DeleteVersion',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionResponse.FromString,
+                _registered_method=True)
+        self.CollectVersions = channel.unary_unary(
+                '/weighbridge.v1.ModelService/CollectVersions',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer(object):
@@ -164,6 +184,33 @@ class ModelServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRetention(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRetention(self, request, context):
+        """Says which versions are kept; the others go with the next collection.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteVersion(self, request, context):
+        """Takes a version out of history that no ref names; its objects go with a collection after the grace time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CollectVersions(self, request, context):
+        """Carries the retention out now, without waiting for the service to do so by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -221,6 +268,26 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.VerifyVersion,
                     request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionResponse.SerializeToString,
+            ),
+            'GetRetention': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRetention,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.GetRetentionRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.GetRetentionResponse.SerializeToString,
+            ),
+            'SetRetention': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRetention,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.SetRetentionRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.SetRetentionResponse.SerializeToString,
+            ),
+            'DeleteVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteVersion,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionResponse.SerializeToString,
+            ),
+            'CollectVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.CollectVersions,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -520,6 +587,114 @@ class ModelService(object):
             '/weighbridge.v1.ModelService/VerifyVersion',
             weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionRequest.SerializeToString,
             weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRetention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/GetRetention',
+            weighbridge_dot_v1_dot_model__service__pb2.GetRetentionRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.GetRetentionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRetention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/SetRetention',
+            weighbridge_dot_v1_dot_model__service__pb2.SetRetentionRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.SetRetentionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/DeleteVersion',
+            weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CollectVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/CollectVersions',
+            weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,13 @@ class ModelServiceStub:
     ListRefs: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ListRefsRequest, _model_service_pb2.ListRefsResponse]
     VerifyVersion: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.VerifyVersionRequest, _model_service_pb2.VerifyVersionResponse]
     """Compares the files in the object store with the digests in the manifest."""
+    GetRetention: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetRetentionRequest, _model_service_pb2.GetRetentionResponse]
+    SetRetention: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.SetRetentionRequest, _model_service_pb2.SetRetentionResponse]
+    """Says which versions are kept; the others go with the next collection."""
+    DeleteVersion: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.DeleteVersionRequest, _model_service_pb2.DeleteVersionResponse]
+    """Takes a version out of history that no ref names; its objects go with a collection after the grace time."""
+    CollectVersions: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.CollectVersionsRequest, _model_service_pb2.CollectVersionsResponse]
+    """Carries the retention out now, without waiting for the service to do so by itself."""
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
@@ -65,6 +72,13 @@ class ModelServiceAsyncStub(ModelServiceStub):
     ListRefs: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ListRefsRequest, _model_service_pb2.ListRefsResponse]  # type: ignore[assignment]
     VerifyVersion: _aio.UnaryUnaryMultiCallable[_model_service_pb2.VerifyVersionRequest, _model_service_pb2.VerifyVersionResponse]  # type: ignore[assignment]
     """Compares the files in the object store with the digests in the manifest."""
+    GetRetention: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetRetentionRequest, _model_service_pb2.GetRetentionResponse]  # type: ignore[assignment]
+    SetRetention: _aio.UnaryUnaryMultiCallable[_model_service_pb2.SetRetentionRequest, _model_service_pb2.SetRetentionResponse]  # type: ignore[assignment]
+    """Says which versions are kept; the others go with the next collection."""
+    DeleteVersion: _aio.UnaryUnaryMultiCallable[_model_service_pb2.DeleteVersionRequest, _model_service_pb2.DeleteVersionResponse]  # type: ignore[assignment]
+    """Takes a version out of history that no ref names; its objects go with a collection after the grace time."""
+    CollectVersions: _aio.UnaryUnaryMultiCallable[_model_service_pb2.CollectVersionsRequest, _model_service_pb2.CollectVersionsResponse]  # type: ignore[assignment]
+    """Carries the retention out now, without waiting for the service to do so by itself."""
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -147,5 +161,36 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.VerifyVersionResponse, _abc.Awaitable[_model_service_pb2.VerifyVersionResponse]]:
         """Compares the files in the object store with the digests in the manifest."""
+
+    @_abc_1.abstractmethod
+    def GetRetention(
+        self,
+        request: _model_service_pb2.GetRetentionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.GetRetentionResponse, _abc.Awaitable[_model_service_pb2.GetRetentionResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def SetRetention(
+        self,
+        request: _model_service_pb2.SetRetentionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.SetRetentionResponse, _abc.Awaitable[_model_service_pb2.SetRetentionResponse]]:
+        """Says which versions are kept; the others go with the next collection."""
+
+    @_abc_1.abstractmethod
+    def DeleteVersion(
+        self,
+        request: _model_service_pb2.DeleteVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.DeleteVersionResponse, _abc.Awaitable[_model_service_pb2.DeleteVersionResponse]]:
+        """Takes a version out of history that no ref names; its objects go with a collection after the grace time."""
+
+    @_abc_1.abstractmethod
+    def CollectVersions(
+        self,
+        request: _model_service_pb2.CollectVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.CollectVersionsResponse, _abc.Awaitable[_model_service_pb2.CollectVersionsResponse]]:
+        """Carries the retention out now, without waiting for the service to do so by itself."""
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

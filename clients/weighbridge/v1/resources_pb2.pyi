@@ -198,7 +198,7 @@ class Version(_message.Message):
     """Unset until then."""
     durable_time_ms: _builtins.int
     error: _builtins.str
-    """What went wrong, and with which tensors."""
+    """What went wrong, and with which tensors; or that it was taken out of history."""
     sealed_ranks: _builtins.int
     """Ranks that have sealed."""
     @_builtins.property
@@ -294,6 +294,208 @@ class Model(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class Retention(_message.Message):
+    """Which versions are kept: those that a ref names, and those that one of the rules speaks for. No rule keeps everything."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEEP_LAST_FIELD_NUMBER: _builtins.int
+    KEEP_EVERY_FIELD_NUMBER: _builtins.int
+    KEEP_YOUNGER_S_FIELD_NUMBER: _builtins.int
+    keep_last: _builtins.int
+    """That many of the newest."""
+    keep_every: _builtins.int
+    """Of each so many consecutive numbers the first version that is there."""
+    keep_younger_s: _builtins.int
+    """Those opened less than so many seconds ago."""
+    def __init__(
+        self,
+        *,
+        keep_last: _builtins.int = ...,
+        keep_every: _builtins.int = ...,
+        keep_younger_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_every", b"keep_every", "keep_last", b"keep_last", "keep_younger_s", b"keep_younger_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retention: _TypeAlias = Retention  # noqa: Y015
+
+@_typing.final
+class Collection(_message.Message):
+    """What collecting the versions of a model did, or would have done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    RETIRED_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    DELETED_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
+    SWEPT_FIELD_NUMBER: _builtins.int
+    UPLOADS_DISCARDED_FIELD_NUMBER: _builtins.int
+    LEASES_REMOVED_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    dry_run: _builtins.bool
+    uploads_discarded: _builtins.int
+    """Objects that were never finished and whose parts were removed; a dry run does not look for them."""
+    leases_removed: _builtins.int
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptVersion]:
+        """What stays part of history, and why."""
+
+    @_builtins.property
+    def retired(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Taken out of history now."""
+
+    @_builtins.property
+    def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___WaitingVersion]:
+        """Taken out of history, now or before, and whose objects are still needed."""
+
+    @_builtins.property
+    def deleted(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeletedVersion]: ...
+    @_builtins.property
+    def given_up(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions that were being received, and of which nothing more was heard."""
+
+    @_builtins.property
+    def swept(self) -> _containers.RepeatedCompositeFieldContainer[Global___SweptVersion]: ...
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One line for each deletion that failed; the next collection tries again."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+        kept: _abc.Iterable[Global___KeptVersion] | None = ...,
+        retired: _abc.Iterable[_builtins.int] | None = ...,
+        waiting: _abc.Iterable[Global___WaitingVersion] | None = ...,
+        deleted: _abc.Iterable[Global___DeletedVersion] | None = ...,
+        given_up: _abc.Iterable[_builtins.int] | None = ...,
+        swept: _abc.Iterable[Global___SweptVersion] | None = ...,
+        uploads_discarded: _builtins.int = ...,
+        leases_removed: _builtins.int = ...,
+        problems: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted", "dry_run", b"dry_run", "given_up", b"given_up", "kept", b"kept", "leases_removed", b"leases_removed", "model", b"model", "problems", b"problems", "retired", b"retired", "swept", b"swept", "uploads_discarded", b"uploads_discarded", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Collection: _TypeAlias = Collection  # noqa: Y015
+
+@_typing.final
+class KeptVersion(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
+    REFS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """keep_last, keep_every, keep_younger_s; keep_everything if there is no rule."""
+
+    @_builtins.property
+    def refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        rules: _abc.Iterable[_builtins.str] | None = ...,
+        refs: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "refs", b"refs", "rules", b"rules"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptVersion: _TypeAlias = KeptVersion  # noqa: Y015
+
+@_typing.final
+class WaitingVersion(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    UNTIL_MS_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    until_ms: _builtins.int
+    """Its objects stay at least until then."""
+    readers: _builtins.int
+    """Leases that keep them beyond the grace time."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        until_ms: _builtins.int = ...,
+        readers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "readers", b"readers", "until_ms", b"until_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitingVersion: _TypeAlias = WaitingVersion  # noqa: Y015
+
+@_typing.final
+class DeletedVersion(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    nbytes: _builtins.int
+    """Bytes of its weights."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeletedVersion: _TypeAlias = DeletedVersion  # noqa: Y015
+
+@_typing.final
+class SweptVersion(_message.Message):
+    """Objects of a number that stands for no version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    objects: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        objects: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "objects", b"objects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SweptVersion: _TypeAlias = SweptVersion  # noqa: Y015
 
 @_typing.final
 class ModelFile(_message.Message):
