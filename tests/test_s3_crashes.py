@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +33,7 @@ MODEL = "acme/crash"
 NAME = ModelName.parse(MODEL)
 KEPT = 3
 GRACE = 1.0
-LONGEST_LIFE = 2.0
+LONGEST_LIFE = 3.0
 HIDDEN_SIZE = 8192
 """Makes models of 20 MB, which are uploaded in two parts."""
 
@@ -49,7 +48,12 @@ class World:
         server: S3Server = self.seaweed.start()
         self.location = server.location()
         self.service = KillableService(
-            self.location, scratch=folder / "scratch", receive_timeout=5.0, collect_every=0.5, grace_seconds=GRACE
+            self.location,
+            scratch=folder / "scratch",
+            receive_timeout=5.0,
+            open_lease=5.0,
+            collect_every=0.5,
+            grace_seconds=GRACE,
         )
         self.service.start()
 
@@ -120,9 +124,7 @@ def test_a_killed_service_or_store_loses_no_durable_version_tears_none_and_leaks
         driver = Driver(world.service.address, sources, record, chance)
         time.sleep(chance.uniform(0.0, LONGEST_LIFE))
         victim = chance.choice(["service", "store", "both"])
-        killer = threading.Thread(target=world.kill, args=(victim, chance.choice([0.0, 0.3, 1.5])))
-        killer.start()
-        killer.join()
+        world.kill(victim, chance.choice([0.0, 0.3, 1.5]))
         driver.stop()
         check(world, record, checked)
         tag(world, record, chance)

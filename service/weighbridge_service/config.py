@@ -29,6 +29,8 @@ class ServiceConfig:
         receive_timeout: seconds without a word from any rank after which a version being received is given up.
         advertise: ``host:port`` under which other replicas of the service reach this one's gRPC face; empty if ranks of one
             version do not push to several replicas.
+        open_lease: seconds after which a version that is being received is taken for abandoned if no replica renews that; each does
+            at half of it. Clocks of replicas must differ by less.
         peer_patience: seconds for which another replica that cannot be reached is tried again.
         declare_timeout: seconds that a rank waits for the others to declare their layouts.
         publish_attempts: how often making a version durable is tried.
@@ -49,6 +51,7 @@ class ServiceConfig:
     redirect_downloads: bool = False
     receive_timeout: float = 300.0
     advertise: str = ""
+    open_lease: float = 120.0
     peer_patience: float = 60.0
     declare_timeout: float = 600.0
     publish_attempts: int = 5

@@ -43,8 +43,6 @@ from weighbridge_storage.names import ModelName
 
 log = logging.getLogger(__name__)
 
-_LEASE_MS = 120_000
-"""How long a version stays open without being renewed. Clocks of replicas differ by less."""
 _UNFINISHED = (VersionState.RECEIVING, VersionState.READY)
 _STOP_SECONDS = 10.0
 _KEPT_ENDED = 100
@@ -88,6 +86,7 @@ class Intake:
         self._images = images
         self._config = config
         self.home = Home(config.advertise, uuid.uuid4().hex)
+        self._lease_ms = round(config.open_lease * 1000)
         self._peers = Peers(config.peer_patience)
         self.publisher = Publisher(
             catalog.store, catalog.heads, config.publish_attempts, spreading=bool(config.advertise)
@@ -149,7 +148,7 @@ class Intake:
                     f"{count} versions are being received", fix="wait until one is done, or abort one"
                 )
             entry, head = self._catalog.heads.update(
-                model_name, _Asked(request_id, step, run, ranks, self.home).open
+                model_name, _Asked(request_id, step, run, ranks, self.home, self._lease_ms).open
             )
             receiving = self._begin(state, entry, head, client_id)
         log.info("opened %s for run %s with %d ranks", receiving.version, run, ranks)
@@ -408,10 +407,10 @@ class Intake:
         version = live.version
         now_ms = time.time_ns() // 1_000_000
         done = live.gave_up or live.handed_in or version.state not in _UNFINISHED
-        if done or live.open_until_ms - now_ms > _LEASE_MS // 2:
+        if done or live.open_until_ms - now_ms > self._lease_ms // 2:
             return
         try:
-            until_ms = now_ms + _LEASE_MS
+            until_ms = now_ms + self._lease_ms
             self._catalog.heads.update(
                 ModelName.parse(version.model),
                 lambda head: (renew_version(head, version.number, until_ms), None),
@@ -466,6 +465,7 @@ class _Asked:
     run: str
     ranks: int
     home: Home
+    lease_ms: int
 
     def open(self, head: Head) -> tuple[Head, tuple[OpenEntry, Head]]:
         """Open the version, or find it open; gives it, and the head with it.
@@ -496,7 +496,7 @@ class _Asked:
             run=self.run,
             ranks=self.ranks,
             now_ms=now_ms,
-            lease_ms=_LEASE_MS,
+            lease_ms=self.lease_ms,
         )
 
 
