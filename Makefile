@@ -20,7 +20,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install demo demo-s3 serve test bench bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
+.PHONY: help install demo demo-s3 serve test test-hub bench bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -56,6 +56,16 @@ serve: $(STAMP) ## run the service on localhost, keeping versions in .weighbridg
 test: $(STAMP) ## run the tests; ARGS="-k name" narrows, WORKERS=0 runs them in one process
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 		$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --session-timeout=$(TEST_SECONDS) $(ARGS)
+
+# Clients of both kinds in environments of their own: the version in constraints.txt, and whatever is the newest today.
+test-hub: $(STAMP) ## test the Hub endpoint with the oldest and the newest clients that it is for
+	@for clients in 'pinned huggingface_hub==0.36.2 transformers==4.57.6' 'newest huggingface_hub transformers'; do \
+		set -- $$clients && environment=.venv-hub-$$1 && shift && echo "== $$*" && \
+		$(PYTHON) -m venv $$environment && \
+		$$environment/bin/python -m pip --disable-pip-version-check install -qq --upgrade "$$@" torch==$(TORCH_VERSION) numpy && \
+		$$environment/bin/python -m pip --disable-pip-version-check list 2>/dev/null | grep -iE '^(huggingface|transformers)' && \
+		WEIGHBRIDGE_HUB_PYTHON=$$PWD/$$environment/bin/python $(BIN)/python -m pytest -q tests/test_hub.py $(ARGS) || exit 1; \
+	done
 
 bench: $(STAMP) ## measure, side by side with peers
 	@$(BIN)/python -m benchmarks $(ARGS)
@@ -93,5 +103,5 @@ protos-check: $(STAMP) ## fail if the stubs do not match the contract
 	@$(BIN)/python protos/generate.py --check
 
 clean: ## remove caches and build output; the environment and stores stay
-	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv-hub-*
 	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
