@@ -548,7 +548,7 @@ def test_a_download_from_the_store_goes_on_where_it_stopped(
     found = elsewhere.endpoint.python(tmp_path, code)
     assert Path(found).read_bytes() == weights
     # the newest clients no longer go on with what another process has begun
-    resumed = "bytes=123456-" if CLIENT_PYTHON == sys.executable else elsewhere.asked[0].get("range")
+    resumed = "bytes=123456-" if sys.executable == CLIENT_PYTHON else elsewhere.asked[0].get("range")
     assert [request.get("range") for request in elsewhere.asked] == [resumed]
 
 

@@ -110,9 +110,10 @@ def test_a_replica_killed_in_mid_push_costs_at_most_that_version_and_the_step_ca
     with TrainerClient(services[0].address) as trainer:
         trainer.register_files(MODEL, sources[0].files)
     checked: set[int] = set()
+    pushed: dict[int, TinyModel] = {}
     whole = 0
     for crash in range(CRASHES):
-        source = chance.choice(sources)
+        source = pushed[crash] = chance.choice(sources)
         victim = chance.choice(services)
 
         def kill_and_start(
@@ -138,10 +139,11 @@ def test_a_replica_killed_in_mid_push_costs_at_most_that_version_and_the_step_ca
         assert number in head.versions
         with TrainerClient(chance.choice(services).address) as trainer:
             for listed in head.versions.keys() - checked:
-                assert head.versions[listed].step == crash
+                # a push that its ranks took for failed may have been completed by other replicas
+                expected = pushed[head.versions[listed].step]
                 assert not trainer.verify(MODEL, listed).problems
                 with EngineClient(chance.choice(services).address) as engine:
-                    assert_equal(engine, MODEL, listed, source.arrays)
+                    assert_equal(engine, MODEL, listed, expected.arrays)
                 checked.add(listed)
         print(f"crash {crash + 1}: {len(checked)} versions, {whole} pushes were not disturbed")
     assert not head_of(location).open, "versions were left open"

@@ -37,8 +37,16 @@ class Peers:
         self.pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="forward")
         self.room = threading.BoundedSemaphore(_BATCHES)
 
-    def push(self, home: Home, header: pb.PushHeader, batch: Sequence[Piece]) -> None:
+    def push(
+        self, home: Home, header: pb.PushHeader, batch: Sequence[Piece], wanted: Callable[[], bool]
+    ) -> None:
         """Send parts of a rank's stream; returns when they have arrived.
+
+        Args:
+            home: to whom.
+            header: which rank's stream.
+            batch: the parts.
+            wanted: whether it is worth trying again.
 
         Raises:
             WeighbridgeError: the other replica refuses them, or cannot be reached for all of the patience.
@@ -50,7 +58,7 @@ class Peers:
                     self._method(home.address)(_messages(header, batch))
                 return
             except (Unavailable, DataLoss):
-                if not patience.wait():
+                if not wanted() or not patience.wait():
                     raise
 
     def _method(self, address: str) -> Callable[[Iterator[bytes]], pb.PushResponse]:
@@ -139,6 +147,12 @@ class Forwarding:
         with self._lock:
             self._check()
 
+    def stop(self) -> None:
+        """Pass nothing on any more; who waits to do so gets an error. The version has failed."""
+        with self._lock:
+            self._failure = self._failure or VersionFailed(f"{self._model}@{self._number} was given up")
+            self._batches.clear()
+
     def _submit(self, home: Home, rank: int, batch: Sequence[Piece]) -> None:
         while not self._peers.room.acquire(timeout=1.0):
             with self._lock:
@@ -157,7 +171,7 @@ class Forwarding:
                 if self._failure is not None:
                     return
                 header = pb.PushHeader(model=self._model, number=self._number, rank=rank, claim=self._claim)
-            self._peers.push(home, header, batch)
+            self._peers.push(home, header, batch, lambda: self._failure is None)
         except Exception as error:  # goes to whoever pushes
             known = error.message if isinstance(error, WeighbridgeError) else repr(error)
             failure = VersionFailed(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weighbridge.errors import (
-    AlreadyExists,
     FailedPrecondition,
     InvalidArgument,
     LayoutError,
@@ -25,16 +24,14 @@ from weighbridge.layouts import Layout
 from weighbridge.resources import Version, VersionState
 from weighbridge_service.catalog import Catalog, LiveVersion, ModelState
 from weighbridge_service.config import ServiceConfig
-from weighbridge_service.declaring import Home, alone_at
+from weighbridge_service.declaring import Home
 from weighbridge_service.forwarding import Forwarding, Peers
 from weighbridge_service.models import RegisteredModel
+from weighbridge_service.opening_versions import OpeningRequest
 from weighbridge_service.publishing import Job, Publisher
 from weighbridge_service.receiving import Receiving
 from weighbridge_storage.head import Head, OpenEntry
 from weighbridge_storage.head_changes import (
-    give_up_abandoned,
-    give_up_version,
-    open_version,
     renew_version,
     still_open,
 )
@@ -147,8 +144,9 @@ class Intake:
                 raise ResourceExhausted(
                     f"{count} versions are being received", fix="wait until one is done, or abort one"
                 )
+            asked = OpeningRequest(request_id, step, run, ranks, self.home, self._lease_ms)
             entry, head = self._catalog.heads.update(
-                model_name, _Asked(request_id, step, run, ranks, self.home, self._lease_ms).open
+                model_name, lambda head: asked.open(head, time.time_ns() // 1_000_000)
             )
             receiving = self._begin(state, entry, head, client_id)
         log.info("opened %s for run %s with %d ranks", receiving.version, run, ranks)
@@ -176,15 +174,13 @@ class Intake:
             tensor_bytes=model.files.layout.nbytes,
             create_time_ms=entry.created_ms,
         )
-        forwarding = Forwarding(self._peers, str(model.name), entry.number)
         receiving = Receiving(
             version,
             entry.request_id,
             home=self.home,
             prepare=model.prepare,
             acquire_image=lambda files: self._acquire_image(model, files),
-            forward=forwarding.forward,
-            flush=forwarding.flush,
+            forwarding=Forwarding(self._peers, str(model.name), entry.number),
             known=model.known_set,
             on_end=lambda ended: self._on_end(state, model, ended),
         )
@@ -454,50 +450,6 @@ class _Follower:
     def on_success(self) -> None:
         """See `publishing.Follower`."""
         self.intake.settle(self.state, self.live, None, last=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a request says of the version that it opens, and to whom."""
-
-    request_id: str
-    step: int
-    run: str
-    ranks: int
-    home: Home
-    lease_ms: int
-
-    def open(self, head: Head) -> tuple[Head, tuple[OpenEntry, Head]]:
-        """Open the version, or find it open; gives it, and the head with it.
-
-        Raises:
-            AlreadyExists: another replica receives it alone.
-        """
-        now_ms = time.time_ns() // 1_000_000
-        head = give_up_abandoned(head, now_ms)
-        changed, entry = self._opened(head, now_ms)
-        alone = alone_at(entry.claim)
-        if alone == self.home.address:
-            # this process does not know it: one before it, at the same address, has died with what it had received
-            head = give_up_version(head, entry.number, "the replica that received it was restarted", now_ms)
-            changed, entry = self._opened(head, now_ms)
-        elif alone:
-            raise AlreadyExists(
-                f"version {entry.number} of this request is being received by the replica {alone}",
-                fix=f"push to that one; or abort version {entry.number}, or wait until it times out, and push again",
-            )
-        return changed, (entry, changed)
-
-    def _opened(self, head: Head, now_ms: int) -> tuple[Head, OpenEntry]:
-        return open_version(
-            head,
-            request_id=self.request_id,
-            step=self.step,
-            run=self.run,
-            ranks=self.ranks,
-            now_ms=now_ms,
-            lease_ms=self.lease_ms,
-        )
 
 
 def _forget_old(state: ModelState) -> None:

@@ -32,14 +32,13 @@ from weighbridge.errors import (
 )
 from weighbridge.resources import Version, VersionState
 from weighbridge_service.declaring import Agreement, Declaration, Declarations, Home, KnownSet, numbers_of
+from weighbridge_service.forwarding import Forwarding
 from weighbridge_service.preparing import PreparedPush
 from weighbridge_service.ranges import RangeSet
 from weighbridge_service.transfers import Bytes
 from weighbridge_storage.images import Image
 
 _NAMED = 20
-Forward = Callable[[str, Home, int, int, memoryview], None]
-"""Passes bytes on to another replica: under which claim, to which, of which rank's stream, from which byte on, and the bytes."""
 
 
 @dataclass
@@ -57,8 +56,7 @@ class Receiving:
         home: this process.
         prepare: makes a `PreparedPush` from the digests of all ranks and the numbers of their replicas.
         acquire_image: gives an image of these files of the version, with headers written, when the first rank is about to push.
-        forward: passes bytes on to other replicas; returns before they have arrived.
-        flush: waits until all bytes of a rank that were passed on have arrived.
+        forwarding: passes bytes on to other replicas.
         known: declarations of the push before, if any.
         on_end: is called once, when the version is ready or has failed, without a lock being held.
 
@@ -74,8 +72,7 @@ class Receiving:
         home: Home,
         prepare: Callable[[Sequence[str], Sequence[int]], PreparedPush],
         acquire_image: Callable[[Sequence[str]], Image],
-        forward: Forward,
-        flush: Callable[[int], None],
+        forwarding: Forwarding,
         known: KnownSet | None,
         on_end: Callable[[Receiving], None],
     ) -> None:
@@ -85,8 +82,7 @@ class Receiving:
         self._name = f"{opened.model}@{opened.number}"
         self._prepare = prepare
         self._acquire_image = acquire_image
-        self._forward = forward
-        self._flush = flush
+        self._forwarding = forwarding
         self._on_end = on_end
         self._changed = threading.Condition()
         self._declarations = Declarations(opened, home, known)
@@ -306,7 +302,7 @@ class Receiving:
             for number, meant in prepared.spread.routes.get(rank, {}).items():
                 if agreed.homes[number] != self.home:
                     for begin, end in meant.within(start, start + len(data)):
-                        self._forward(
+                        self._forwarding.forward(
                             agreed.claim, agreed.homes[number], rank, begin, data[begin - start : end - start]
                         )
 
@@ -403,7 +399,7 @@ class Receiving:
             elsewhere = self._agreed is not None and not self._agreed.alone
         if elsewhere:
             try:
-                self._flush(rank)
+                self._forwarding.flush(rank)
             except VersionFailed as error:
                 self.fail(error)
                 raise
@@ -475,6 +471,7 @@ class Receiving:
             self._state = VersionState.FAILED
             self._error = error
             self._changed.notify_all()
+            self._forwarding.stop()  # a writer may be waiting for room there
             while self._writers:
                 self._changed.wait()
             image, self.image, self._buffers = self.image, None, {}

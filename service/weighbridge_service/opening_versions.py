@@ -1,0 +1,66 @@
+"""What does a request to open a version lead to, by what the model's head says?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weighbridge.errors import AlreadyExists
+from weighbridge_service.declaring import Home, alone_at
+from weighbridge_storage.head import Head, OpenEntry
+from weighbridge_storage.head_changes import give_up_abandoned, give_up_version, open_version
+
+
+@dataclass(frozen=True, slots=True)
+class OpeningRequest:
+    """A request to open a version.
+
+    Attributes:
+        request_id: all ranks of a push send the same.
+        step: the trainer's step.
+        run: the trainer's name for its run.
+        ranks: how many ranks will push.
+        home: the process that is asked.
+        lease_ms: how long the version stays open unless it is renewed.
+    """
+
+    request_id: str
+    step: int
+    run: str
+    ranks: int
+    home: Home
+    lease_ms: int
+
+    def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
+        """Open the version, or find it open; gives it, and the head with it.
+
+        Args:
+            head: the model's.
+            now_ms: milliseconds since 1970 UTC.
+
+        Raises:
+            AlreadyExists: another replica receives it alone.
+        """
+        head = give_up_abandoned(head, now_ms)
+        changed, entry = self._opened(head, now_ms)
+        alone = alone_at(entry.claim)
+        if alone == self.home.address:
+            # this process does not know it: one before it, at the same address, has died with what it had received
+            head = give_up_version(head, entry.number, "the replica that received it was restarted", now_ms)
+            changed, entry = self._opened(head, now_ms)
+        elif alone:
+            raise AlreadyExists(
+                f"version {entry.number} of this request is being received by the replica {alone}",
+                fix=f"push to that one; or abort version {entry.number}, or wait until it times out, and push again",
+            )
+        return changed, (entry, changed)
+
+    def _opened(self, head: Head, now_ms: int) -> tuple[Head, OpenEntry]:
+        return open_version(
+            head,
+            request_id=self.request_id,
+            step=self.step,
+            run=self.run,
+            ranks=self.ranks,
+            now_ms=now_ms,
+            lease_ms=self.lease_ms,
+        )
