@@ -54,7 +54,7 @@ class LiveVersion:
         receiving: how far it is.
         client_of_request: which client opened it.
         open_until_ms: when others may take it for abandoned, in milliseconds since 1970 UTC.
-        handed_in: whether this replica has done its part, and only waits for others.
+        waiting_for_others: whether this replica has done its part, and there is nothing it could do now.
         announced: whether ``live`` has been told of it.
         durable_time_ms: when it became durable; 0 if it is not.
         publish_error: why the last attempt at making it durable failed.
@@ -64,7 +64,7 @@ class LiveVersion:
     receiving: Receiving
     client_of_request: str
     open_until_ms: int
-    handed_in: bool = False
+    waiting_for_others: bool = False
     announced: bool = False
     durable_time_ms: int = 0
     publish_error: WeighbridgeError | None = None

@@ -17,6 +17,10 @@ from weighbridge_service.declaring import Home
 _BATCH_BYTES = 8 << 20
 _BATCHES = 16
 """Most batches that wait or are on their way, over all versions; who has another one waits."""
+_GATHERED_BYTES = 64 << 20
+"""Most bytes of batches that are not full yet, of one version."""
+_SMALL = rpc.MESSAGE_BYTES // 2
+"""Parts of messages up to this size are copied: what is kept of a message keeps all of it."""
 _AT_ONCE = 8
 
 Piece = tuple[int, memoryview]
@@ -103,6 +107,7 @@ class Forwarding:
         self._lock = threading.Lock()
         self._batches: dict[tuple[Home, int], list[Piece]] = defaultdict(list)
         self._sent: dict[int, list[Future[None]]] = defaultdict(list)
+        self._gathered = 0
         self._claim = ""
         self._failure: WeighbridgeError | None = None
 
@@ -123,10 +128,13 @@ class Forwarding:
             self._check()
             self._claim = claim
             batch = self._batches[home, rank]
-            batch.append((offset, data))
-            if sum(len(piece) for _, piece in batch) < _BATCH_BYTES:
+            batch.append((offset, memoryview(bytes(data)) if len(data) <= _SMALL else data))
+            self._gathered += len(data)
+            nbytes = sum(len(piece) for _, piece in batch)
+            if nbytes < _BATCH_BYTES and self._gathered < _GATHERED_BYTES:
                 return
             del self._batches[home, rank]
+            self._gathered -= nbytes
         self._submit(home, rank, batch)
 
     def flush(self, rank: int) -> None:
@@ -138,6 +146,7 @@ class Forwarding:
         with self._lock:
             rest = [(home, of) for home, of in self._batches if of == rank]
             batches = [(home, self._batches.pop((home, of))) for home, of in rest]
+            self._gathered -= sum(len(piece) for _, batch in batches for _, piece in batch)
         for home, batch in batches:
             self._submit(home, rank, batch)
         with self._lock:

@@ -27,11 +27,12 @@ from weighbridge_service.config import ServiceConfig
 from weighbridge_service.declaring import Home
 from weighbridge_service.forwarding import Forwarding, Peers
 from weighbridge_service.models import RegisteredModel
-from weighbridge_service.opening_versions import OpeningRequest
+from weighbridge_service.opening_versions import OpeningRequest, check_not_received_alone
 from weighbridge_service.publishing import Job, Publisher
 from weighbridge_service.receiving import Receiving
 from weighbridge_storage.head import Head, OpenEntry
 from weighbridge_storage.head_changes import (
+    check_same_request,
     renew_version,
     still_open,
 )
@@ -126,25 +127,12 @@ class Intake:
         with state.opening:
             there = self._opened_before(state, request_id, client_id)
             if there is not None:
-                if there.ranks != ranks:
-                    raise InvalidArgument(
-                        f"{there} was opened with {there.ranks} ranks, and now with {ranks}",
-                        fix="all ranks pass the same world_size; if two trainers push this step, give each its own run",
-                    )
-                if (there.step, there.run) != (step, run):
-                    raise InvalidArgument(
-                        f"{there} of run {there.run!r} was opened with the same request_id; this is step {step} of {run!r}",
-                        fix="give each push a request_id of its own",
-                    )
+                check_same_request(there.number, (there.step, there.run, there.ranks), (step, run, ranks))
                 return there
-            if self.draining:
-                raise Unavailable("the service is shutting down", fix="try again when it is back")
-            count = self._catalog.count(VersionState.RECEIVING)
-            if count >= self._config.max_receiving:
-                raise ResourceExhausted(
-                    f"{count} versions are being received", fix="wait until one is done, or abort one"
-                )
-            asked = OpeningRequest(request_id, step, run, ranks, self.home, self._lease_ms)
+            self._check_room()
+            with self._catalog.changed:
+                dead = {n for n, live in state.versions.items() if live.receiving.failed}
+            asked = OpeningRequest(request_id, step, run, ranks, self.home, self._lease_ms, frozenset(dead))
             entry, head = self._catalog.heads.update(
                 model_name, lambda head: asked.open(head, time.time_ns() // 1_000_000)
             )
@@ -152,12 +140,22 @@ class Intake:
         log.info("opened %s for run %s with %d ranks", receiving.version, run, ranks)
         return receiving.version
 
+    def _check_room(self) -> None:
+        """Raise if no further version can be received (ResourceExhausted), or none any more (Unavailable)."""
+        if self.draining:
+            raise Unavailable("the service is shutting down", fix="try again when it is back")
+        count = self._catalog.count(VersionState.RECEIVING)
+        if count >= self._config.max_receiving:
+            raise ResourceExhausted(
+                f"{count} versions are being received", fix="wait until one is done, or abort one"
+            )
+
     def _begin(self, state: ModelState, entry: OpenEntry, head: Head, client_id: str) -> Receiving:
         """Receive an open version here. The state's `opening` is held."""
         model = self._catalog.state(state.model.name, head).model
         if model.files_id != entry.files_id:
             self.publisher.give_up(
-                model, entry.number, "the model was registered anew while it was being received"
+                model, entry.number, "the model was registered anew while it was being received", by=self.home
             )
             raise VersionFailed(
                 f"{model.name}@{entry.number} was given up: the model was registered anew while it was being received",
@@ -181,6 +179,7 @@ class Intake:
             prepare=model.prepare,
             acquire_image=lambda files: self._acquire_image(model, files),
             forwarding=Forwarding(self._peers, str(model.name), entry.number),
+            confirm=lambda: self._confirm(model.name, entry.number),
             known=model.known_set,
             on_end=lambda ended: self._on_end(state, model, ended),
         )
@@ -204,6 +203,16 @@ class Intake:
             return version
         took_part = live.client_of_request == client_id or live.receiving.takes_part(client_id)
         return version if took_part else None
+
+    def _confirm(self, model: ModelName, number: int) -> None:
+        """Raise VersionFailed if a version is no longer open. A store that is away is no reason not to become ready."""
+        try:
+            head = self._catalog.head(model)
+        except WeighbridgeError as error:
+            log.warning("whether %s@%d is still open could not be seen: %s", model, number, error)
+        else:
+            if not head.readable(number):
+                still_open(head, number)
 
     def _acquire_image(self, model: RegisteredModel, names: Sequence[str]) -> Image:
         files = [file for file in model.files.files if file.name in set(names)]
@@ -236,12 +245,10 @@ class Intake:
             head = self._catalog.head(model_name)
             if number in head.versions:
                 raise FailedPrecondition(f"{name}@{number} is sealed", fix="push a new version")
-            if number in head.open:
-                self.publisher.give_up(
-                    state.model,
-                    number,
-                    f"the replica {self.home} lost what it had received: was it restarted?",
-                )
+            entry = head.open.get(number)
+            if entry is not None:
+                check_not_received_alone(entry, self.home)
+                self.publisher.give_up_if_lost(state.model, entry, self.home)
             raise NotFound(
                 f"{name}@{number} is not being received",
                 fix="the service may have been restarted since it was opened: push again",
@@ -255,8 +262,11 @@ class Intake:
             state = self._catalog.state(model_name)
             with state.opening:
                 head = self._catalog.head(model_name)
-                if number in head.open and self._catalog.live(model_name, number) is None:
-                    self._begin(state, head.open[number], head, client_id)
+                entry = head.open.get(number)
+                if entry is not None and self._catalog.live(model_name, number) is None:
+                    self._check_room()
+                    check_not_received_alone(entry, self.home)
+                    self._begin(state, entry, head, client_id)
         return self._receiving(name, number)
 
     def declare_layout(
@@ -348,19 +358,22 @@ class Intake:
         reason = reason[:500] or "aborted"
         live = self._catalog.live(model_name, number)
         if live is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
-            self.publisher.give_up(self._catalog.state(model_name).model, number, reason)
+            self.publisher.give_up(self._catalog.state(model_name).model, number, reason, by=None)
             return self._catalog.get_version(name, str(number))
         _, receiving = self._receiving(name, number)
         if receiving.version.state.visible:
             raise FailedPrecondition(f"{receiving.version} is visible already and cannot be aborted")
         receiving.fail(VersionFailed(reason))
-        return self._catalog.get_version(name, str(number))
+        found = self._catalog.get_version(name, str(number))
+        if found.state.visible:  # another replica has just published it
+            raise FailedPrecondition(f"{found} is visible already and cannot be aborted")
+        return found
 
     def _on_end(self, state: ModelState, model: RegisteredModel, receiving: Receiving) -> None:
         version, image = receiving.version, receiving.image
         with self._catalog.changed:
-            live = state.versions[version.number]
-            if version.state is VersionState.READY:
+            live = state.versions.get(version.number)
+            if version.state is VersionState.READY and live is not None:
                 model.known_set = receiving.known_set or model.known_set
                 state.live = max(state.live, version.number)
                 live.announced = True
@@ -392,7 +405,8 @@ class Intake:
     def _release_images(self, state: ModelState) -> None:
         """Let go of the images of versions that are done and are not what ``live`` names."""
         for number, live in state.versions.items():
-            done = live.durable_time_ms or live.gave_up
+            # one that is durable and not announced yet is about to be what `live` names
+            done = (live.durable_time_ms and live.announced) or live.gave_up
             image = live.receiving.image
             if done and image is not None and number != state.live:
                 live.receiving.image = None
@@ -402,7 +416,7 @@ class Intake:
         """Keep an open version open, as long as this replica has something to do for it."""
         version = live.version
         now_ms = time.time_ns() // 1_000_000
-        done = live.gave_up or live.handed_in or version.state not in _UNFINISHED
+        done = live.gave_up or live.waiting_for_others or version.state not in _UNFINISHED
         if done or live.open_until_ms - now_ms > self._lease_ms // 2:
             return
         try:
@@ -421,8 +435,11 @@ class Intake:
         """Give up versions of which nothing more is heard."""
         while not self._catalog.stopping.wait(1.0):
             for live in self._catalog.live_versions():
-                live.receiving.time_out(self._config.receive_timeout)
-                self._renew(live)
+                try:
+                    live.receiving.time_out(self._config.receive_timeout)
+                    self._renew(live)
+                except Exception:  # the others must not suffer from it
+                    log.exception("watching over %s failed", live.version)
 
     def stop(self) -> None:
         """Leave what is not done as it is, after the catalog's `stopping` was set; waits for threads."""
@@ -443,9 +460,9 @@ class _Follower:
         """See `publishing.Follower`."""
         self.intake.settle(self.state, self.live, error, last=last)
 
-    def on_handed_in(self) -> None:
+    def on_waiting(self, for_others: bool) -> None:
         """See `publishing.Follower`."""
-        self.live.handed_in = True
+        self.live.waiting_for_others = for_others
 
     def on_success(self) -> None:
         """See `publishing.Follower`."""

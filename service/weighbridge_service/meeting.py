@@ -8,18 +8,19 @@
         declared-<boot>-<n>                what ranks have declared to one replica, in batches
         written-<number of the replica>    which files it has written, with their digests
 
-Nothing here is rewritten with other content, and nothing is needed once the version is published or given up.
+Nothing here is rewritten with other content. What lies under a version's number is not needed once it is published or given up;
+layouts are used again by later versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
 from weighbridge import wire
-from weighbridge.errors import Conflict, DataLoss, InvalidArgument
+from weighbridge.errors import Conflict, DataLoss, InvalidArgument, NotFound
 from weighbridge.layouts import Layout
 from weighbridge.v1 import resources_pb2
 from weighbridge_service.declaring import Declaration, Home
@@ -48,31 +49,43 @@ class Meeting:
         self._prefix = incoming_prefix(model, number)
         self._home = home
         self._told: set[int] = set()
+        self._pending: dict[int, Declaration] = {}
         self._batches = 0
         self._heard: set[str] = set()
 
     def tell(self, declarations: Mapping[int, Declaration]) -> None:
         """Let the others know what ranks have declared here; what they know already is not told again."""
-        new = {rank: d for rank, d in declarations.items() if rank not in self._told}
-        if new:
+        if not self._pending:
+            self._pending = {rank: d for rank, d in declarations.items() if rank not in self._told}
+        while self._pending:
+            # whether a write that failed has landed is not known: the same goes there again
             key = f"{self._prefix}{_DECLARED}{self._home.boot}-{self._batches:06}"
-            self._store.put(key, _batch_to_json(self._home, new), mode="overwrite")
+            self._store.put(key, _batch_to_json(self._home, self._pending), mode="overwrite")
             self._batches += 1
-            self._told |= new.keys()
+            self._told |= self._pending.keys()
+            self._pending = {rank: d for rank, d in declarations.items() if rank not in self._told}
 
-    def listen(self) -> dict[int, Declaration]:
-        """What ranks have declared to others since the last call.
+    def listen(self) -> Iterator[dict[int, Declaration]]:
+        """What ranks have declared to others, batch by batch, since the last calls.
+
+        A batch whose taker fails comes again with the next call.
 
         Raises:
             DataLoss: what another replica has written cannot be read.
         """
-        found: dict[int, Declaration] = {}
         mine = f"{self._prefix}{_DECLARED}{self._home.boot}-"
-        for key in self._store.list(self._prefix + _DECLARED):
+        for key in sorted(self._store.list(self._prefix + _DECLARED)):
             if key not in self._heard and not key.startswith(mine):
-                found |= _batch_from_json(self._store.get(key)[0], key)
+                yield _batch_from_json(self._store.get(key)[0], key)
                 self._heard.add(key)
-        return found
+
+    def was_here_before(self) -> bool:
+        """Whether another process at this one's address has had a part in the version, and must have died."""
+        return any(
+            declaration.home.address == self._home.address
+            for batch in self.listen()
+            for declaration in batch.values()
+        )
 
     def offer_layout(self, digest: str, space: str, layout: Layout) -> None:
         """Put a layout where the others find it."""
@@ -112,9 +125,10 @@ class Meeting:
         """The files that replicas have written so far under an agreement, by the numbers of these replicas."""
         found = {}
         for key in self._store.list(self._prefix + _WRITTEN):
-            of, written = Written.from_json(self._store.get(key)[0], key)
-            if of == claim:
-                found[int(key.rpartition("-")[2])] = written
+            with suppress(NotFound):  # another replica has published, and clears up
+                of, written = Written.from_json(self._store.get(key)[0], key)
+                if of == claim:
+                    found[int(key.rpartition("-")[2])] = written
         return found
 
     def clear(self) -> None:

@@ -181,12 +181,13 @@ class RegisteredModel:
             raise FailedPrecondition("a declared layout has been forgotten", fix="push again")
         return found
 
-    def first_offer(self, digest: str) -> bool:
-        """Whether a layout has not been offered to other replicas by this process; it has from now on."""
-        if self._offered.get(digest) is not None:
-            return False
+    def is_offered(self, digest: str) -> bool:
+        """Whether other replicas can find a layout, as far as this process knows."""
+        return self._offered.get(digest) is not None
+
+    def offered(self, digest: str) -> None:
+        """Take note that other replicas can find a layout."""
         self._offered.put(digest, True)
-        return True
 
     def prepare(self, digests: Sequence[str], homes: Sequence[int]) -> PreparedPush:
         """What the declared layouts of all ranks lead to.

@@ -21,6 +21,7 @@ class OpeningRequest:
         ranks: how many ranks will push.
         home: the process that is asked.
         lease_ms: how long the version stays open unless it is renewed.
+        failed: versions that have failed at that process, whether or not the head knows.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class OpeningRequest:
     ranks: int
     home: Home
     lease_ms: int
+    failed: frozenset[int]
 
     def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
         """Open the version, or find it open; gives it, and the head with it.
@@ -41,17 +43,16 @@ class OpeningRequest:
             AlreadyExists: another replica receives it alone.
         """
         head = give_up_abandoned(head, now_ms)
+        for number in self.failed & head.open.keys():
+            if head.open[number].request_id == self.request_id:
+                head = give_up_version(head, number, "it failed at a replica that received it", now_ms)
         changed, entry = self._opened(head, now_ms)
         alone = alone_at(entry.claim)
         if alone == self.home.address:
             # this process does not know it: one before it, at the same address, has died with what it had received
             head = give_up_version(head, entry.number, "the replica that received it was restarted", now_ms)
             changed, entry = self._opened(head, now_ms)
-        elif alone:
-            raise AlreadyExists(
-                f"version {entry.number} of this request is being received by the replica {alone}",
-                fix=f"push to that one; or abort version {entry.number}, or wait until it times out, and push again",
-            )
+        check_not_received_alone(entry, self.home)
         return changed, (entry, changed)
 
     def _opened(self, head: Head, now_ms: int) -> tuple[Head, OpenEntry]:
@@ -63,4 +64,14 @@ class OpeningRequest:
             ranks=self.ranks,
             now_ms=now_ms,
             lease_ms=self.lease_ms,
+        )
+
+
+def check_not_received_alone(entry: OpenEntry, home: Home) -> None:
+    """Raise AlreadyExists if another replica receives an open version alone."""
+    alone = alone_at(entry.claim)
+    if alone not in ("", home.address):
+        raise AlreadyExists(
+            f"version {entry.number} is being received by the replica {alone}",
+            fix=f"push to that one; or abort version {entry.number}, or wait until it times out, and push again",
         )

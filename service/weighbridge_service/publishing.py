@@ -17,12 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from weighbridge.errors import AlreadyExists, NotFound, Unavailable, VersionFailed, WeighbridgeError
-from weighbridge_service.declaring import Agreement
+from weighbridge.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    Unavailable,
+    VersionFailed,
+    WeighbridgeError,
+)
+from weighbridge_service.declaring import Agreement, Home, alone_at
 from weighbridge_service.meeting import Meeting
 from weighbridge_service.models import RegisteredModel, files_key
 from weighbridge_service.receiving import Receiving
-from weighbridge_storage.head import OpenEntry
+from weighbridge_storage.head import Head, OpenEntry
 from weighbridge_storage.head_changes import (
     claim_version,
     give_up_abandoned,
@@ -65,8 +71,8 @@ class Follower(Protocol):
     def on_failure(self, error: WeighbridgeError, last: bool) -> None:
         """An attempt has failed; whether it was the last."""
 
-    def on_handed_in(self) -> None:
-        """This replica has done its part; the version waits for others."""
+    def on_waiting(self, for_others: bool) -> None:
+        """This replica has done its part; whether the version waits for others now, or for this one again."""
 
     def on_success(self) -> None:
         """The version is part of history."""
@@ -143,18 +149,43 @@ class Publisher:
             self._running.add(thread)
         thread.start()
 
-    def give_up(self, model: RegisteredModel, number: int, reason: str) -> None:
-        """Close a version that will not be published, and delete what there is of it; later, if the store fails."""
+    def give_up(self, model: RegisteredModel, number: int, reason: str, *, by: Home | None) -> None:
+        """Close a version that will not be published, and delete what there is of it; later, if the store fails.
+
+        Args:
+            model: whose version.
+            number: which version.
+            reason: why.
+            by: who cannot go on with it; nothing happens if another replica receives it alone. None if somebody wants it so.
+        """
+        now_ms = time.time_ns() // 1_000_000
+
+        def change(head: Head) -> tuple[Head, Head]:
+            there = head.open.get(number)
+            of_others = there is not None and by is not None and alone_at(there.claim) not in ("", by.address)
+            after = head if of_others else give_up_version(head, number, reason, now_ms)
+            return after, after
+
         try:
-            now_ms = time.time_ns() // 1_000_000
-            head = self.heads.update(
-                model.name, lambda head: ((new := give_up_version(head, number, reason, now_ms)), new)
-            )
+            head = self.heads.update(model.name, change)
             # an attempt may fail after its head was written: what is in the head is never discarded
-            if number not in head.versions and number not in head.tombstones:
+            if head.is_gone(number):
                 discard_version(self.store, model.name, number)
         except WeighbridgeError as error:
             log.warning("%s@%d could not be cleaned up, and will be later: %s", model.name, number, error)
+
+    def give_up_if_lost(self, model: RegisteredModel, entry: OpenEntry, home: Home) -> None:
+        """Close an open version of which a process before this one, at the same address, had received something."""
+        try:
+            lost = alone_at(entry.claim) == home.address or (
+                self.spreading and Meeting(self.store, model.name, entry.number, home).was_here_before()
+            )
+        except WeighbridgeError as error:
+            log.warning("who receives %s@%d cannot be seen: %s", model.name, entry.number, error)
+            return
+        if lost:
+            reason = f"the replica at {home.address} was restarted, and has lost what it had received"
+            self.give_up(model, entry.number, reason, by=home)
 
     def hurry(self) -> None:
         """Wait no more between attempts, and give up what fails from now on."""
@@ -193,6 +224,8 @@ class _Publication:
         """Do it, or close the version."""
         try:
             agreed = self._agree()
+            if not agreed.alone:
+                self._keep_trying(self._tell)
             self._keep_trying(lambda: self._claim(agreed))
             written = self._write_weights(agreed)
             while not self._receiving.wait_complete(_LOOK):
@@ -207,12 +240,30 @@ class _Publication:
             known = _known(error)
             if not isinstance(error, WeighbridgeError):
                 log.exception("publishing %s failed", self._job)
+            if self._is_published():  # the last answer was lost, or another replica was faster
+                self._succeed()
+                return
             self._receiving.fail(known)
-            self._publisher.give_up(self._model, self._number, known.message)
+            # who has nothing of a version leaves it to those who have, or to time
+            if self._receiving.declared_here:
+                self._publisher.give_up(self._model, self._number, known.message, by=self._receiving.home)
             self._job.follower.on_failure(known, True)
         else:
-            self._receiving.publish_elsewhere()
-            self._job.follower.on_success()
+            self._succeed()
+
+    def _succeed(self) -> None:
+        self._receiving.publish_elsewhere()
+        self._job.follower.on_success()
+
+    def _is_published(self) -> bool:
+        """Whether the version is part of history under this replica's claim, as far as can be seen."""
+        agreed = self._receiving.agreed
+        try:
+            found = self._heads.read(self._model.name)
+        except WeighbridgeError:
+            return False
+        entry = found[0].versions.get(self._number) if found is not None else None
+        return entry is not None and agreed is not None and entry.write_id == agreed.claim
 
     def _agree(self) -> Agreement:
         """Wait until all ranks have declared, here and at other replicas."""
@@ -222,35 +273,38 @@ class _Publication:
             if spreading and self._receiving.declared_here and not self._receiving.declared_everywhere:
                 try:
                     self._exchange()
-                except (Unavailable, NotFound) as error:
+                except (VersionFailed, AlreadyExists, InvalidArgument):
+                    raise  # nothing that would pass
+                except WeighbridgeError as error:
                     log.warning("%s: the other replicas cannot be heard: %s", self._job, error)
-                self._look_at_head()
+            self._look_at_head()
         return agreed
 
     def _exchange(self) -> None:
         self._tell()
-        heard = self._meeting.listen()
-        for declaration in heard.values():
-            if not self._model.knows_layout(declaration.digest):
-                self._model.add_layout(*self._meeting.layout(declaration.digest))
-        self._receiving.declare_elsewhere(heard)
+        for heard in self._meeting.listen():
+            for declaration in heard.values():
+                if not self._model.knows_layout(declaration.digest):
+                    self._model.add_layout(*self._meeting.layout(declaration.digest))
+            self._receiving.declare_elsewhere(heard)
 
     def _tell(self) -> None:
         here = self._receiving.declared_here
         for digest in {declaration.digest for declaration in here.values()}:
-            if self._model.first_offer(digest):
+            if not self._model.is_offered(digest):
                 self._meeting.offer_layout(digest, *self._model.declared_layout(digest))
+                self._model.offered(digest)
         self._meeting.tell(here)
 
     def _look(self, agreed: Agreement) -> None:
-        """Where others take part: let them hear of us, and see whether they have given the version up."""
+        """Let others who take part hear of us, and see whether the version was given up elsewhere."""
         self._check_running()
         if not agreed.alone:
             try:
                 self._tell()
-            except Unavailable as error:
+            except WeighbridgeError as error:
                 log.warning("%s: the other replicas cannot be told: %s", self._job, error)
-            self._look_at_head()
+        self._look_at_head()
 
     def _look_at_head(self) -> None:
         """Notice a version that was given up elsewhere. Raises VersionFailed."""
@@ -260,10 +314,10 @@ class _Publication:
         self._looked = now
         try:
             found = self._heads.read(self._model.name)
-        except Unavailable as error:
+        except WeighbridgeError as error:
             log.warning("%s: %s", self._job, error)
             return
-        if found is not None and self._number not in found[0].versions:
+        if found is not None and not found[0].readable(self._number):
             still_open(found[0], self._number)
 
     def _check_running(self) -> None:
@@ -334,14 +388,15 @@ class _Publication:
         me = agreed.homes.index(self._receiving.home)
         if me in writers:
             self._keep_trying(lambda: self._meeting.hand_in(me, agreed.claim, written))
-        self._job.follower.on_handed_in()
         wait_until = time.monotonic()
         while True:
+            self._keep_trying(self._tell)
             parts = self._keep_trying(lambda: self._meeting.handed_in(agreed.claim))
+            self._job.follower.on_waiting(parts.keys() != writers)
             if parts.keys() == writers and time.monotonic() >= wait_until:
                 everything = functools.reduce(operator.or_, parts.values(), NOTHING_WRITTEN)
                 self._keep_trying(functools.partial(self._finish, agreed, everything))
-                self._keep_trying(self._meeting.clear)
+                self._clear()
                 return
             if parts.keys() != writers:
                 wait_until = time.monotonic() + _LEAVE_TO_OTHERS
@@ -350,13 +405,19 @@ class _Publication:
             self._publisher.pause(_LISTEN)
             self._check_running()
 
+    def _clear(self) -> None:
+        try:
+            self._meeting.clear()
+        except WeighbridgeError as error:  # the next collection does it
+            log.info("%s: what the replicas have told each other stays for now: %s", self._job, error)
+
     def _published_elsewhere(self) -> bool:
         """Whether another replica has published the version; closes it if the others have died. Raises VersionFailed."""
         now_ms = time.time_ns() // 1_000_000
         head = self._heads.update(
             self._model.name, lambda head: ((new := give_up_abandoned(head, now_ms)), new)
         )
-        if self._number in head.versions or self._number in head.tombstones:
+        if head.readable(self._number):
             return True
         still_open(head, self._number)
         return False

@@ -45,6 +45,7 @@ _NAMED = 20
 class _Rank:
     received: RangeSet = field(default_factory=RangeSet)
     sealed: bool = False
+    writers: int = 0
 
 
 class Receiving:
@@ -57,6 +58,7 @@ class Receiving:
         prepare: makes a `PreparedPush` from the digests of all ranks and the numbers of their replicas.
         acquire_image: gives an image of these files of the version, with headers written, when the first rank is about to push.
         forwarding: passes bytes on to other replicas.
+        confirm: raises VersionFailed if the version was given up elsewhere; is asked before it becomes ready.
         known: declarations of the push before, if any.
         on_end: is called once, when the version is ready or has failed, without a lock being held.
 
@@ -73,6 +75,7 @@ class Receiving:
         prepare: Callable[[Sequence[str], Sequence[int]], PreparedPush],
         acquire_image: Callable[[Sequence[str]], Image],
         forwarding: Forwarding,
+        confirm: Callable[[], None],
         known: KnownSet | None,
         on_end: Callable[[Receiving], None],
     ) -> None:
@@ -83,11 +86,11 @@ class Receiving:
         self._prepare = prepare
         self._acquire_image = acquire_image
         self._forwarding = forwarding
+        self._confirm = confirm
         self._on_end = on_end
         self._changed = threading.Condition()
         self._declarations = Declarations(opened, home, known)
         self._ranks = [_Rank() for _ in range(opened.ranks)]
-        self._writers = 0
         self._state = VersionState.RECEIVING
         self._complete = False
         self._error: WeighbridgeError | None = None
@@ -120,6 +123,12 @@ class Receiving:
             return self._declarations.known_set
 
     @property
+    def agreed(self) -> Agreement | None:
+        """What all ranks have agreed on, once they have."""
+        with self._changed:
+            return self._declarations.agreed
+
+    @property
     def declared_here(self) -> Mapping[int, Declaration]:
         """What the ranks that push to this replica have declared so far."""
         with self._changed:
@@ -130,6 +139,12 @@ class Receiving:
         """Whether all ranks are known to have declared, wherever they push to."""
         with self._changed:
             return not self._declarations.absent
+
+    @property
+    def failed(self) -> bool:
+        """Whether the version has failed, as far as is known here."""
+        with self._changed:
+            return self._state is VersionState.FAILED
 
     def takes_part(self, client_id: str) -> bool:
         """Whether this client has declared a rank of this version."""
@@ -245,7 +260,7 @@ class Receiving:
             self._declarations.check_client(rank, client_id)
             if self._ranks[rank].sealed:
                 raise FailedPrecondition(f"rank {rank} of {self._name} is sealed")
-        with self._writing() as agreed:
+        with self._writing(rank) as agreed:
             self._take(agreed, rank, offset, data, checksum, forward=True)
 
     def write_forwarded(self, claim: str, rank: int, offset: int, data: memoryview, checksum: int) -> None:
@@ -257,15 +272,17 @@ class Receiving:
             Unavailable: this replica is not so far yet; try again.
             VersionFailed: the replicas have not agreed on the same plan.
         """
+        with self._changed:
+            self._declarations.check_rank(rank)
+            if self._complete and self._agreed is not None and self._agreed.claim == claim:
+                return  # it is all here: the answer to the same bytes was lost
         try:
-            with self._writing() as agreed:
+            with self._writing(rank) as agreed:
                 if claim != agreed.claim:
                     raise VersionFailed(
                         f"{self._name}: two replicas do not agree on who pushes what",
                         fix="push the step again",
                     )
-                with self._changed:
-                    self._declarations.check_rank(rank)
                 self._take(agreed, rank, offset, data, checksum, forward=False)
         except _NotBegun as error:
             raise Unavailable(error.message, fix=error.fix) from error
@@ -307,13 +324,13 @@ class Receiving:
                         )
 
     @contextmanager
-    def _writing(self) -> Iterator[Agreement]:
+    def _writing(self, rank: int) -> Iterator[Agreement]:
         """Hold the image while writing to it: it is neither published nor given away meanwhile."""
         with self._changed:
             self._check_receiving()
             if self._agreed is None or self.image is None:
                 raise _NotBegun(f"not all ranks of {self._name} have declared their layouts")
-            self._writers += 1
+            self._ranks[rank].writers += 1
             agreed = self._agreed
         broken: WeighbridgeError | None = None
         try:
@@ -328,12 +345,12 @@ class Receiving:
             raise
         finally:
             with self._changed:
-                self._writers -= 1
+                self._ranks[rank].writers -= 1
                 self._touch()
-                ready = broken is None and self._complete_if_all_is_here()
+                complete = broken is None and self._complete_if_all_is_here()
                 self._changed.notify_all()
-            if ready:
-                self._on_end(self)
+            if complete:
+                self._become_ready()
             if broken is not None:
                 self.fail(broken)
 
@@ -396,6 +413,10 @@ class Receiving:
         with self._changed:
             if self._may_be_sealed(rank, client_id):
                 return
+            # a piece that has come a second time may still be on its way to its place, or to another replica
+            self._changed.wait_for(
+                lambda: not self._ranks[rank].writers or self._state is not VersionState.RECEIVING
+            )
             elsewhere = self._agreed is not None and not self._agreed.alone
         if elsewhere:
             try:
@@ -408,12 +429,9 @@ class Receiving:
                 return
             self._ranks[rank].sealed = True
             self._touch()
-            # a piece that has come a second time may still be on its way to its place
-            self._changed.wait_for(lambda: not self._writers or self._state is not VersionState.RECEIVING)
-            self._check_not_failed()
-            ready = self._complete_if_all_is_here()
-        if ready:
-            self._on_end(self)
+            complete = self._complete_if_all_is_here()
+        if complete:
+            self._become_ready()
 
     def _may_be_sealed(self, rank: int, client_id: str) -> bool:
         """Whether a rank is sealed already; raises if it cannot be."""
@@ -432,7 +450,7 @@ class Receiving:
         return False
 
     def _complete_if_all_is_here(self) -> bool:
-        """Take note if nothing more is to come to this replica; whether that has just made the version ready."""
+        """Take note if nothing more is to come to this replica; whether the version can become ready by that."""
         agreed = self._agreed
         if (
             agreed is None
@@ -445,10 +463,20 @@ class Receiving:
         if not all(self._ranks[rank].sealed for rank in here) or len(self._filled) < len(self._to_come):
             return False
         self._complete = True
-        if agreed.alone:
-            self._make_ready()
         self._changed.notify_all()
         return agreed.alone
+
+    def _become_ready(self) -> None:
+        """Everything is here: be ready, unless the version was given up elsewhere meanwhile."""
+        try:
+            self._confirm()
+        except VersionFailed as error:
+            self.fail(error)
+            raise
+        with self._changed:
+            self._check_receiving()
+            self._make_ready()
+        self._on_end(self)
 
     def publish_elsewhere(self) -> None:
         """The version, of which other replicas hold parts, has been published. Nothing happens if that is known already."""
@@ -461,6 +489,7 @@ class Receiving:
     def _make_ready(self) -> None:
         self._state = VersionState.READY
         self._ready_time_ms = time.time_ns() // 1_000_000
+        self._buffers = {}  # they would keep the image's memory after it was given away
         self._changed.notify_all()
 
     def fail(self, error: WeighbridgeError) -> None:
@@ -472,8 +501,7 @@ class Receiving:
             self._error = error
             self._changed.notify_all()
             self._forwarding.stop()  # a writer may be waiting for room there
-            while self._writers:
-                self._changed.wait()
+            self._changed.wait_for(lambda: not any(rank.writers for rank in self._ranks))
             image, self.image, self._buffers = self.image, None, {}
         if image is not None:
             image.release()

@@ -45,6 +45,7 @@ class _Use:
         written_ms: when the lease was written last; None if it was not.
         lent_ms: until when those may be reading who were sent to the store itself.
         kept_ms: until when the lease holds that was written last.
+        writing: is held while a lease is written.
     """
 
     since_ms: dict[int, int] = field(default_factory=dict)
@@ -53,6 +54,7 @@ class _Use:
     written_ms: int | None = None
     lent_ms: int = 0
     kept_ms: int = 0
+    writing: threading.Lock = field(default_factory=threading.Lock)
 
     def began_ms(self, now_ms: int, quarter_ms: int) -> int | None:
         """When the oldest of those began who are still reading; None if nobody is."""
@@ -180,7 +182,10 @@ class StoreReaders:
             until_ms = use.kept_ms
         model, number = place
         try:
-            write_lease(self._store, model, number, self._id, until_ms)
+            with use.writing:  # an older lease must not come behind a newer one
+                with self._lock:
+                    until_ms = max(until_ms, use.kept_ms)
+                write_lease(self._store, model, number, self._id, until_ms)
         except WeighbridgeError as error:
             with self._lock:
                 use.written_ms, use.kept_ms = before

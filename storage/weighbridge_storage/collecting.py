@@ -9,7 +9,7 @@ A collection is a few steps, each of which may be done by several replicas at a 
    tombstones. A version's manifest goes first and stays away: wherever there is one, the folder is complete.
 4. Delete what lies under numbers that stand for nothing. They never will again: a number is given once, and nobody can publish what
    was given up. A writer that was stalled meanwhile may still put objects there; the next collection finds them.
-5. Remove what is left of uploads under such numbers, and of any upload of the model that is older than a day.
+5. Remove what is left of uploads under numbers that are not open any more, and of any upload of the model that is older than a day.
 
 The list is one for the whole model and not one for each folder: some servers go on naming folders in which nothing is left.
 """
@@ -209,16 +209,17 @@ class _Run:
         return tuple(SweptVersion(number, count) for number, count in sorted(counts.items()))
 
     def discard_uploads(self, head: Head) -> int:
-        """Remove what is left of uploads under numbers that stand for nothing, and of old ones."""
+        """Remove what is left of uploads under numbers that are not open any more, and of old ones."""
         if self.dry_run or self.stopping():
             return 0
 
-        def is_gone(key: str) -> bool:
+        def is_dead(key: str) -> bool:
+            # what became durable was uploaded by an attempt after this one
             place = numbered_key(self.model, key)
-            return place is not None and head.is_gone(place[1])
+            return place is not None and place[1] < head.next_version and place[1] not in head.open
 
         try:
-            gone = self.store.discard_unfinished(self.model.prefix, 0.0, only=is_gone)
+            gone = self.store.discard_unfinished(self.model.prefix, 0.0, only=is_dead)
             return gone + self.store.discard_unfinished(self.model.prefix, _OLD_UPLOAD_S)
         except WeighbridgeError as error:
             self._failed(error)

@@ -51,7 +51,7 @@ def open_version(
     """
     for there in head.open.values():
         if there.request_id == request_id:
-            _check_same(there, step, run, ranks)
+            check_same_request(there.number, (there.step, there.run, there.ranks), (step, run, ranks))
             return head, there
     if head.next_version > MAX_VERSION:
         raise ResourceExhausted(f"all version numbers up to {MAX_VERSION} have been given")
@@ -75,16 +75,17 @@ def open_version(
     return changed, entry
 
 
-def _check_same(there: OpenEntry, step: int, run: str, ranks: int) -> None:
-    if there.ranks != ranks:
+def check_same_request(number: int, there: tuple[int, str, int], asked: tuple[int, str, int]) -> None:
+    """Raise InvalidArgument if what was said at a version's opening, step, run and ranks, is not what is asked for now."""
+    if there[2] != asked[2]:
         raise InvalidArgument(
-            f"version {there.number} was opened with {there.ranks} ranks, and now with {ranks}",
+            f"version {number} was opened with {there[2]} ranks, and now with {asked[2]}",
             fix="all ranks pass the same world_size; if two trainers push this step, give each its own run",
         )
-    if (there.step, there.run) != (step, run):
+    if there[:2] != asked[:2]:
         raise InvalidArgument(
-            f"version {there.number} of run {there.run!r} was opened with the same request_id; this is step {step} "
-            f"of {run!r}",
+            f"version {number} of run {there[1]!r} was opened with the same request_id; this is step {asked[0]} "
+            f"of {asked[1]!r}",
             fix="give each push a request_id of its own",
         )
 
