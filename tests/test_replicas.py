@@ -22,6 +22,7 @@ from tests.raw_clients import (
     TinyModel,
     assert_equal,
     cut,
+    pulled,
     rows_layout,
     stream_of,
     tiny_config_json,
@@ -30,17 +31,25 @@ from tests.raw_clients import (
 from tests.services import RunningService, running_service
 from weighbridge import EngineClient, TrainerClient, dtypes
 from weighbridge.boxes import Box
-from weighbridge.errors import VersionFailed, WeighbridgeError
+from weighbridge.errors import (
+    AlreadyExists,
+    Conflict,
+    DeadlineExceeded,
+    ResourceExhausted,
+    Unavailable,
+    VersionFailed,
+    WeighbridgeError,
+)
 from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge.resources import VersionState
 from weighbridge.safetensors_files import FilesLayout, lay_out_files
 from weighbridge_service import models
 from weighbridge_service.bridges import bridge_for
 from weighbridge_service.model_tensors import ModelTensors
+from weighbridge_storage.head import Head
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import ObjectStore
-from weighbridge_storage.opening import open_store
 
 MODEL = "acme/spread"
 NAME = ModelName.parse(MODEL)
@@ -66,7 +75,7 @@ def replicas(
     """Services over one store, with the model registered."""
     with ExitStack() as stack:
         running = [
-            stack.enter_context(running_service(location, advertise="127.0.0.1:0", **settings))
+            stack.enter_context(running_service(location, **{"advertise": "127.0.0.1:0", **settings}))
             for _ in range(count)
         ]
         with TrainerClient(running[0].address) as trainer:
@@ -301,38 +310,33 @@ def test_two_processes_that_both_have_all_ranks_do_not_write_one_version(
         clients = [stack.enter_context(RawClient(each.address)) for each in running]
         outcomes: list[Any] = [None, None]
 
-        def push(which: int) -> None:
+        def push(which: int, request_id: str) -> None:
             try:
-                outcomes[which] = push_rank(clients[which], sources[which].arrays, rows_layout, 0, 1, "r/1")
+                outcomes[which] = push_rank(
+                    clients[which], sources[which].arrays, rows_layout, 0, 1, request_id
+                )
             except WeighbridgeError as error:
                 outcomes[which] = error
 
-        for _ in range(4):
-            threads = [threading.Thread(target=push, args=(which,)) for which in range(2)]
+        for turn in range(4):
+            threads = [threading.Thread(target=push, args=(which, f"r/{turn}")) for which in range(2)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(60)
-            store = open_store(tmp_path / "store")
-            found = HeadStore(store).read(NAME)
-            assert found is not None
+            durable = 0
             with TrainerClient(running[0].address) as trainer, EngineClient(running[0].address) as engine:
-                for outcome in outcomes:
-                    if isinstance(outcome, int):
-                        try:
-                            trainer.wait_for(MODEL, outcome, VersionState.DURABLE, timeout=20)
-                        except VersionFailed:
-                            continue
-                        winners = [
-                            w
-                            for w in range(2)
-                            if all(
-                                dict(engine.pull(MODEL, outcome))[n].numpy().tobytes() == a.tobytes()
-                                for n, a in sources[w].arrays.items()
-                            )
-                        ]
-                        assert winners, f"version {outcome} is a mixture"
-                        assert not trainer.verify(MODEL, outcome).problems
+                for number in {outcome for outcome in outcomes if isinstance(outcome, int)}:
+                    with contextlib.suppress(VersionFailed):
+                        trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+                        found = pulled(engine, MODEL, number)
+                        assert any(
+                            all(found[n] == a.tobytes() for n, a in source.arrays.items())
+                            for source in sources[:2]
+                        ), f"version {number} is a mixture"
+                        assert not trainer.verify(MODEL, number).problems
+                        durable += 1
+            assert durable, f"neither of them got through: {outcomes}"
 
 
 def test_a_file_is_uploaded_as_soon_as_its_bytes_are_there(
@@ -390,3 +394,195 @@ def test_files_that_are_as_in_the_version_before_are_copied_by_the_store(
             assert manifest["lineage"] == {"parent": first}
             assert not trainer.verify(MODEL, second).problems
             assert_equal(engine, MODEL, second, changed)
+
+
+def alone(location: str | Path, count: int, sources: list[TinyModel]) -> Any:
+    """Services that know nothing of each other over one store, with the model registered."""
+    return replicas(location, count, sources, advertise="")
+
+
+def declared(raw: RawClient, arrays: Arrays, request_id: str) -> tuple[int, bytes]:
+    """A version that one rank pushes whole: its number, and the rank's stream."""
+    number = raw.open(MODEL, request_id=request_id)
+    layout = rows_layout(arrays, 0, 1)
+    return number, stream_of(arrays, layout, raw.declare(MODEL, number, layout))
+
+
+def test_a_version_that_was_given_up_elsewhere_does_not_become_visible_where_it_is_received(
+    location: str, sources: list[TinyModel]
+) -> None:
+    with alone(location, 2, sources) as running, RawClient(running[0].address) as raw:
+        number, stream = declared(raw, sources[1].arrays, "r/1")
+        raw.push(MODEL, number, cut(stream[:-10]))
+        with TrainerClient(running[1].address) as other:
+            wait_until(lambda: head_of(running[1]).open[number].claim)
+            other.abort(MODEL, number, "changed my mind")
+            with contextlib.suppress(WeighbridgeError):
+                raw.push(MODEL, number, [(len(stream) - 10, stream[-10:])])
+            with pytest.raises(VersionFailed, match="changed my mind"):
+                raw.seal(MODEL, number)
+            assert other.refs(MODEL) == {}
+        with EngineClient(running[0].address) as engine:
+            assert engine.refs(MODEL) == {}
+            with pytest.raises(VersionFailed):
+                engine.pull(MODEL, number)
+
+
+def head_of(running: RunningService) -> Head:
+    return running.service.catalog.head(NAME)
+
+
+def test_who_asks_the_wrong_replica_does_not_end_a_version(tmp_path: Path, sources: list[TinyModel]) -> None:
+    arrays = sources[1].arrays
+    with (
+        alone(tmp_path / "store", 2, sources) as running,
+        RawClient(running[0].address) as raw,
+        RawClient(running[1].address) as stray,
+    ):
+        number, stream = declared(raw, arrays, "r/1")
+        raw.push(MODEL, number, cut(stream[: len(stream) // 2]))
+        wait_until(lambda: head_of(running[0]).open[number].claim)
+        for ask in (
+            lambda: stray.received(MODEL, number),
+            lambda: stray.seal(MODEL, number),
+            lambda: stray.declare(MODEL, number, rows_layout(arrays, 0, 1)),
+            lambda: stray.open(MODEL, request_id="r/1"),
+        ):
+            with pytest.raises(AlreadyExists, match=running[0].service.intake.home.address):
+                ask()
+        raw.push(MODEL, number, cut(stream))
+        raw.seal(MODEL, number)
+        with EngineClient(running[1].address) as engine:
+            engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+            assert_equal(engine, MODEL, number, arrays)
+
+
+def test_a_replica_that_only_opened_a_version_does_not_end_it(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    """A connection moved on to another replica between the opening and the rest."""
+    arrays = sources[1].arrays
+    with (
+        replicas(tmp_path / "store", 2, sources, advertise="", receive_timeout=1.0) as running,
+        RawClient(running[0].address) as first,
+        RawClient(running[1].address) as raw,
+    ):
+        number = first.open(MODEL, request_id="r/1")
+        layout = rows_layout(arrays, 0, 1)
+        stream = stream_of(arrays, layout, raw.declare(MODEL, number, layout))
+        live = running[0].service.catalog.live(NAME, number)
+        assert live is not None
+        for piece in cut(stream, len(stream) // 8):
+            raw.push(MODEL, number, [piece])
+            time.sleep(0.3)
+        wait_until(lambda: live.receiving.failed)
+        raw.seal(MODEL, number)
+        with EngineClient(running[0].address) as engine:
+            engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+            assert_equal(engine, MODEL, number, arrays)
+
+
+def test_a_replica_that_writes_no_file_still_tells_the_others_what_its_ranks_declare(
+    tmp_path: Path, sources: list[TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of a model of one file: one replica writes it, the other one's rank declares last and has nothing to push."""
+    monkeypatch.setattr(models, "lay_out_files", lay_out_files)
+    arrays = sources[1].arrays
+    with replicas(tmp_path / "store", 2, sources, receive_timeout=15.0) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(running[rank > 0].address)) for rank in range(3)]
+        number = clients[0].open(MODEL, ranks=3, request_id="r/1")
+        with ThreadPoolExecutor(3) as pool:
+            ranks = []
+            for rank in range(3):
+                ranks.append(pool.submit(push_rank, clients[rank], arrays, copies_layout, rank, 3, "r/1"))
+                time.sleep(1.0)  # the last one comes when the others have been heard of
+            assert {each.result(30) for each in ranks} == {number}
+        with EngineClient(running[1].address) as engine:
+            engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+            assert_equal(engine, MODEL, number, arrays)
+
+
+FAILURES = [Unavailable("away"), DeadlineExceeded("unknown"), ResourceExhausted("full"), Conflict("strange")]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_store_that_fails_now_and_then_does_not_keep_replicas_from_agreeing(
+    tmp_path: Path,
+    sources: list[TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: WeighbridgeError,
+    landed: bool,
+) -> None:
+    """Each kind of call about what replicas tell each other fails the first time, with or without having been carried out."""
+    with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
+        failed: set[tuple[int, str, str]] = set()
+
+        def spoil(which: int, name: str) -> None:
+            store = running[which].service.catalog.store
+            call = getattr(store, name)
+
+            def spoilt(key: str, *arguments: Any, **options: Any) -> Any:
+                kind = next(
+                    (k for k in ("/declared-", "/written-", "/layouts/", "/incoming/") if k in key), None
+                )
+                if kind is None or (which, name, kind) in failed:
+                    return call(key, *arguments, **options)
+                failed.add((which, name, kind))
+                if landed:
+                    call(key, *arguments, **options)
+                raise failure
+
+            monkeypatch.setattr(store, name, spoilt)
+
+        for which in range(2):
+            for name in ("put", "get", "list", "delete"):
+                spoil(which, name)
+        clients = [stack.enter_context(RawClient(running[rank % 2].address)) for rank in range(4)]
+        for step, source in enumerate(sources[:2]):
+            number = push_all(clients, source.arrays, rows_layout, 4, f"r/{step}")
+            for each in running:
+                with EngineClient(each.address) as engine:
+                    engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=40)
+                    assert_equal(engine, MODEL, number, source.arrays)
+        assert {name for _, name, _ in failed} >= {"put", "get", "list"}
+
+
+@pytest.mark.parametrize("location", ["local"], indirect=True)
+def test_a_step_that_is_pushed_again_right_after_it_failed_gets_a_new_number(
+    location: str, sources: list[TinyModel]
+) -> None:
+    arrays = sources[1].arrays
+    with (
+        replicas(location, 1, sources) as running,
+        RawClient(running[0].address) as raw,
+        TrainerClient(running[0].address) as trainer,
+    ):
+        numbers = []
+        for _ in range(10):
+            number, _ = declared(raw, arrays, "r/1")
+            numbers.append(number)
+            trainer.abort(MODEL, number)
+        assert numbers == sorted(set(numbers))
+        last = raw.push_whole(MODEL, arrays, request_id="r/1")
+        assert last > numbers[-1]
+        trainer.wait_for(MODEL, last, VersionState.DURABLE, timeout=20)
+
+
+def test_a_deleted_version_gives_its_room_back_although_it_was_read(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    with (
+        replicas(tmp_path / "store", 1, sources, grace_seconds=1.0, collect_every=0.0) as running,
+        RawClient(running[0].address) as raw,
+        TrainerClient(running[0].address) as trainer,
+    ):
+        for source in sources:
+            number = raw.push_whole(MODEL, source.arrays)
+            trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+        with EngineClient(running[0].address) as engine:
+            assert_equal(engine, MODEL, 1, sources[0].arrays)
+        trainer.delete_version(MODEL, 1)
+        wait_until(lambda: [found.number for found in trainer.collect(MODEL).deleted] == [1])
+        folder = str(tmp_path / "store" / NAME.prefix / f"versions/{1:012}")
+        assert folder not in Path("/proc/self/maps").read_text()

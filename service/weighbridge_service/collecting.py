@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 from weighbridge.collection import Collection
@@ -12,6 +13,7 @@ from weighbridge.errors import WeighbridgeError
 from weighbridge.resources import Retention, Version
 from weighbridge_service.catalog import Catalog
 from weighbridge_storage.collecting import collect
+from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import delete_versions, set_retention
 from weighbridge_storage.names import ModelName
 
@@ -24,6 +26,7 @@ class Collecting:
     Args:
         catalog: which models there are.
         every_s: seconds between two collections of all models by this process, on average; 0 for none.
+        on_collected: is told of each model that was collected, by whomever, and its head.
 
     Attributes:
         versions_deleted: versions whose objects this process has deleted.
@@ -31,8 +34,11 @@ class Collecting:
         failures: collections that failed, and deletions within others.
     """
 
-    def __init__(self, catalog: Catalog, every_s: float) -> None:
+    def __init__(
+        self, catalog: Catalog, every_s: float, on_collected: Callable[[ModelName, Head], None]
+    ) -> None:
         self._catalog = catalog
+        self._on_collected = on_collected
         self._every_s = every_s
         self._counting = threading.Lock()
         self.versions_deleted = 0
@@ -91,6 +97,8 @@ class Collecting:
                 self.bytes_deleted += report.deleted_bytes
                 self.failures += len(report.problems)
             _log(report)
+            model = ModelName.parse(name)
+            self._on_collected(model, catalog.head(model))
             catalog.notify()
         return report
 

@@ -402,6 +402,15 @@ class Intake:
         if error is None:
             log.info("%s is durable", live.version)
 
+    def forget(self, state: ModelState, live: LiveVersion) -> None:
+        """Know no more of a version than its head does: it was opened here and is received by others."""
+        number = live.receiving.version.number
+        with self._catalog.changed:
+            state.versions.pop(number, None)
+            if state.by_request.get(live.receiving.request_id) == number:
+                del state.by_request[live.receiving.request_id]
+            self._catalog.notify()
+
     def _release_images(self, state: ModelState) -> None:
         """Let go of the images of versions that are done and are not what ``live`` names."""
         for number, live in state.versions.items():
@@ -467,6 +476,10 @@ class _Follower:
     def on_success(self) -> None:
         """See `publishing.Follower`."""
         self.intake.settle(self.state, self.live, None, last=True)
+
+    def on_nothing_here(self) -> None:
+        """See `publishing.Follower`."""
+        self.intake.forget(self.state, self.live)
 
 
 def _forget_old(state: ModelState) -> None:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from google.protobuf.message import DecodeError
 
 from weighbridge import wire
-from weighbridge.errors import Conflict, DataLoss, InvalidArgument, NotFound
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 from weighbridge.layouts import Layout
 from weighbridge.v1 import resources_pb2
 from weighbridge_service.declaring import Declaration, Home
@@ -90,8 +90,8 @@ class Meeting:
     def offer_layout(self, digest: str, space: str, layout: Layout) -> None:
         """Put a layout where the others find it."""
         message = wire.layout_to_proto(layout, number_of_space(space)).SerializeToString()
-        with suppress(Conflict):  # it is there: the key is made of the content
-            self._store.put(layout_key(self._model, digest), message, mode="create")
+        # what is there already is the same: the key is made of the content
+        self._store.put(layout_key(self._model, digest), message, mode="overwrite")
 
     def layout(self, digest: str) -> tuple[str, Layout]:
         """A layout that another replica has offered, and the tensor space of its names.

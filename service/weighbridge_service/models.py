@@ -83,6 +83,13 @@ class Cache(Generic[V]):
             if there is not None:
                 self._weight -= self._weigh(there)
 
+    def drop_if(self, unwanted: Callable[[Any], bool]) -> None:
+        """Forget the values whose keys are not wanted any more."""
+        with self._lock:
+            keys = [key for key in self._values if unwanted(key)]
+        for key in keys:
+            self.drop(key)
+
     def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
         """The value, made now if it is not there."""
         found = self.get(key)

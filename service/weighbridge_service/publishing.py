@@ -77,6 +77,9 @@ class Follower(Protocol):
     def on_success(self) -> None:
         """The version is part of history."""
 
+    def on_nothing_here(self) -> None:
+        """The version is received by other replicas, and no rank has come to this one."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -244,12 +247,22 @@ class _Publication:
                 self._succeed()
                 return
             self._receiving.fail(known)
-            # who has nothing of a version leaves it to those who have, or to time
-            if self._receiving.declared_here:
-                self._publisher.give_up(self._model, self._number, known.message, by=self._receiving.home)
+            if not self._receiving.declared_here and self._is_claimed():
+                self._job.follower.on_nothing_here()
+                return
+            self._publisher.give_up(self._model, self._number, known.message, by=self._receiving.home)
             self._job.follower.on_failure(known, True)
         else:
             self._succeed()
+
+    def _is_claimed(self) -> bool:
+        """Whether others receive the version, as far as can be seen."""
+        try:
+            found = self._heads.read(self._model.name)
+        except WeighbridgeError:
+            return False
+        entry = found[0].open.get(self._number) if found is not None else None
+        return entry is not None and bool(entry.claim)
 
     def _succeed(self) -> None:
         self._receiving.publish_elsewhere()

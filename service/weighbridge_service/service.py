@@ -57,7 +57,7 @@ class Weighbridge:
         self.intake = Intake(self.catalog, self.images, config)
         self.store_readers = self.catalog.readers
         self.serving = Serving(self.catalog, self.read_cache, self.store_readers)
-        self.collecting = Collecting(self.catalog, config.collect_every)
+        self.collecting = Collecting(self.catalog, config.collect_every, self.serving.forget_deleted)
 
     @property
     def draining(self) -> bool:

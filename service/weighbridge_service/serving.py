@@ -95,6 +95,10 @@ class Serving:
         opened = self._open(model_name, version)
         return self._reading(opened, layout, offset, None, model.restore_transfer)
 
+    def forget_deleted(self, name: ModelName, head: Head) -> None:
+        """Let go of files of versions that cannot be read any more: a folder keeps their room as long as they are mapped."""
+        self._opened.drop_if(lambda key: key[0] == name and head.readable(key[1]) is None)
+
     def open(self, name: str, version: str) -> OpenVersion:
         """A visible version's bytes; close it after use."""
         return self._open(ModelName.parse(name), version)

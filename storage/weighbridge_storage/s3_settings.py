@@ -40,7 +40,7 @@ class S3Settings:
             larger.
         single_copy_bytes: objects of more bytes are copied in parts.
         page: most names that are asked for in one request of a listing.
-        parallel: most parts and ranges that travel at a time, of all calls together.
+        parallel: most parts of uploads and pieces of streams that travel at a time, of all calls together.
         attempts: how often a request is tried.
         connect_timeout_s: seconds to wait for a connection, and for the server to take more bytes of a request: to urllib3
             the two are one.

@@ -93,7 +93,7 @@ def write_weights(
         ResourceExhausted: no room; the same call can be repeated.
     """
     key = version_key(model, number, name)
-    # digests are computed while the store is busy
+    # digests are computed while the store is busy, but for that by which a file is found to be the same as before
     with ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
         digested = beside.submit(_entry, data)
         tensors = beside.submit(_tensor_entries, files, name, data)
