@@ -29,7 +29,7 @@ from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.opening import open_store
 
-CRASHES = int(os.environ.get("WEIGHBRIDGE_REPLICA_CRASHES", "3"))
+CRASHES = int(os.environ.get("WEIGHBRIDGE_REPLICA_CRASHES", "2"))
 SEED = int(os.environ.get("WEIGHBRIDGE_SEED") or time.time_ns() % 1_000_000)
 MODEL = "acme/spread"
 REPLICAS, RANKS = 3, 6

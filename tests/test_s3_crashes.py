@@ -27,7 +27,7 @@ from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.opening import open_store
 
-CRASHES = int(os.environ.get("WEIGHBRIDGE_S3_CRASHES", "4"))
+CRASHES = int(os.environ.get("WEIGHBRIDGE_S3_CRASHES", "2"))
 SEED = int(os.environ.get("WEIGHBRIDGE_SEED") or time.time_ns() % 1_000_000)
 MODEL = "acme/crash"
 NAME = ModelName.parse(MODEL)

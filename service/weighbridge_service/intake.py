@@ -477,7 +477,7 @@ class _Follower:
         """See `publishing.Follower`."""
         self.intake.settle(self.state, self.live, None, last=True)
 
-    def on_nothing_here(self) -> None:
+    def on_left_to_others(self) -> None:
         """See `publishing.Follower`."""
         self.intake.forget(self.state, self.live)
 

@@ -77,8 +77,8 @@ class Follower(Protocol):
     def on_success(self) -> None:
         """The version is part of history."""
 
-    def on_nothing_here(self) -> None:
-        """The version is received by other replicas, and no rank has come to this one."""
+    def on_left_to_others(self) -> None:
+        """The version is received by other replicas, and not by this one."""
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,9 @@ class _Publication:
                 self._succeed()
                 return
             self._receiving.fail(known)
-            if not self._receiving.declared_here and self._is_claimed():
-                self._job.follower.on_nothing_here()
+            others_have_it = isinstance(error, AlreadyExists) or not self._receiving.declared_here
+            if others_have_it and self._is_claimed():
+                self._job.follower.on_left_to_others()
                 return
             self._publisher.give_up(self._model, self._number, known.message, by=self._receiving.home)
             self._job.follower.on_failure(known, True)

@@ -474,7 +474,9 @@ class Receiving:
             self.fail(error)
             raise
         with self._changed:
-            self._check_receiving()
+            self._check_not_failed()
+            if self._state is VersionState.READY:
+                return  # it has been published meanwhile
             self._make_ready()
         self._on_end(self)
 
