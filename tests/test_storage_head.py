@@ -539,8 +539,8 @@ for _ in range(int(sys.argv[2])):
 
 
 def test_updates_by_several_processes_each_land_exactly_once(store: ObjectStore, location: str) -> None:
-    # SeaweedFS makes those who race for one name wait for seconds
-    processes, each = (3, 5) if location.startswith("s3:") else (8, 50)
+    # SeaweedFS makes those who race for one name wait
+    processes, each = 8, 5 if location.startswith("s3:") else 50
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", UPDATE, location, str(each)],
