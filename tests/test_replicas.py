@@ -29,12 +29,14 @@ from tests.raw_clients import (
     tiny_folder,
 )
 from tests.services import RunningService, running_service
-from weighbridge import EngineClient, TrainerClient, dtypes
+from weighbridge import EngineClient, TrainerClient, dtypes, rpc
 from weighbridge.boxes import Box
 from weighbridge.errors import (
     AlreadyExists,
     Conflict,
     DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
     ResourceExhausted,
     Unavailable,
     VersionFailed,
@@ -43,6 +45,7 @@ from weighbridge.errors import (
 from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge.resources import VersionState
 from weighbridge.safetensors_files import FilesLayout, lay_out_files
+from weighbridge.v1 import checkpoint_service_pb2 as pb
 from weighbridge_service import models
 from weighbridge_service.bridges import bridge_for
 from weighbridge_service.model_tensors import ModelTensors
@@ -586,3 +589,99 @@ def test_a_deleted_version_gives_its_room_back_although_it_was_read(
         wait_until(lambda: [found.number for found in trainer.collect(MODEL).deleted] == [1])
         folder = str(tmp_path / "store" / NAME.prefix / f"versions/{1:012}")
         assert folder not in Path("/proc/self/maps").read_text()
+
+
+def forward(raw: RawClient, number: int, claim: str, rank: int, offset: int, data: bytes) -> None:
+    """Push a part of a stream as another replica of the service would."""
+
+    def messages() -> Iterator[Any]:
+        yield pb.PushRequest(header=pb.PushHeader(model=MODEL, number=number, rank=rank, claim=claim))
+        yield pb.PushRequest(offset=offset, data=data, checksum=rpc.checksum(data))
+
+    with rpc.translated_errors(raw.address):
+        raw.checkpoints.Push(messages(), timeout=20.0)
+
+
+def test_a_stranger_who_passes_bytes_on_neither_ends_a_version_nor_gets_them_into_it(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    arrays = sources[1].arrays
+    with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(each.address)) for each in running]
+        number = clients[0].open(MODEL, ranks=2, request_id="r/1")
+        layouts = [rows_layout(arrays, rank, 2) for rank in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(clients[r].declare, MODEL, number, layouts[r], rank=r) for r in range(2)]
+            streams = [stream_of(arrays, layouts[r], answers[r].result(30)) for r in range(2)]
+        wait_until(lambda: head_of(running[0]).open[number].claim)
+        claim = head_of(running[0]).open[number].claim
+        rubbish = b"\x7f" * 4096
+        for which, said, rank, offset in (
+            (0, "wrong", 0, 0),
+            (0, "wrong", 1, 2**64 - 1),
+            (0, claim, 0, 0),  # a rank that pushes to this replica itself
+            (1, claim, 1, 0),
+            (0, claim, 1, 2**63),
+            (0, claim, 1, len(streams[1]) - 100),
+        ):
+            with pytest.raises(FailedPrecondition):
+                forward(clients[which], number, said, rank, offset, rubbish)
+        with pytest.raises(InvalidArgument):
+            forward(clients[0], number, claim, 2, 0, rubbish)
+        with ThreadPoolExecutor(2) as pool:
+            for done in [
+                pool.submit(clients[rank].push, MODEL, number, cut(streams[rank]), rank=rank)
+                for rank in range(2)
+            ]:
+                done.result(30)
+            for done in [pool.submit(clients[rank].seal, MODEL, number, rank=rank) for rank in range(2)]:
+                done.result(30)
+        with EngineClient(running[0].address) as engine:
+            engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+            assert_equal(engine, MODEL, number, arrays)
+
+
+def test_a_stranger_who_passes_bytes_on_to_a_service_that_is_alone_is_refused(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    arrays = sources[1].arrays
+    with alone(tmp_path / "store", 1, sources) as running, RawClient(running[0].address) as raw:
+        number, stream = declared(raw, arrays, "r/1")
+        wait_until(lambda: head_of(running[0]).open[number].claim)
+        for claim in ("wrong", head_of(running[0]).open[number].claim):
+            with pytest.raises(FailedPrecondition):
+                forward(raw, number, claim, 0, 0, b"\x7f" * 16)
+        raw.push(MODEL, number, cut(stream))
+        raw.seal(MODEL, number)
+        with EngineClient(running[0].address) as engine:
+            assert_equal(engine, MODEL, number, arrays)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\x00garbage", b'{"address":"a:1","boot":"b","ranks":[[-1,"c","d"]]}', b"{}", b"[" * 100_000],
+)
+def test_what_no_replica_has_declared_fails_the_version_at_once_and_says_where_it_lies(
+    tmp_path: Path, sources: list[TinyModel], content: bytes
+) -> None:
+    with replicas(tmp_path / "store", 2, sources) as running, RawClient(running[0].address) as raw:
+        number = raw.open(MODEL, ranks=2)
+        key = f"{NAME.prefix}incoming/{number:012}/declared-000-000000"
+        running[0].service.catalog.store.put(key, content, mode="create")
+        with pytest.raises(VersionFailed, match="declared-000-000000"):
+            raw.declare(MODEL, number, rows_layout(sources[1].arrays, 0, 2))
+
+
+@pytest.mark.parametrize("name", ["written-zz", "written-000009", "written-", "written-1"])
+def test_what_no_replica_has_handed_in_is_passed_over(
+    tmp_path: Path, sources: list[TinyModel], name: str
+) -> None:
+    with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(each.address)) for each in running]
+        running[0].service.catalog.store.put(
+            f"{NAME.prefix}incoming/{1:012}/{name}", b'{"claim":"x"}', mode="create"
+        )
+        number = push_all(clients, sources[1].arrays, rows_layout, 2, "r/1")
+        with EngineClient(running[0].address) as engine:
+            engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+            assert_equal(engine, MODEL, number, sources[1].arrays)

@@ -373,14 +373,14 @@ def test_retention_over_http(bench: Bench) -> None:
     assert bench.http.put(f"{url}/retention", json={"keep_last": 2}).json() == rules | {"keep_last": 2}
     assert bench.http.get(f"{url}/retention").json() == rules | {"keep_last": 2}
     planned = bench.http.post(f"{url}/collect", json={"dry_run": True}).json()
-    done = bench.http.post(f"{url}/collect").json()
+    done = bench.http.post(f"{url}/collect", json={"dry_run": False}).json()
     assert done == planned | {"dry_run": False}
     assert done["retired"] == [1]
     assert done["kept"][-1] == {"number": 3, "rules": ["keep_last"], "refs": ["latest"]}
     deleted = bench.http.delete(f"{url}/versions/2")
     assert (deleted.status_code, deleted.json()["number"]) == (200, 2)
     bench.clock.ms += GRACE_MS
-    done = bench.http.post(f"{url}/collect", json={}).json()
+    done = bench.http.post(f"{url}/collect", json={"dry_run": False}).json()
     assert [version["number"] for version in done["deleted"]] == [1, 2]
     assert bench.stored() == {3}
     for number, status in (
@@ -396,7 +396,10 @@ def test_retention_over_http(bench: Bench) -> None:
         assert refused.status_code == status, (number, refused.text)
         assert refused.headers["content-type"] == "application/problem+json"
     assert bench.http.post(f"{url}/collect", json={"dry": True}).status_code == 400
-    assert bench.http.post("/v1/models/acme/none/collect").status_code == 404
+    # nothing is deleted unless it is said that it is to be
+    for body in (None, {}, {"dry_run": "yes"}, {"dry_run": 1}):
+        assert bench.http.post(f"{url}/collect?dry_run=true", json=body).status_code == 400
+    assert bench.http.post("/v1/models/acme/none/collect", json={"dry_run": True}).status_code == 404
 
 
 def test_retention_on_the_command_line(local: Bench) -> None:
@@ -442,6 +445,7 @@ def test_retention_on_the_command_line(local: Bench) -> None:
         (["retention", MODEL, "--keep-last", str(2**60)], 1, "keep_last"),
         (["retention", MODEL, "--keep-younger", "soon"], 2, "not a time"),
         (["retention", MODEL, "--keep-younger", "0d"], 2, "not a time"),
+        (["retention", MODEL, "--keep-younger", "7"], 2, "with a unit"),
         (["retention", MODEL, "--keep-everything", "--keep-last", "1"], 2, "no other rule"),
         (["retention", "acme/none"], 1, "there is no model"),
         (["collect", "acme/none"], 1, "there is no model"),

@@ -77,6 +77,8 @@ class LiveVersion:
         if version.state is VersionState.READY and not self.announced:
             # engines that ask for `live` could still get the one before
             return replace(version, state=VersionState.RECEIVING, ready_time_ms=0)
+        if version.state is VersionState.FAILED:
+            return version  # by its own reason, whatever came of closing it
         if self.gave_up and self.receiving.image is None:
             version = replace(version, state=VersionState.FAILED)
         if self.durable_time_ms:

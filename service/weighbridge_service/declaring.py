@@ -88,6 +88,27 @@ class Agreement:
         files = self.prepared.fills if spread is None else spread.files_of(self.homes.index(home))
         return {file: self.prepared.fills[file] for file in files}
 
+    def check_forwarded(self, home: Home, claim: str, rank: int, start: int, end: int) -> None:
+        """Raise FailedPrecondition if a part of a rank's stream is not one that others pass on to a replica.
+
+        Args:
+            home: the replica.
+            claim: under which agreement it is passed on.
+            rank: whose stream.
+            start: first byte of the part.
+            end: one past its last.
+        """
+        spread = self.prepared.spread
+        if spread is None or claim != self.claim:
+            raise FailedPrecondition(
+                "two replicas do not agree on who pushes what", fix="push the step again"
+            )
+        meant = spread.routes.get(rank, {}).get(self.homes.index(home))
+        if self.home_of(rank) == home or meant is None or not meant.covers(start, end):
+            raise FailedPrecondition(
+                f"bytes {start} to {end} of rank {rank} are not to be passed on to the replica {home}"
+            )
+
     @property
     def alone(self) -> bool:
         """Whether all ranks push to one replica."""

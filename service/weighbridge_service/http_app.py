@@ -123,11 +123,10 @@ def _models_router(service: Weighbridge) -> APIRouter:
         return RetentionOut.model_validate(service.collecting.set_retention(f"{namespace}/{name}", rules))
 
     @router.post("/{namespace}/{name}/collect", tags=["retention"])
-    def collect_versions(namespace: Namespace, name: Name, body: CollectIn | None = None) -> CollectionOut:
+    def collect_versions(namespace: Namespace, name: Name, body: CollectIn) -> CollectionOut:
         """Delete what need not be kept now, without waiting for the service to do so by itself."""
-        dry_run = body is not None and body.dry_run
         return CollectionOut.model_validate(
-            service.collecting.collect(f"{namespace}/{name}", dry_run=dry_run)
+            service.collecting.collect(f"{namespace}/{name}", dry_run=body.dry_run)
         )
 
     @router.get("/{namespace}/{name}/refs", tags=["refs"])

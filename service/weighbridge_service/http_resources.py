@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from weighbridge.resources import VersionState
 from weighbridge_service.exports import ExportState
@@ -149,7 +149,9 @@ class SweptOut(_Out):
 class CollectIn(_In):
     """How to collect."""
 
-    dry_run: bool = Field(False, description="Only say what would be done.")
+    dry_run: StrictBool = Field(
+        description="Only say what would be done. To be said: the rest is deleted for good."
+    )
 
 
 class CollectionOut(_Out):

@@ -14,13 +14,13 @@ layouts are used again by later versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
 from weighbridge import wire
-from weighbridge.errors import DataLoss, InvalidArgument, NotFound
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound, VersionFailed
 from weighbridge.layouts import Layout
 from weighbridge.v1 import resources_pb2
 from weighbridge_service.declaring import Declaration, Home
@@ -71,12 +71,20 @@ class Meeting:
         A batch whose taker fails comes again with the next call.
 
         Raises:
-            DataLoss: what another replica has written cannot be read.
+            VersionFailed: what is there is nothing that a replica has written.
         """
         mine = f"{self._prefix}{_DECLARED}{self._home.boot}-"
         for key in sorted(self._store.list(self._prefix + _DECLARED)):
             if key not in self._heard and not key.startswith(mine):
-                yield _batch_from_json(self._store.get(key)[0], key)
+                content, _ = self._store.get(key)
+                try:
+                    batch = _batch_from_json(content, key)
+                except DataLoss as error:
+                    raise VersionFailed(
+                        f"what another replica has declared cannot be read: {error.message}",
+                        fix=f"see who has written {key}; push the step again",
+                    ) from error
+                yield batch
                 self._heard.add(key)
 
     def was_here_before(self) -> bool:
@@ -119,17 +127,34 @@ class Meeting:
             claim: under which agreement.
             written: the files.
         """
-        self._store.put(f"{self._prefix}{_WRITTEN}{replica:06}", written.to_json(claim), mode="overwrite")
+        self._store.put(self._written_key(replica), written.to_json(claim), mode="overwrite")
 
-    def handed_in(self, claim: str) -> dict[int, Written]:
-        """The files that replicas have written so far under an agreement, by the numbers of these replicas."""
+    def handed_in(self, claim: str, replicas: Iterable[int]) -> dict[int, Written]:
+        """The files that replicas have written so far.
+
+        Args:
+            claim: under which agreement.
+            replicas: the numbers of those that write files.
+
+        Returns:
+            The files, by the numbers of the replicas that have handed them in.
+
+        Raises:
+            DataLoss: what one of them has handed in cannot be read.
+        """
         found = {}
-        for key in self._store.list(self._prefix + _WRITTEN):
-            with suppress(NotFound):  # another replica has published, and clears up
-                of, written = Written.from_json(self._store.get(key)[0], key)
-                if of == claim:
-                    found[int(key.rpartition("-")[2])] = written
+        there = set(self._store.list(self._prefix + _WRITTEN))
+        for replica in replicas:
+            key = self._written_key(replica)
+            if key in there:
+                with suppress(NotFound):  # another replica has published, and clears up
+                    of, written = Written.from_json(self._store.get(key)[0], key)
+                    if of == claim:
+                        found[replica] = written
         return found
+
+    def _written_key(self, replica: int) -> str:
+        return f"{self._prefix}{_WRITTEN}{replica:06}"
 
     def clear(self) -> None:
         """Remove what was said; the version is published."""
@@ -153,7 +178,7 @@ def _batch_from_json(data: bytes, where: str) -> dict[int, Declaration]:
     found = {}
     for item in fields.array("ranks"):
         match item:
-            case [int(rank), str(client_id), str(digest)]:
+            case [int(rank), str(client_id), str(digest)] if type(rank) is int and rank >= 0:
                 found[rank] = Declaration(client_id, digest, home)
             case _:
                 raise DataLoss(f"{where} has a declaration that is none")

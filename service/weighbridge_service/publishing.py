@@ -405,7 +405,7 @@ class _Publication:
         wait_until = time.monotonic()
         while True:
             self._keep_trying(self._tell)
-            parts = self._keep_trying(lambda: self._meeting.handed_in(agreed.claim))
+            parts = self._keep_trying(lambda: self._meeting.handed_in(agreed.claim, writers))
             self._job.follower.on_waiting(parts.keys() != writers)
             if parts.keys() == writers and time.monotonic() >= wait_until:
                 everything = functools.reduce(operator.or_, parts.values(), NOTHING_WRITTEN)

@@ -269,20 +269,20 @@ class Receiving:
         Raises:
             DataLoss: the piece does not agree with its checksum; send it again.
             InvalidArgument: it lies outside the stream.
+            FailedPrecondition: the replicas have not agreed on the same plan, or nobody is to pass this part on to this one.
             Unavailable: this replica is not so far yet; try again.
-            VersionFailed: the replicas have not agreed on the same plan.
         """
         with self._changed:
             self._declarations.check_rank(rank)
-            if self._complete and self._agreed is not None and self._agreed.claim == claim:
-                return  # it is all here: the answer to the same bytes was lost
+            agreed = self._agreed
+            if agreed is not None:
+                # said to the sender alone: who sends what it should not must not end the version
+                agreed.check_forwarded(self.home, claim, rank, offset, offset + len(data))
+                if self._complete:
+                    return  # it is all here: the answer to the same bytes was lost
         try:
             with self._writing(rank) as agreed:
-                if claim != agreed.claim:
-                    raise VersionFailed(
-                        f"{self._name}: two replicas do not agree on who pushes what",
-                        fix="push the step again",
-                    )
+                agreed.check_forwarded(self.home, claim, rank, offset, offset + len(data))
                 self._take(agreed, rank, offset, data, checksum, forward=False)
         except _NotBegun as error:
             raise Unavailable(error.message, fix=error.fix) from error

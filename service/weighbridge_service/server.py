@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -37,6 +39,7 @@ _GRPC_GRACE_SECONDS = 10.0
 """How long pulls may go on; after a drain that did not end in time they get no more of it."""
 _HTTP_GRACE_SECONDS = 5
 _BACKLOG = 1024
+_HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,200}")
 _WARM_UP_CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 1,
@@ -117,6 +120,18 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def _check_advertised(address: str) -> None:
+    host, _ = _host_and_port(address)
+    everywhere = False
+    with contextlib.suppress(ValueError):
+        everywhere = ipaddress.ip_address(host).is_unspecified
+    if everywhere or not _HOST.fullmatch(host):
+        raise InvalidArgument(
+            f"other services cannot reach this one at {address[:80]!r}",
+            fix="advertise this machine's own name or address, e.g. 10.0.0.7:50051",
+        )
+
+
 def _with_port(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
@@ -145,7 +160,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
         try:
             _host_and_port(grpc)
             if config.advertise:
-                _host_and_port(config.advertise)
+                _check_advertised(config.advertise)
             http_server = HttpServer(http)
             stack.callback(http_server.stop)
             service = Weighbridge(config)

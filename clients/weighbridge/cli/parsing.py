@@ -70,18 +70,16 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> int:
-    """Seconds of a time: ``7d``, ``12h``, ``30m``, ``90s`` or ``2w``; a bare number is seconds.
+    """Seconds of a time: ``7d``, ``12h``, ``30m``, ``90s`` or ``2w``. A number without a unit could mean anything.
 
     Raises:
         InvalidArgument: it is not a whole number with such a unit, or less than one second.
     """
     match = _DURATION.fullmatch(text.strip())
-    scale = _SECONDS.get(match[2].lower() or "s") if match else None
+    scale = _SECONDS.get(match[2].lower()) if match else None
     seconds = int(match[1]) * scale if match and scale else 0
     if seconds < 1:
-        raise InvalidArgument(
-            f"{text!r} is not a time", fix="write it like 7d, 12h or 30m, or as a number of seconds"
-        )
+        raise InvalidArgument(f"{text!r} is not a time", fix="write it with a unit, like 7d, 12h, 30m or 90s")
     return seconds
 
 
