@@ -464,10 +464,10 @@ def test_commands_that_make_no_sense_say_why(local: Bench, line: list[str], code
 
 
 def test_times_have_units() -> None:
-    assert [parse_duration(text) for text in ("90", "90s", "30m", "12h", "7d", "2w", "7 D")] == [
-        90, 90, 1800, 43_200, 604_800, 1_209_600, 604_800,
+    assert [parse_duration(text) for text in ("90s", "30m", "12h", "7d", "2w", "7 D")] == [
+        90, 1800, 43_200, 604_800, 1_209_600, 604_800,
     ]  # fmt: skip
-    for text in ("", "d", "-1d", "0", "1.5h", "1y", "1dd", "٣d"):
+    for text in ("", "d", "-1d", "0", "90", "1.5h", "1y", "1dd", "٣d"):
         with pytest.raises(InvalidArgument, match="is not a time"):
             parse_duration(text)
 
