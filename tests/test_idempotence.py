@@ -242,7 +242,7 @@ def test_a_push_that_a_restart_interrupts_says_so_and_the_step_can_be_pushed_aga
                 assert "push again" in caught.value.fix
             assert engine.version(MODEL).number == good
             again = raw.push_whole(MODEL, source.arrays, step=5, request_id="r/5")
-            assert again > number
+            assert again >= number  # the same, if it was not claimed yet when the service was killed
             assert_equal(engine, MODEL, again, source.arrays)
             assert_equal(engine, MODEL, good, source.arrays)
     finally:
