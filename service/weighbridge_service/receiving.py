@@ -163,8 +163,10 @@ class Receiving:
         deadline = time.monotonic() + seconds
         with self._changed:
             self._check_receiving()
+            news = rank in self._declarations.absent
             contradiction = self._declarations.declare(rank, client_id, digest)
-            self._touch()
+            if news:  # who only asks again waits for others, and would wait for ever for one that has gone
+                self._touch()
             if contradiction is None and self._declarations.agree_as_before(rank):
                 agreed = self._declarations.agreed
                 threading.Thread(target=self._begin, args=(agreed,), daemon=True).start()
