@@ -274,6 +274,11 @@ class Declarations:
         return Agreement(prepared, homes, f"{digest}@{homes[0].address}" if len(homes) == 1 else digest)
 
 
+def is_alone_elsewhere(claim: str, home: Home) -> bool:
+    """Whether a claim is that of another replica, which receives the version alone."""
+    return alone_at(claim) not in ("", home.address)
+
+
 def numbers_of(declarations: Mapping[int, Declaration]) -> tuple[int, ...]:
     """For each rank the number of the replica that it pushes to."""
     return numbered([declarations[rank].home.address for rank in range(len(declarations))])

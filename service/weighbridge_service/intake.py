@@ -32,6 +32,7 @@ from weighbridge_service.publishing import Job, Publisher
 from weighbridge_service.receiving import Receiving
 from weighbridge_storage.head import Head, OpenEntry
 from weighbridge_storage.head_changes import (
+    check_not_given_up,
     check_same_request,
     renew_version,
     still_open,
@@ -211,8 +212,7 @@ class Intake:
         except WeighbridgeError as error:
             log.warning("whether %s@%d is still open could not be seen: %s", model, number, error)
         else:
-            if not head.readable(number):
-                still_open(head, number)
+            check_not_given_up(head, number)
 
     def _acquire_image(self, model: RegisteredModel, names: Sequence[str]) -> Image:
         files = [file for file in model.files.files if file.name in set(names)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weighbridge.errors import AlreadyExists
-from weighbridge_service.declaring import Home, alone_at
+from weighbridge_service.declaring import Home, alone_at, is_alone_elsewhere
 from weighbridge_storage.head import Head, OpenEntry
 from weighbridge_storage.head_changes import give_up_abandoned, give_up_version, open_version
 
@@ -69,9 +69,8 @@ class OpeningRequest:
 
 def check_not_received_alone(entry: OpenEntry, home: Home) -> None:
     """Raise AlreadyExists if another replica receives an open version alone."""
-    alone = alone_at(entry.claim)
-    if alone not in ("", home.address):
+    if is_alone_elsewhere(entry.claim, home):
         raise AlreadyExists(
-            f"version {entry.number} is being received by the replica {alone}",
+            f"version {entry.number} is being received by the replica {alone_at(entry.claim)}",
             fix=f"push to that one; or abort version {entry.number}, or wait until it times out, and push again",
         )

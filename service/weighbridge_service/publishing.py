@@ -24,16 +24,16 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge_service.declaring import Agreement, Home, alone_at
+from weighbridge_service.declaring import Agreement, Home, alone_at, is_alone_elsewhere
 from weighbridge_service.meeting import Meeting
 from weighbridge_service.models import RegisteredModel, files_key
 from weighbridge_service.receiving import Receiving
 from weighbridge_storage.head import Head, OpenEntry
 from weighbridge_storage.head_changes import (
+    check_not_given_up,
     claim_version,
     give_up_abandoned,
     give_up_version,
-    still_open,
 )
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.manifest import Manifest
@@ -165,7 +165,7 @@ class Publisher:
 
         def change(head: Head) -> tuple[Head, Head]:
             there = head.open.get(number)
-            of_others = there is not None and by is not None and alone_at(there.claim) not in ("", by.address)
+            of_others = there is not None and by is not None and is_alone_elsewhere(there.claim, by)
             after = head if of_others else give_up_version(head, number, reason, now_ms)
             return after, after
 
@@ -331,8 +331,8 @@ class _Publication:
         except WeighbridgeError as error:
             log.warning("%s: %s", self._job, error)
             return
-        if found is not None and not found[0].readable(self._number):
-            still_open(found[0], self._number)
+        if found is not None:
+            check_not_given_up(found[0], self._number)
 
     def _check_running(self) -> None:
         if self._publisher.stopping:
@@ -431,10 +431,8 @@ class _Publication:
         head = self._heads.update(
             self._model.name, lambda head: ((new := give_up_abandoned(head, now_ms)), new)
         )
-        if head.readable(self._number):
-            return True
-        still_open(head, self._number)
-        return False
+        check_not_given_up(head, self._number)
+        return head.readable(self._number) is not None
 
     def _keep_trying(self, step: Callable[[], T]) -> T:
         """The result of a step, which is tried again when it fails, and given up only when all bytes are there."""

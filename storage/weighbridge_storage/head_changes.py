@@ -155,6 +155,12 @@ def still_open(head: Head, number: int) -> OpenEntry:
     )
 
 
+def check_not_given_up(head: Head, number: int) -> None:
+    """Raise VersionFailed if a version can neither be read nor become readable any more."""
+    if not head.readable(number):
+        still_open(head, number)
+
+
 def publish(head: Head, entry: VersionEntry) -> Head:
     """Make a version part of history. ``latest`` moves to it unless it names a higher one.
 
