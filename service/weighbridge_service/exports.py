@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from weighbridge.errors import (
 from weighbridge.hf_folder import write_hf_folder
 from weighbridge.layouts import Placement, TensorSpec
 from weighbridge.safetensors_files import DEFAULT_SHARD_BYTES
+from weighbridge_service.clock import unix_ms
 from weighbridge_service.read_ahead import STEP_BYTES, Need, ReadAhead, Step
 from weighbridge_service.reading import OpenVersion
 from weighbridge_service.service import Weighbridge
@@ -183,7 +183,7 @@ class Exports:
                 number=found.number,
                 folder=str(target),
                 state=ExportState.QUEUED,
-                create_time_ms=_now_ms(),
+                create_time_ms=unix_ms(),
             )
             self._entries[job.id] = _Entry(job, cast, max_shard_bytes or DEFAULT_SHARD_BYTES)
             self._forget_old()
@@ -249,7 +249,7 @@ class Exports:
         return entry
 
     def _end(self, entry: _Entry, state: ExportState, error: str = "") -> None:
-        entry.job = replace(entry.job, state=state, error=error, end_time_ms=_now_ms())
+        entry.job = replace(entry.job, state=state, error=error, end_time_ms=unix_ms())
 
     def _forget_old(self) -> None:
         ended = [job_id for job_id, entry in self._entries.items() if entry.job.state.ended]
@@ -312,10 +312,6 @@ class Exports:
             target.parent.mkdir(parents=True, exist_ok=True)
             _inside(self._root, str(target.relative_to(self._root)))  # nobody has put a link in the way since
             partial.rename(target)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def _inside(root: Path, folder: str) -> Path:

@@ -23,6 +23,7 @@ from weighbridge.errors import (
 from weighbridge.layouts import Layout
 from weighbridge.resources import Version, VersionState
 from weighbridge_service.catalog import Catalog, LiveVersion, ModelState
+from weighbridge_service.clock import unix_ms
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.declaring import Home
 from weighbridge_service.forwarding import Forwarding, Peers
@@ -134,9 +135,7 @@ class Intake:
             with self._catalog.changed:
                 dead = {n for n, live in state.versions.items() if live.receiving.failed}
             asked = OpeningRequest(request_id, step, run, ranks, self.home, self._lease_ms, frozenset(dead))
-            entry, head = self._catalog.heads.update(
-                model_name, lambda head: asked.open(head, time.time_ns() // 1_000_000)
-            )
+            entry, head = self._catalog.heads.update(model_name, lambda head: asked.open(head, unix_ms()))
             receiving = self._begin(state, entry, head, client_id)
         log.info("opened %s for run %s with %d ranks", receiving.version, run, ranks)
         return receiving.version
@@ -396,7 +395,7 @@ class Intake:
             live.publish_error = error
             live.gave_up = error is not None and last
             if error is None:
-                live.durable_time_ms = time.time_ns() // 1_000_000
+                live.durable_time_ms = unix_ms()
             self._release_images(state)
             self._catalog.notify()
         if error is None:
@@ -424,7 +423,7 @@ class Intake:
     def _renew(self, live: LiveVersion) -> None:
         """Keep an open version open, as long as this replica has something to do for it."""
         version = live.version
-        now_ms = time.time_ns() // 1_000_000
+        now_ms = unix_ms()
         done = live.gave_up or live.waiting_for_others or version.state not in _UNFINISHED
         if done or live.open_until_ms - now_ms > self._lease_ms // 2:
             return

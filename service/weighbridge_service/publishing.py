@@ -24,6 +24,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
+from weighbridge_service.clock import unix_ms
 from weighbridge_service.declaring import Agreement, Home, alone_at, is_alone_elsewhere
 from weighbridge_service.meeting import Meeting
 from weighbridge_service.models import RegisteredModel, files_key
@@ -161,7 +162,7 @@ class Publisher:
             reason: why.
             by: who cannot go on with it; nothing happens if another replica receives it alone. None if somebody wants it so.
         """
-        now_ms = time.time_ns() // 1_000_000
+        now_ms = unix_ms()
 
         def change(head: Head) -> tuple[Head, Head]:
             there = head.open.get(number)
@@ -427,7 +428,7 @@ class _Publication:
 
     def _published_elsewhere(self) -> bool:
         """Whether another replica has published the version; closes it if the others have died. Raises VersionFailed."""
-        now_ms = time.time_ns() // 1_000_000
+        now_ms = unix_ms()
         head = self._heads.update(
             self._model.name, lambda head: ((new := give_up_abandoned(head, now_ms)), new)
         )

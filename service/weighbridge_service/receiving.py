@@ -31,6 +31,7 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.resources import Version, VersionState
+from weighbridge_service.clock import unix_ms
 from weighbridge_service.declaring import Agreement, Declaration, Declarations, Home, KnownSet, numbers_of
 from weighbridge_service.forwarding import Forwarding
 from weighbridge_service.preparing import PreparedPush
@@ -492,7 +493,7 @@ class Receiving:
 
     def _make_ready(self) -> None:
         self._state = VersionState.READY
-        self._ready_time_ms = time.time_ns() // 1_000_000
+        self._ready_time_ms = unix_ms()
         self._buffers = {}  # they would keep the image's memory after it was given away
         self._changed.notify_all()
 

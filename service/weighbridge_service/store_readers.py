@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from weighbridge.errors import WeighbridgeError
+from weighbridge_service.clock import unix_ms
 from weighbridge_storage.head import Head
 from weighbridge_storage.images import Lease
 from weighbridge_storage.leases import Grace, write_lease
@@ -27,11 +27,6 @@ DEFAULT_GRACE = Grace(900_000)
 _ROUNDS = 4
 """How often in a quarter of the grace time it is looked whether a lease is to be written."""
 _LONGEST_ROUND_S = 15.0
-
-
-def unix_ms() -> int:
-    """The time in milliseconds since 1970 UTC."""
-    return time.time_ns() // 1_000_000
 
 
 @dataclass
