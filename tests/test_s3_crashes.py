@@ -19,7 +19,7 @@ from tests.raw_clients import TinyModel, assert_equal, tiny_folder
 from tests.s3_server import S3Server, SeaweedFS
 from tests.test_crash import Driver, Record
 from weighbridge.engine import EngineClient
-from weighbridge.errors import WeighbridgeError
+from weighbridge.errors import Unavailable, WeighbridgeError
 from weighbridge.resources import REF_LATEST, Retention, VersionState
 from weighbridge.trainer import TrainerClient
 from weighbridge_storage.head import Head
@@ -34,6 +34,7 @@ NAME = ModelName.parse(MODEL)
 KEPT = 3
 GRACE = 1.0
 LONGEST_LIFE = 3.0
+START_SECONDS = 60.0
 HIDDEN_SIZE = 8192
 """Makes models of 20 MB, which are uploaded in two parts."""
 
@@ -70,11 +71,19 @@ class World:
             self.service.start()
 
     def head(self) -> Head:
+        """What the store says; one that has just been started answers 500 until it has found its volumes."""
         store = open_store(self.location)
+        deadline = time.monotonic() + START_SECONDS
         try:
-            found = HeadStore(store).read(NAME)
-            assert found is not None
-            return found[0]
+            while True:
+                try:
+                    found = HeadStore(store).read(NAME)
+                except Unavailable:
+                    if time.monotonic() > deadline:
+                        raise
+                else:
+                    assert found is not None
+                    return found[0]
         finally:
             store.close()
 
