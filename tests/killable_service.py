@@ -39,13 +39,18 @@ def serve(
     from weighbridge_service import models
     from weighbridge_service.config import ServiceConfig
     from weighbridge_service.grpc_server import GrpcServer
+    from weighbridge_service.lane_server import LaneServer
     from weighbridge_service.metrics import Metrics
     from weighbridge_service.service import Weighbridge
 
     if file_bytes is not None:
         models.lay_out_files = functools.partial(lay_out_files, max_shard_bytes=file_bytes)  # type: ignore[assignment]
-    service = Weighbridge(ServiceConfig(store, memory_budget=1 << 28, grpc_workers=32, **settings))
-    server = GrpcServer(service, Metrics(service), f"127.0.0.1:{port}")
+    config = ServiceConfig(
+        store, **{"memory_budget": 1 << 28, "grpc_workers": 32, "local_socket": "off", **settings}
+    )
+    service = Weighbridge(config)
+    lane = LaneServer(service, config.local_socket)
+    server = GrpcServer(service, Metrics(service, lane), lane, f"127.0.0.1:{port}")
     server.start()
     time.sleep(3600)
 

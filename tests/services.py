@@ -9,6 +9,7 @@ from typing import Any
 
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.grpc_server import GrpcServer
+from weighbridge_service.lane_server import OFF, LaneServer
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
 
@@ -17,16 +18,24 @@ class RunningService:
     """A service and its gRPC address."""
 
     def __init__(self, store: Path | str, **settings: Any) -> None:
-        defaults: dict[str, Any] = {"memory_budget": 1 << 30, "drain_seconds": 5.0, "grpc_workers": 64}
-        self.service = Weighbridge(ServiceConfig(store, **{**defaults, **settings}))
-        self.metrics = Metrics(self.service)
-        self.grpc = GrpcServer(self.service, self.metrics, "127.0.0.1:0")
+        defaults: dict[str, Any] = {
+            "memory_budget": 1 << 30,
+            "drain_seconds": 5.0,
+            "grpc_workers": 64,
+            "local_socket": OFF,
+        }
+        config = ServiceConfig(store, **{**defaults, **settings})
+        self.service = Weighbridge(config)
+        self.lane = LaneServer(self.service, config.local_socket)
+        self.metrics = Metrics(self.service, self.lane)
+        self.grpc = GrpcServer(self.service, self.metrics, self.lane, "127.0.0.1:0")
         self.grpc.start()
         self.address = f"127.0.0.1:{self.grpc.port}"
 
     def stop(self) -> None:
         self.service.drain()
         self.grpc.stop(0.5)
+        self.lane.stop()
         self.service.close()
 
 

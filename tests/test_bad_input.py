@@ -57,6 +57,7 @@ from weighbridge.slices import Boxes, FullTensors, TensorParallel
 from weighbridge.trainer import TrainerClient
 from weighbridge.v1 import (
     checkpoint_service_pb2,
+    local_lane_pb2,
     model_service_pb2,
     resources_pb2,
     weight_service_pb2,
@@ -1219,7 +1220,7 @@ def test_a_message_over_the_limit_is_refused(bench: Bench, model: str) -> None:
 def test_malformed_messages_and_unknown_methods_get_an_error_status(bench: Bench) -> None:
     services = {
         "ModelService": model_service_pb2, "CheckpointService": checkpoint_service_pb2,
-        "WeightService": weight_service_pb2,
+        "WeightService": weight_service_pb2, "LocalLaneService": local_lane_pb2,
     }  # fmt: skip
     refused = (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
     garbage = [

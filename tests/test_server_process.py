@@ -140,7 +140,7 @@ def test_a_push_under_way_survives_sigterm_and_the_next_service_has_it(
         assert first.store == str(store)
         assert httpx.get(f"{first.url}/healthz").status_code == 200
         assert httpx.get(f"{first.url}/readyz").status_code == 200
-        with TrainerClient(first.grpc, retry_seconds=0) as client:
+        with TrainerClient(first.grpc, retry_seconds=0, lane="grpc") as client:
             client.register_model(MODEL, hf_folder)
             push = client.push_folder(MODEL, hf_folder, step=7)
             assert begun.wait(20)
@@ -179,6 +179,7 @@ def test_grpc_answers_health_and_reflection(tmp_path: Path) -> None:
         assert names == {
             "weighbridge.v1.ModelService",
             "weighbridge.v1.CheckpointService",
+            "weighbridge.v1.LocalLaneService",
             "weighbridge.v1.WeightService",
             "grpc.health.v1.Health",
             "grpc.reflection.v1alpha.ServerReflection",

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
-from weighbridge_storage.images import PAGE, ImagePool, PoolUsage
+from weighbridge_storage.images import ImagePool, PoolUsage
+from weighbridge_storage.regions import PAGE
 
 MIB = 1 << 20
 SIZES = {
@@ -39,7 +40,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_files_lie_on_pages_of_their_own_and_do_not_touch() -> None:
     image = ImagePool(64 * MIB).acquire(SIZES)
-    assert image.in_memory
+    assert image.region.in_memory
     assert {name: b.nbytes for name, b in image.buffers.items()} == SIZES
     for i, buffer in enumerate(image.buffers.values()):
         buffer[:] = i + 1
@@ -47,7 +48,7 @@ def test_files_lie_on_pages_of_their_own_and_do_not_touch() -> None:
         assert (buffer == i + 1).all()
         assert image.offsets[name] % mmap.PAGESIZE == 0
     # An independent look through the descriptor, as another process has.
-    with mmap.mmap(image.fd, 0, access=mmap.ACCESS_READ) as whole:
+    with mmap.mmap(image.region.fd, 0, access=mmap.ACCESS_READ) as whole:
         for i, (name, offset) in enumerate(image.offsets.items()):
             assert whole[offset : offset + SIZES[name]] == bytes([i + 1]) * SIZES[name]
 
@@ -56,9 +57,11 @@ def test_another_process_maps_the_same_bytes() -> None:
     image = ImagePool(64 * MIB).acquire(SIZES)
     name, offset = list(image.offsets.items())[1]
     image.buffers[name][:5] = np.frombuffer(b"hello", np.uint8)
-    script = f"import mmap; print(mmap.mmap({image.fd}, 0, prot=mmap.PROT_READ)[{offset}:{offset + 5}])"
+    script = (
+        f"import mmap; print(mmap.mmap({image.region.fd}, 0, prot=mmap.PROT_READ)[{offset}:{offset + 5}])"
+    )
     out = subprocess.run(
-        [sys.executable, "-c", script], pass_fds=[image.fd], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], pass_fds=[image.region.fd], capture_output=True, text=True, check=True
     )
     assert out.stdout == "b'hello'\n"
 
@@ -66,14 +69,14 @@ def test_another_process_maps_the_same_bytes() -> None:
 def test_nobody_can_cut_an_image_in_memory_short() -> None:
     image = ImagePool(64 * MIB).acquire(SIZES)
     with pytest.raises(PermissionError):
-        os.ftruncate(image.fd, 0)
+        os.ftruncate(image.region.fd, 0)
 
 
 @pytest.mark.parametrize("budget", [64 * MIB, 0])
 def test_all_room_is_there_before_the_first_byte_is_written(tmp_path: Path, budget: int) -> None:
     image = ImagePool(budget, tmp_path).acquire(SIZES)
-    assert image.in_memory is (budget > 0)
-    assert os.fstat(image.fd).st_blocks * 512 >= image.capacity >= sum(SIZES.values())
+    assert image.region.in_memory is (budget > 0)
+    assert os.fstat(image.region.fd).st_blocks * 512 >= image.region.capacity >= sum(SIZES.values())
     image.buffers["empty"][:] = 1
     assert os.listdir(tmp_path) == []
 
@@ -93,15 +96,15 @@ def test_what_is_read_only_cannot_be_made_writable() -> None:
 def test_a_region_is_used_again_and_not_made_anew() -> None:
     pool = ImagePool(64 * MIB)
     first = pool.acquire(SIZES)
-    inode = os.fstat(first.fd).st_ino
-    capacity = first.capacity
+    inode = os.fstat(first.region.fd).st_ino
+    capacity = first.region.capacity
     first.release()
     assert pool.usage() == PoolUsage(0, capacity, 0, 0, made=1, reused=0)
     second = pool.acquire(SIZES)
-    assert os.fstat(second.fd).st_ino == inode
+    assert os.fstat(second.region.fd).st_ino == inode
     assert pool.usage() == PoolUsage(capacity, 0, 0, 0, made=1, reused=1)
     third = pool.acquire(SIZES)
-    assert os.fstat(third.fd).st_ino != inode
+    assert os.fstat(third.region.fd).st_ino != inode
     assert pool.usage() == PoolUsage(2 * capacity, 0, 0, 0, made=2, reused=1)
 
 
@@ -109,9 +112,9 @@ def test_a_much_larger_region_is_not_wasted_on_a_small_image() -> None:
     pool = ImagePool(64 * MIB)
     pool.acquire({"a": 40 * MIB}).release()
     small = pool.acquire({"a": MIB})
-    assert small.capacity == MIB
+    assert small.region.capacity == MIB
     near = pool.acquire({"a": 31 * MIB})
-    assert near.capacity == 40 * MIB
+    assert near.region.capacity == 40 * MIB
     assert near.buffers["a"].nbytes == 31 * MIB
 
 
@@ -120,7 +123,7 @@ def test_free_regions_give_way_to_what_is_needed_within_the_budget() -> None:
     for size in (4 * MIB, 6 * MIB):
         pool.acquire({"a": size}).release()
     image = pool.acquire({"a": 9 * MIB // 2})
-    assert image.in_memory
+    assert image.region.in_memory
     usage = pool.usage()
     assert usage.memory_in_use == 9 * MIB // 2
     assert usage.memory_in_use + usage.memory_free <= 10 * MIB
@@ -130,17 +133,17 @@ def test_what_is_over_the_budget_goes_to_disk_and_comes_back(tmp_path: Path) -> 
     pool = ImagePool(4 * MIB, tmp_path)
     inside = pool.acquire({"a": 3 * MIB})
     outside = pool.acquire({"a": 3 * MIB})
-    assert (inside.in_memory, outside.in_memory) == (True, False)
+    assert (inside.region.in_memory, outside.region.in_memory) == (True, False)
     outside.buffers["a"][:] = 7
     assert (outside.read_only_buffers["a"] == 7).all()
     assert pool.usage() == PoolUsage(3 * MIB, 0, 3 * MIB, 0, made=2, reused=0)
     outside.release()
     again = pool.acquire({"a": 3 * MIB})
-    assert not again.in_memory
+    assert not again.region.in_memory
     assert pool.usage() == PoolUsage(3 * MIB, 0, 3 * MIB, 0, made=2, reused=1)
     again.release()
     inside.release()
-    assert pool.acquire({"a": 3 * MIB}).in_memory
+    assert pool.acquire({"a": 3 * MIB}).region.in_memory
     assert pool.trim() == 3 * MIB
     assert pool.usage().disk_free == 0
 
@@ -207,7 +210,7 @@ def test_an_image_stays_as_long_as_anyone_holds_it() -> None:
         assert pool.usage().memory_in_use == PAGE
         assert image.read_only_buffers["a"].nbytes == 100
     assert pool.usage() == PoolUsage(0, PAGE, 0, 0, made=1, reused=0)
-    for use in (image.lease, lambda: image.buffers, lambda: image.read_only_buffers, lambda: image.fd):
+    for use in (image.lease, lambda: image.buffers, lambda: image.read_only_buffers, lambda: image.region.fd):
         with pytest.raises(FailedPrecondition):
             use()
     image.release()

@@ -22,8 +22,15 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.layouts import TensorSpec
+from weighbridge.local_lane import LocalLane, lane_wanted
 from weighbridge.resources import Model, Retention, Verification, Version, VersionState
-from weighbridge.v1 import model_service_pb2, model_service_pb2_grpc, resources_pb2
+from weighbridge.v1 import (
+    local_lane_pb2,
+    local_lane_pb2_grpc,
+    model_service_pb2,
+    model_service_pb2_grpc,
+    resources_pb2,
+)
 
 T = TypeVar("T")
 _LONG_SECONDS = 3600.0
@@ -31,6 +38,7 @@ _LONG_SECONDS = 3600.0
 _WAIT_SECONDS = 20.0
 """How long one call waits for a state before it is made again."""
 _PAUSE_SECONDS = 0.1
+_LANE_SECONDS = 5.0
 _WATCH_PAUSE_SECONDS = 0.5
 """Longest pause of a watch between tries: engines are waiting for news."""
 
@@ -42,11 +50,21 @@ class Client:
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         retry_seconds: how long to keep trying when the service cannot be reached.
+        lane: how weights travel: ``local`` by memory that is shared with the service, ``grpc`` by its gRPC face, ``auto`` by the
+            first if this process runs on the service's machine and by the second otherwise. By default ``WEIGHBRIDGE_LANE``, or
+            ``auto``.
+
+    Raises:
+        InvalidArgument: there is no such lane.
     """
 
-    def __init__(self, server: str | None = None, *, retry_seconds: float = 60.0) -> None:
+    def __init__(
+        self, server: str | None = None, *, retry_seconds: float = 60.0, lane: str | None = None
+    ) -> None:
         self.server = rpc.server_address(server)
         self.retry_seconds = retry_seconds
+        self._client_id = str(uuid.uuid4())
+        self._lane = LocalLane(lane_wanted(lane), self._client_id, self._find_lane)
 
     @cached_property
     def _channel(self) -> grpc.Channel:
@@ -56,8 +74,14 @@ class Client:
     def _models(self) -> model_service_pb2_grpc.ModelServiceStub:
         return model_service_pb2_grpc.ModelServiceStub(self._channel)
 
+    def _find_lane(self) -> local_lane_pb2.GetLocalLaneResponse:
+        with rpc.translated_errors(self.server):
+            stub = local_lane_pb2_grpc.LocalLaneServiceStub(self._channel)
+            return stub.GetLocalLane(local_lane_pb2.GetLocalLaneRequest(), timeout=_LANE_SECONDS)
+
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection. Tensors that are views of a version stay valid until they are gone."""
+        self._lane.close()
         if "_channel" in self.__dict__:
             self._channel.close()
 

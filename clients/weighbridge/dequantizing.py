@@ -19,7 +19,7 @@ from weighbridge.dtypes import DType
 from weighbridge.errors import InvalidArgument
 from weighbridge.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge.pieces import Buffer
-from weighbridge.push_sources import MappedSource
+from weighbridge.push_sources import MappedSource, StreamSource
 
 if TYPE_CHECKING:
     import torch
@@ -126,10 +126,11 @@ class Dequantized:
         return self._buffers
 
 
-class _DequantizedSource:
+class _DequantizedSource(StreamSource):
     """A stream of which the fp8 matrices are computed as they are read; holds one row of blocks in memory."""
 
     def __init__(self, stream: Layout, places: Sequence[Placement], weights: Dequantized) -> None:
+        super().__init__(stream)
         self._weights = weights
         self._plain = MappedSource(stream, places, weights.buffers)
         filled = [p for p in stream.placements if p.nbytes]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from weighbridge import dtypes, hf_folder, pieces, rpc, safetensors_files, wire
 from weighbridge.client import Client
-from weighbridge.errors import DataLoss
+from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
 from weighbridge.layouts import Layout, TensorSpec
+from weighbridge.local_lane import GRPC, LOCAL, ReadLoan
 from weighbridge.resources import Version
 from weighbridge.slices import FullTensors, LayoutRequest
 from weighbridge.tensor_stream import StreamWriter
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
 class Pull:
     """A pull that is about to begin: iterate over it to get ``(name, tensor)``, each as soon as it is complete.
 
-    Tensors are in host memory, with the shape of the slice. Iterating again pulls again.
+    Tensors are in host memory, with the shape of the slice. Iterating again pulls again. On the service's machine a tensor is a view
+    of the version wherever its slice lies there in one run: it costs nothing, writing to it changes nobody else's, and the service
+    holds the version as long as such a tensor is there.
 
     Attributes:
         version: which version comes; fixed, wherever the ref moves meanwhile.
         layout: the slices in the order in which they come.
         nbytes: bytes of all slices.
+        lane: how they came, ``local`` or ``grpc``; empty before they do.
+        lane_reason: why they did not come by ``local``, if that was wanted.
     """
 
     def __init__(
@@ -37,20 +42,27 @@ class Pull:
         self.version = version
         self.layout = layout
         self.nbytes = layout.nbytes
+        self.lane = self.lane_reason = ""
         self._client = client
+        self._asked = request
         self._request = wire.request_to_proto(request)
         self._dtype = dtype
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
 
+        loan = self._borrow()
+        if loan is not None:
+            for index, placement in enumerate(self.layout.placements):
+                yield placement.shard.tensor, loan.tensor(index)
+            return
         placements, tensors = self.layout.placements, self.layout.tensors
 
         def allocate(index: int) -> torch.Tensor:
             shard = placements[index].shard
             return torch.empty(shard.box.extent, dtype=tensors[shard.tensor].dtype.torch)
 
-        return self.into(allocate)
+        yield from self._stream_into(allocate)
 
     def into(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Pull into tensors that the caller makes.
@@ -61,13 +73,39 @@ class Pull:
         Yields:
             Name and tensor, each as soon as it is complete.
         """
+        loan = self._borrow()
+        if loan is None:
+            yield from self._stream_into(tensor_for)
+            return
+        for index, placement in enumerate(self.layout.placements):
+            tensor = tensor_for(index)
+            loan.fill(index, tensor)
+            yield placement.shard.tensor, tensor
+
+    def _borrow(self) -> ReadLoan | None:
+        """The version where it lies, if this process can read it there."""
+        lane = self._client._lane
+        self.lane, self.lane_reason = GRPC, ""
+        if not lane.wanted:
+            return None
+        try:
+            if self._dtype:
+                raise FailedPrecondition("a cast is made by the service, and sent by gRPC")
+            loan = lane.read(self.version.model, self.version.number, self._asked, self.layout)
+        except WeighbridgeError as error:
+            self.lane_reason = lane.refused(error, f"pull of {self.version}")
+            return None
+        self.lane = LOCAL
+        return loan
+
+    def _stream_into(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         writer = StreamWriter(self.layout, tensor_for)
         for data in self.stream():
             for index, tensor in writer.feed(data):
                 yield self.layout.placements[index].shard.tensor, tensor
 
     def stream(self) -> Iterator[memoryview]:
-        """The bytes of the slices, one behind the other, checked, in pieces of about 1 MiB."""
+        """The bytes of the slices by gRPC, one behind the other, checked, in pieces of about 1 MiB."""
 
         def open_at(offset: int) -> Iterable[pieces.Carried[weight_service_pb2.PullResponse]]:
             return self._client._pull(
@@ -97,6 +135,7 @@ class EngineClient(Client):
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         retry_seconds: how long to keep trying when the service cannot be reached.
+        lane: as for `Client`.
     """
 
     @cached_property

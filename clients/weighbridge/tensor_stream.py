@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weighbridge.errors import LayoutError
-from weighbridge.layouts import Layout
+from weighbridge.layouts import Layout, Placement
 
 if TYPE_CHECKING:
     import torch
@@ -27,15 +27,25 @@ def copy_out(layout: Layout, tensors: Sequence[torch.Tensor], staging: NDArray[n
 
     with torch.no_grad():
         for placement, tensor in zip(layout.placements, tensors, strict=True):
-            if tensor.numel() * tensor.element_size() != placement.nbytes:
-                raise LayoutError(
-                    f"{placement.shard.tensor}: a tensor of {tensor.numel() * tensor.element_size()} bytes was given for "
-                    f"box {placement.shard.box} of {placement.nbytes} bytes"
-                )
+            check_size(placement, tensor)
             if placement.nbytes:
                 torch.frombuffer(
                     staging, dtype=tensor.dtype, count=tensor.numel(), offset=placement.offset
                 ).view(tensor.shape).copy_(tensor)
+
+
+def check_size(placement: Placement, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that does not have as many bytes as its placement.
+
+    Raises:
+        LayoutError: it has not.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes != placement.nbytes:
+        raise LayoutError(
+            f"{placement.shard.tensor}: a tensor of {nbytes} bytes was given for box {placement.shard.box} of "
+            f"{placement.nbytes} bytes"
+        )
 
 
 class StreamWriter:
@@ -63,12 +73,9 @@ class StreamWriter:
             if self._current is None:
                 if not rest and placement.nbytes:
                     return
-                self._current = _open(self._tensor_for(self._next))
-                if len(self._current[2]) != placement.nbytes:
-                    raise LayoutError(
-                        f"{placement.shard.tensor}: a tensor of {len(self._current[2])} bytes was given for box "
-                        f"{placement.shard.box} of {placement.nbytes} bytes"
-                    )
+                tensor = self._tensor_for(self._next)
+                check_size(placement, tensor)
+                self._current = _open(tensor)
             target, host, view = self._current
             count = min(len(rest), placement.nbytes - self._filled)
             if count:

@@ -25,7 +25,8 @@ from weighbridge.errors import (
 )
 from weighbridge.folder_weights import FolderWeights
 from weighbridge.layouts import Layout, TensorSpec
-from weighbridge.push_sources import OpenSource, StagingPool, StreamSource
+from weighbridge.local_lane import GRPC, LOCAL, WriteLoan
+from weighbridge.push_sources import OpenSource, ShardSource, StagingPool, StreamSource, TensorSource
 from weighbridge.resources import Model, Version, VersionState
 from weighbridge.tensor_stream import StreamWriter
 from weighbridge.v1 import checkpoint_service_pb2 as pb
@@ -39,6 +40,8 @@ _DECLARE_SECONDS = 600.0
 _DECLARE_CALL_SECONDS = 10.0
 """How long one call waits for that before it is made again."""
 _PAUSE_SECONDS = 0.1
+_PREPARE_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Seconds before each question for the memory of the next version: it may be in use until this one is durable."""
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
 
@@ -52,12 +55,16 @@ class PushReport:
         copy_seconds: of these, copying the shards out.
         stream_bytes: bytes this rank pushed.
         stream_seconds: how long they were on their way, behind the rank's back.
+        lane: how they went, ``local`` or ``grpc``.
+        lane_reason: why they did not go by ``local``, if that was wanted.
     """
 
     held_seconds: float
     copy_seconds: float
     stream_bytes: int
     stream_seconds: float
+    lane: str
+    lane_reason: str
 
 
 class PushHandle:
@@ -137,18 +144,24 @@ class TrainerClient(Client):
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         run: name of the training run, the same on all ranks; part of the version's lineage.
         retry_seconds: how long to keep trying when the service cannot be reached.
+        lane: as for `Client`.
     """
 
     def __init__(
-        self, server: str | None = None, *, run: str = "default", retry_seconds: float = 60.0
+        self,
+        server: str | None = None,
+        *,
+        run: str = "default",
+        retry_seconds: float = 60.0,
+        lane: str | None = None,
     ) -> None:
-        super().__init__(server, retry_seconds=retry_seconds)
+        super().__init__(server, retry_seconds=retry_seconds, lane=lane)
         self.run = run
-        self._client_id = str(uuid.uuid4())
         self._staging = StagingPool()
         self._lock = threading.Lock()
         self._running: list[PushHandle] = []
         self._slots = threading.BoundedSemaphore(_PUSHES_AT_ONCE)
+        self._closing = threading.Event()
 
     @cached_property
     def _checkpoints(self) -> checkpoint_service_pb2_grpc.CheckpointServiceStub:
@@ -230,11 +243,11 @@ class TrainerClient(Client):
 
         shards = sharded_tensors(sharded_state_dict)
 
-        def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
-            return self._staging.stage(stream, [shards.tensors[i] for i in indexes])
+        def tensors(indexes: Sequence[int], stream: Layout) -> ShardSource:
+            return TensorSource(self._staging, stream, [shards.tensors[i] for i in indexes])
 
         return self.push_shards(
-            model, shards.layout, wire.MEGATRON, stage, step=step, rank=rank, world_size=world_size, run=run,
+            model, shards.layout, wire.MEGATRON, tensors, step=step, rank=rank, world_size=world_size, run=run,
             request_id=request_id,
         )  # fmt: skip
 
@@ -329,23 +342,23 @@ class TrainerClient(Client):
         )  # fmt: skip
         self._slots.acquire()
         number = 0
-        source: StreamSource | None = None
+        delivery: _Delivery | None = None
         try:
             number = self._call(self._checkpoints.OpenVersion, opening).version.number
             assigned = self._declare(model, number, rank, layout, space)
             chosen = layout.select(assigned)
             handle = PushHandle(self, model, number, chosen.nbytes)
-            copying = time.monotonic()
-            source = open_source(assigned, chosen)
-            now = time.monotonic()
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=self._client_id)
-            arguments = (handle, header, source, (now - started, now - copying))
+            copying = time.monotonic()
+            delivery = self._copy_out(header, chosen, open_source(assigned, chosen))
+            now = time.monotonic()
+            arguments = (handle, header, delivery, (now - started, now - copying))
             # not a daemon: a trainer that ends after its last push must not lose it
             threading.Thread(target=self._deliver, args=arguments, name=f"push-{model}@{number}").start()
         except BaseException as error:
             self._slots.release()
-            if source is not None:
-                source.release()
+            if delivery is not None:
+                delivery.give_up()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
             if number and not isinstance(error, AlreadyExists):
@@ -360,6 +373,7 @@ class TrainerClient(Client):
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed, then close the connection."""
+        self._closing.set()
         with self._lock:
             running, self._running = self._running, []
         for handle in running:
@@ -386,12 +400,37 @@ class TrainerClient(Client):
                 return list(response.assigned)
             request.layout.CopyFrom(wire.layout_to_proto(layout, space))
 
+    def _copy_out(self, header: pb.PushHeader, stream: Layout, source: ShardSource) -> _Delivery:
+        """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""
+        why = ""
+        if self._lane.wanted and stream.nbytes:
+            try:
+                loan = self._lane.write(header.model, header.number, header.rank, stream)
+            except WeighbridgeError as error:
+                why = self._lane.refused(error, f"push of {header.model}@{header.number}")
+            else:
+                try:
+                    loan.fill(source)
+                except BaseException:
+                    with contextlib.suppress(WeighbridgeError):
+                        loan.end(complete=False)
+                    raise
+                return _Delivery(loan, None, why)
+        return _Delivery(None, source.stage(), why)
+
     def _deliver(
-        self, handle: PushHandle, header: pb.PushHeader, source: StreamSource, costs: tuple[float, float]
+        self,
+        handle: PushHandle,
+        header: pb.PushHeader,
+        delivery: _Delivery,
+        costs: tuple[float, float],
     ) -> None:
         started = time.monotonic()
         try:
-            self._stream(header, source, handle.stream_bytes)
+            if delivery.loan is not None:
+                delivery.loan.end(complete=True)
+            if delivery.staged is not None:
+                self._stream(header, delivery.staged, handle.stream_bytes)
             self._call(
                 self._checkpoints.SealRank,
                 pb.SealRankRequest(
@@ -399,12 +438,23 @@ class TrainerClient(Client):
                 ),
             )
             seconds = time.monotonic() - started
-            handle._report.set_result(PushReport(*costs, handle.stream_bytes, seconds))
+            handle._report.set_result(
+                PushReport(*costs, handle.stream_bytes, seconds, delivery.lane, delivery.why_not_local)
+            )
         except BaseException as error:  # goes to whoever waits
             handle._report.set_exception(error)
         finally:
-            source.release()
+            delivery.give_up()
             self._slots.release()
+        if delivery.loan is not None:
+            self._prepare_next(header.model)
+
+    def _prepare_next(self, model: str) -> None:
+        """Map the memory of the next version while the trainer trains; if that fails, the next push will do it."""
+        with contextlib.suppress(WeighbridgeError):
+            for pause in _PREPARE_PAUSES:
+                if self._closing.wait(pause) or self._lane.prepare(model):
+                    return
 
     def _stream(self, header: pb.PushHeader, source: StreamSource, total: int) -> None:
         """Stream all bytes; where it breaks, ask what has arrived and go on from there."""
@@ -517,6 +567,33 @@ class TrainerClient(Client):
         """
         request = pb.DescribeShardsRequest(model=model, **parallel)
         return wire.layout_from_proto(self._call(self._checkpoints.DescribeShards, request).layout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """Shards that have been copied out, on their way.
+
+    Attributes:
+        loan: the memory that they were written to; None if they go by gRPC.
+        staged: their copy; None if there is none.
+        why_not_local: why they go by gRPC, if something else was wanted.
+    """
+
+    loan: WriteLoan | None
+    staged: StreamSource | None
+    why_not_local: str
+
+    @property
+    def lane(self) -> str:
+        return GRPC if self.loan is None else LOCAL
+
+    def give_up(self) -> None:
+        """Let go of everything; nothing happens to what has been delivered."""
+        if self.staged is not None:
+            self.staged.release()
+        if self.loan is not None:
+            with contextlib.suppress(WeighbridgeError):
+                self.loan.end(complete=False)
 
 
 def _messages(

@@ -26,6 +26,8 @@ class ServiceConfig:
         read_cache: most bytes on disk, in the scratch folder, of what pulls have brought from a store that is no folder.
         redirect_downloads: whether clients of the Hub's protocol are sent to the store itself for large files, if it can sign
             URLs.
+        local_socket: path of the Unix socket by which processes of this machine get at weights in shared memory; ``auto`` for one
+            that only this user's processes can reach, ``off`` for none.
         receive_timeout: seconds without a word from any rank after which a version being received is given up.
         advertise: ``host:port`` under which other replicas of the service reach this one's gRPC face; empty if ranks of one
             version do not push to several replicas.
@@ -49,6 +51,7 @@ class ServiceConfig:
     memory_budget: int = 8 << 30
     read_cache: int = 16 << 30
     redirect_downloads: bool = False
+    local_socket: str = "auto"
     receive_timeout: float = 300.0
     advertise: str = ""
     open_lease: float = 120.0

@@ -14,11 +14,14 @@ from weighbridge.errors import InvalidArgument, ResourceExhausted
 from weighbridge.v1 import (
     checkpoint_service_pb2,
     checkpoint_service_pb2_grpc,
+    local_lane_pb2,
+    local_lane_pb2_grpc,
     model_service_pb2,
     model_service_pb2_grpc,
     weight_service_pb2,
     weight_service_pb2_grpc,
 )
+from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.megatron_layouts import TrainerRank
 from weighbridge_service.reading import Reading
 from weighbridge_service.service import Weighbridge
@@ -351,6 +354,20 @@ class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):
             request.dtype,
         )
         yield from _stream(reading, weight_service_pb2.PullResponse, self._serving)
+
+
+class LocalLaneHandlers(local_lane_pb2_grpc.LocalLaneServiceServicer):
+    """`LocalLaneService`."""
+
+    def __init__(self, lane: LaneServer) -> None:
+        self._lane = lane
+
+    def GetLocalLane(
+        self, request: local_lane_pb2.GetLocalLaneRequest, context: grpc.ServicerContext
+    ) -> local_lane_pb2.GetLocalLaneResponse:
+        return local_lane_pb2.GetLocalLaneResponse(
+            socket=self._lane.path, service_id=self._lane.service_id, unavailable=self._lane.unavailable
+        )
 
 
 def _stream(reading: Reading, response: type[R], serving: Serving) -> Iterator[R | bytes]:

@@ -13,6 +13,8 @@ from weighbridge.errors import Unavailable
 from weighbridge.v1 import (
     checkpoint_service_pb2,
     checkpoint_service_pb2_grpc,
+    local_lane_pb2,
+    local_lane_pb2_grpc,
     model_service_pb2,
     model_service_pb2_grpc,
     weight_service_pb2,
@@ -20,7 +22,14 @@ from weighbridge.v1 import (
 )
 from weighbridge_service.grpc_carrying import CarryingInterceptor
 from weighbridge_service.grpc_errors import ErrorInterceptor
-from weighbridge_service.grpc_handlers import CheckpointHandlers, ModelHandlers, Places, WeightHandlers
+from weighbridge_service.grpc_handlers import (
+    CheckpointHandlers,
+    LocalLaneHandlers,
+    ModelHandlers,
+    Places,
+    WeightHandlers,
+)
+from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
 
@@ -38,13 +47,14 @@ class GrpcServer:
     Args:
         service: what it is the face of.
         metrics: counts its calls.
+        lane: what processes of this machine are told of.
         address: ``host:port``; port 0 takes a free one.
 
     Raises:
         Unavailable: the address cannot be bound.
     """
 
-    def __init__(self, service: Weighbridge, metrics: Metrics, address: str) -> None:
+    def __init__(self, service: Weighbridge, metrics: Metrics, lane: LaneServer, address: str) -> None:
         self._pool = ThreadPoolExecutor(service.config.grpc_workers, thread_name_prefix="grpc")
         self._server = grpc.server(
             self._pool,
@@ -59,12 +69,14 @@ class GrpcServer:
             CheckpointHandlers(service, places), self._server
         )
         weight_service_pb2_grpc.add_WeightServiceServicer_to_server(WeightHandlers(service), self._server)
+        local_lane_pb2_grpc.add_LocalLaneServiceServicer_to_server(LocalLaneHandlers(lane), self._server)
         names = [
             module.DESCRIPTOR.services_by_name[name].full_name
             for module, name in (
                 (model_service_pb2, "ModelService"),
                 (checkpoint_service_pb2, "CheckpointService"),
                 (weight_service_pb2, "WeightService"),
+                (local_lane_pb2, "LocalLaneService"),
             )
         ]
         self._health = health.HealthServicer()

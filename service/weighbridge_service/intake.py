@@ -30,7 +30,8 @@ from weighbridge_service.forwarding import Forwarding, Peers
 from weighbridge_service.models import RegisteredModel
 from weighbridge_service.opening_versions import OpeningRequest, check_not_received_alone
 from weighbridge_service.publishing import Job, Publisher
-from weighbridge_service.receiving import Receiving
+from weighbridge_service.receiving import LentImage, Receiving
+from weighbridge_service.standbys import Standbys
 from weighbridge_storage.head import Head, OpenEntry
 from weighbridge_storage.head_changes import (
     check_not_given_up,
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 
 _UNFINISHED = (VersionState.RECEIVING, VersionState.READY)
 _STOP_SECONDS = 10.0
+_IMAGES_OF_A_MODEL = 2
 _KEPT_ENDED = 100
 """Ended versions of each model that are remembered, so that whoever pushed them learns what became of them."""
 MAX_RANKS = 65_536
@@ -77,7 +79,9 @@ class Intake:
     Attributes:
         home: this process, as other replicas see it.
         publisher: makes versions durable.
+        standbys: images that trainers of this machine have mapped ahead of the next version.
         bytes_in: bytes of weights that have arrived.
+        bytes_in_locally: of these, bytes that trainers have written to shared memory themselves.
         draining: whether new versions are refused.
     """
 
@@ -91,7 +95,9 @@ class Intake:
         self.publisher = Publisher(
             catalog.store, catalog.heads, config.publish_attempts, spreading=bool(config.advertise)
         )
+        self.standbys = Standbys(images)
         self.bytes_in = 0
+        self.bytes_in_locally = 0
         self._counting = threading.Lock()
         self.draining = False
         self._janitor = threading.Thread(target=self._watch_over, name="janitor", daemon=True)
@@ -182,6 +188,7 @@ class Intake:
             confirm=lambda: self._confirm(model.name, entry.number),
             known=model.known_set,
             on_end=lambda ended: self._on_end(state, model, ended),
+            recall=self.standbys.recall,
         )
         live = LiveVersion(receiving, client_id, entry.until_ms)
         with self._catalog.changed:
@@ -215,11 +222,13 @@ class Intake:
 
     def _acquire_image(self, model: RegisteredModel, names: Sequence[str]) -> Image:
         files = [file for file in model.files.files if file.name in set(names)]
+        sizes = {file.name: file.nbytes for file in files}
         deadline = time.monotonic() + self._config.image_wait
-        while True:
+        image = self.standbys.take(model.name, sizes)
+        while image is None:
+            self.standbys.make_room(sizes)
             try:
-                image = self._images.acquire({file.name: file.nbytes for file in files})
-                break
+                image = self._images.acquire(sizes)
             except ResourceExhausted:
                 with self._catalog.changed:
                     left = deadline - time.monotonic()
@@ -341,6 +350,35 @@ class Intake:
                 self.bytes_in += len(data)
         return count
 
+    def lend_image(self, name: str, number: int, rank: int, client_id: str) -> tuple[Receiving, LentImage]:
+        """Let a rank's process, on this machine, write its stream to where it belongs. See `Receiving.lend`."""
+        _, receiving = self._receiving(name, number)
+        return receiving, receiving.lend(rank, client_id)
+
+    def take_lent(self, receiving: Receiving, rank: int, nbytes: int) -> None:
+        """A rank's process has written its stream, of so many bytes, and has let go of the image."""
+        receiving.end_lending(rank, complete=True)
+        with self._counting:
+            self.bytes_in += nbytes
+            self.bytes_in_locally += nbytes
+
+    def prepare_image(self, name: str) -> Image | None:
+        """The image that a model's next version will probably be written to; None if there is none now.
+
+        A model has two images at most by this: the one that is `live`, and one for the next version.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        model_name = ModelName.parse(name)
+        state = self._catalog.state(model_name)
+        if self.draining:
+            return None
+        with self._catalog.changed:
+            held = sum(live.receiving.image is not None for live in state.versions.values())
+        sizes = dict(state.model.files.file_sizes)
+        return self.standbys.get(model_name, sizes, may_make=held < _IMAGES_OF_A_MODEL)
+
     def push_state(self, name: str, number: int, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
         """Ranges of a rank's stream that have arrived, its length, and whether it is sealed."""
         return self._receiving(name, number)[1].push_state(rank)
@@ -444,6 +482,7 @@ class Intake:
         while not self._catalog.stopping.wait(1.0):
             for live in self._catalog.live_versions():
                 try:
+                    live.receiving.look_again()
                     live.receiving.time_out(self._config.receive_timeout)
                     self._renew(live)
                 except Exception:  # the others must not suffer from it

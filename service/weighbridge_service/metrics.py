@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from weighbridge.resources import VersionState
+from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.service import Weighbridge
 
 
@@ -17,10 +18,12 @@ class Metrics(Collector):
 
     Args:
         service: whose figures.
+        lane: its local lane.
     """
 
-    def __init__(self, service: Weighbridge) -> None:
+    def __init__(self, service: Weighbridge, lane: LaneServer) -> None:
         self._service = service
+        self._lane = lane
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._calls = Counter(
@@ -37,11 +40,21 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The figures as they stand."""
         service = self._service
-        yield CounterMetricFamily(
-            "weighbridge_received_bytes", "Bytes pushed by trainers.", value=service.intake.bytes_in
+        intake, serving = service.intake, service.serving
+        yield _by_lane(
+            "weighbridge_received_bytes",
+            "Bytes pushed by trainers.",
+            intake.bytes_in,
+            intake.bytes_in_locally,
         )
-        yield CounterMetricFamily(
-            "weighbridge_sent_bytes", "Bytes sent to engines and trainers.", value=service.serving.bytes_out
+        yield _by_lane(
+            "weighbridge_sent_bytes",
+            "Bytes sent to engines and trainers, or lent to them.",
+            serving.bytes_out,
+            serving.bytes_out_locally,
+        )
+        yield GaugeMetricFamily(
+            "weighbridge_local_clients", "Processes connected to the local socket.", value=self._lane.clients
         )
         versions = GaugeMetricFamily(
             "weighbridge_versions", "Versions this process knows of.", labels=["state"]
@@ -108,3 +121,10 @@ class Metrics(Collector):
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def _by_lane(name: str, text: str, total: int, local: int) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=["lane"])
+    family.add_metric(["grpc"], total - local)
+    family.add_metric(["local"], local)
+    return family

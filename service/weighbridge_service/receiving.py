@@ -31,15 +31,35 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.resources import Version, VersionState
+from weighbridge_service.arrivals import Arrivals
 from weighbridge_service.clock import unix_ms
 from weighbridge_service.declaring import Agreement, Declaration, Declarations, Home, KnownSet, numbers_of
 from weighbridge_service.forwarding import Forwarding
 from weighbridge_service.preparing import PreparedPush
 from weighbridge_service.ranges import RangeSet
 from weighbridge_service.transfers import Bytes
-from weighbridge_storage.images import Image
+from weighbridge_storage.images import Image, Lease
+from weighbridge_storage.regions import Region
 
 _NAMED = 20
+_LET_GO_SECONDS = 5.0
+"""How long processes that were asked to let go of memory may take for it: they unmap it in milliseconds."""
+_LET_GO_PAUSE = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class LentImage:
+    """An image that a rank's process writes to.
+
+    Attributes:
+        image: the image.
+        lease: keeps it from being used for something else; to be released at the end.
+        prepared: where the bytes of the rank's stream belong.
+    """
+
+    image: Image
+    lease: Lease
+    prepared: PreparedPush
 
 
 @dataclass
@@ -62,6 +82,7 @@ class Receiving:
         confirm: raises VersionFailed if the version was given up elsewhere; is asked before it becomes ready.
         known: declarations of the push before, if any.
         on_end: is called once, when the version is ready or has failed, without a lock being held.
+        recall: asks processes that were lent a region, and do not write to it for this version, to let go of it.
 
     Attributes:
         image: where its files are put together; None before that, and when it is no longer needed.
@@ -79,6 +100,7 @@ class Receiving:
         confirm: Callable[[], None],
         known: KnownSet | None,
         on_end: Callable[[Receiving], None],
+        recall: Callable[[Region], None] = lambda _region: None,
     ) -> None:
         self.request_id = request_id
         self.home = home
@@ -89,6 +111,7 @@ class Receiving:
         self._forwarding = forwarding
         self._confirm = confirm
         self._on_end = on_end
+        self._recall = recall
         self._changed = threading.Condition()
         self._declarations = Declarations(opened, home, known)
         self._ranks = [_Rank() for _ in range(opened.ranks)]
@@ -99,8 +122,7 @@ class Receiving:
         self._last_activity = time.monotonic()
         self.image: Image | None = None
         self._buffers: Mapping[str, Bytes] = {}
-        self._to_come: dict[str, int] = {}
-        self._filled: list[str] = []
+        self._arrivals: Arrivals | None = None
 
     @property
     def version(self) -> Version:
@@ -244,8 +266,8 @@ class Receiving:
             return
         with self._changed:
             if self._state is VersionState.RECEIVING:
-                self.image, self._buffers, self._to_come = image, image.buffers, to_come
-                self._filled = [file for file, nbytes in to_come.items() if not nbytes]
+                self.image, self._buffers = image, image.buffers
+                self._arrivals = Arrivals(to_come, image.region)
                 self._changed.notify_all()
                 return
         image.release()
@@ -311,13 +333,7 @@ class Receiving:
     def _place(self, agreed: Agreement, rank: int, start: int, data: memoryview, *, forward: bool) -> None:
         prepared = agreed.prepared
         filled = prepared.transfer.scatter(data, start, self._buffers, str(rank))
-        with self._changed:
-            for file, nbytes in filled.items():
-                if file in self._to_come:
-                    self._to_come[file] -= nbytes
-                    if not self._to_come[file]:
-                        self._filled.append(file)
-                        self._changed.notify_all()
+        self._count_filled(filled)
         if forward and prepared.spread is not None:
             for number, meant in prepared.spread.routes.get(rank, {}).items():
                 if agreed.homes[number] != self.home:
@@ -325,6 +341,96 @@ class Receiving:
                         self._forwarding.forward(
                             agreed.claim, agreed.homes[number], rank, begin, data[begin - start : end - start]
                         )
+
+    def _count_filled(self, filled: Mapping[str, int]) -> None:
+        with self._changed:
+            if self._arrivals is not None and self._arrivals.count(filled):
+                self._changed.notify_all()
+
+    def lend(self, rank: int, client_id: str) -> LentImage:
+        """Let a rank's process write its stream to the image itself.
+
+        Raises:
+            FailedPrecondition: the rank or the version is sealed, the rank has not declared, or other replicas of the service have
+                a part in the version, so that the rank's bytes do not all belong here.
+        """
+        with self._changed:
+            self._check_receiving()
+            self._declarations.check_client(rank, client_id)
+            agreed = self._agreed
+            if self._ranks[rank].sealed:
+                raise FailedPrecondition(f"rank {rank} of {self._name} is sealed")
+            if agreed is None or self.image is None or self._arrivals is None:
+                raise _NotBegun(f"not all ranks of {self._name} have declared their layouts")
+            if not agreed.alone:
+                raise FailedPrecondition(f"{self._name} is received by several replicas of the service")
+            lent = LentImage(self.image, self.image.lease(), agreed.prepared)
+            self._arrivals.lend(rank)
+            self._touch()
+            return lent
+
+    def end_lending(self, rank: int, *, complete: bool) -> None:
+        """A rank's process has let go of the image.
+
+        Args:
+            rank: which rank.
+            complete: whether it has written all of its stream.
+
+        Raises:
+            VersionFailed: a process can still write to the image.
+            FailedPrecondition: the version is no longer being received.
+        """
+        with self._changed:
+            if self._arrivals is not None:
+                self._arrivals.give_back(rank)
+        if complete:
+            with self._writing(rank) as agreed:
+                self._wait_let_go()
+                self._take_written(agreed, rank)
+        else:
+            self.look_again()
+
+    def _wait_let_go(self) -> None:
+        """Wait until no process can write to the image, unless ranks are still to write to it."""
+        recalled = False
+        deadline = time.monotonic() + _LET_GO_SECONDS
+        while True:
+            with self._changed:
+                arrivals, image = self._arrivals, self.image
+                if arrivals is None or image is None or arrivals.is_lent or not arrivals.can_be_changed:
+                    return
+            if time.monotonic() > deadline:
+                raise VersionFailed(
+                    f"{self._name} was given up: a process can still write to its memory, although all that were lent it "
+                    "have said that they are done",
+                    fix="close every mapping of the memory, and its descriptor, before the end of the loan; push the step "
+                    "again",
+                )
+            if not recalled:
+                self._recall(image.region)
+                recalled = True
+            time.sleep(_LET_GO_PAUSE)
+
+    def _take_written(self, agreed: Agreement, rank: int) -> None:
+        """All of a rank's stream was written to the image by its own process."""
+        with self._changed:
+            fresh = self._ranks[rank].received.claim(0, agreed.prepared.streams[rank].nbytes)
+        for start, stop in fresh:
+            self._count_filled(agreed.prepared.transfer.filled(start, stop, str(rank)))
+
+    def look_again(self) -> None:
+        """Go on if a process that could still write to the image has let go of it, or has ended."""
+        with self._changed:
+            if (
+                self._state is not VersionState.RECEIVING
+                or self._arrivals is None
+                or not self._arrivals.show()
+            ):
+                return
+            self._changed.notify_all()
+            complete = self._complete_if_all_is_here()
+        if complete:
+            self._become_ready()
 
     @contextmanager
     def _writing(self, rank: int) -> Iterator[Agreement]:
@@ -381,6 +487,10 @@ class Receiving:
             self._changed.wait_for(lambda: self._error is not None or len(self._filled) > known, seconds)
             self._check_not_failed()
             return self._filled[known:]
+
+    @property
+    def _filled(self) -> list[str]:
+        return [] if self._arrivals is None else self._arrivals.filled
 
     def wait_complete(self, seconds: float) -> bool:
         """Wait until all that this replica is to receive has arrived and its ranks have sealed.
@@ -457,13 +567,13 @@ class Receiving:
         agreed = self._agreed
         if (
             agreed is None
-            or self.image is None
+            or self._arrivals is None
             or self._complete
             or self._state is not VersionState.RECEIVING
         ):
             return False
         here = [rank for rank, state in enumerate(self._ranks) if agreed.home_of(rank) == self.home]
-        if not all(self._ranks[rank].sealed for rank in here) or len(self._filled) < len(self._to_come):
+        if not all(self._ranks[rank].sealed for rank in here) or not self._arrivals.complete:
             return False
         self._complete = True
         self._changed.notify_all()
@@ -522,6 +632,8 @@ class Receiving:
             if self._agreed is not None:
                 for rank in sorted(self._declarations.here):
                     missing += self._missing(rank)
+                if self._arrivals is not None and self._arrivals.held_back:
+                    missing.append("a process can still write to the memory of files that have arrived")
                 missing += [
                     f"rank {rank} has not sealed"
                     for rank, state in enumerate(self._ranks)

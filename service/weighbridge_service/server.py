@@ -26,6 +26,7 @@ from weighbridge_service.config import ServiceConfig
 from weighbridge_service.exports import Exports
 from weighbridge_service.grpc_server import GrpcServer
 from weighbridge_service.http_app import create_app
+from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.process_memory import collect_rarely, keep_freed_memory
 from weighbridge_service.service import Weighbridge
@@ -165,8 +166,10 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             stack.callback(http_server.stop)
             service = Weighbridge(config)
             stack.callback(service.close)
-            metrics = Metrics(service)
-            grpc_server = GrpcServer(service, metrics, grpc)
+            lane = LaneServer(service, config.local_socket)
+            stack.callback(lane.stop)
+            metrics = Metrics(service, lane)
+            grpc_server = GrpcServer(service, metrics, lane, grpc)
             exports = Exports(service)
             stack.callback(exports.close)
         except (WeighbridgeError, OSError) as error:

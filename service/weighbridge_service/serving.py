@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from weighbridge import dtypes
@@ -23,7 +24,7 @@ from weighbridge_service.reading import OpenVersion, Reading
 from weighbridge_service.store_readers import StoreReaders, reading_since
 from weighbridge_service.transfers import Transfer
 from weighbridge_storage.block_cache import BlockCache
-from weighbridge_storage.file_bytes import FileBytes, mapped_files
+from weighbridge_storage.file_bytes import FileBytes, Place
 from weighbridge_storage.head import Head
 from weighbridge_storage.images import Lease
 from weighbridge_storage.names import ModelName
@@ -35,6 +36,25 @@ _KEPT_OPEN = 16
 """Durable versions whose files stay mapped, or in the read cache, after a pull."""
 
 
+@dataclass(frozen=True, slots=True)
+class LentVersion:
+    """Slices of a version that another process of this machine reads where they lie.
+
+    Attributes:
+        opened: the version; to be closed when they are no longer read.
+        layout: the slices.
+        transfer: where their bytes lie in the files.
+        places: where the files lie.
+        plan_id: the same for versions and slices that lie alike.
+    """
+
+    opened: OpenVersion
+    layout: Layout
+    transfer: Transfer
+    places: Mapping[str, Place]
+    plan_id: str
+
+
 class Serving:
     """Versions on their way out. Thread-safe.
 
@@ -44,7 +64,8 @@ class Serving:
         readers: who is reading from the store.
 
     Attributes:
-        bytes_out: bytes of weights that were sent.
+        bytes_out: bytes of weights that were sent, or lent.
+        bytes_out_locally: of these, bytes that were lent to processes of this machine.
     """
 
     def __init__(self, catalog: Catalog, cache: BlockCache, readers: StoreReaders) -> None:
@@ -54,12 +75,19 @@ class Serving:
         self._opened: Cache[tuple[FilesLayout, Mapping[str, FileBytes]]] = Cache(_KEPT_OPEN)
         self._casts: Cache[Casting] = Cache(_KEPT_CASTS, lambda cast: 1 + len(cast.layout.placements))
         self.bytes_out = 0
+        self.bytes_out_locally = 0
         self._counting = threading.Lock()
 
     def count(self, nbytes: int) -> None:
         """Bytes of weights are being sent."""
         with self._counting:
             self.bytes_out += nbytes
+
+    def count_lent(self, nbytes: int) -> None:
+        """Bytes of weights are being read where they lie."""
+        with self._counting:
+            self.bytes_out += nbytes
+            self.bytes_out_locally += nbytes
 
     def plan_pull(
         self, name: str, version: str, request: LayoutRequest, dtype: str = ""
@@ -79,6 +107,28 @@ class Serving:
         casting = self._casting(model, layout, dtype) if dtype else None
         opened = self._open(model_name, version)
         return self._reading(opened, layout, offset, casting, model.pull_transfer)
+
+    def lend(self, name: str, version: str, request: LayoutRequest) -> LentVersion:
+        """Slices of a version where they lie, for a process of this machine.
+
+        Raises:
+            FailedPrecondition: they do not lie on this machine.
+        """
+        model_name = ModelName.parse(name)
+        model = self._catalog.state(model_name).model
+        layout = model.pull_layout(request)
+        opened = self._open(model_name, version)
+        try:
+            transfer = model.pull_transfer(opened.files.layout, layout)
+            places = {file: source.place for file, source in opened.sources.items()}
+            if None in places.values():
+                raise FailedPrecondition(f"{opened.version} lies in a remote store, and not on this machine")
+            here = {file: place for file, place in places.items() if place is not None}
+            plan_id = f"{opened.files.layout.digest}/{layout.digest}"
+            return LentVersion(opened, layout, transfer, here, plan_id)
+        except BaseException:
+            opened.close()
+            raise
 
     def cast(self, name: str, specs: Iterable[TensorSpec], dtype: DType) -> list[TensorSpec]:
         """What tensors of a model are after a cast. Raises InvalidArgument if one cannot be cast."""
@@ -119,7 +169,7 @@ class Serving:
             live = state.versions.get(found.number)
             image = live.receiving.image if live else None
             if image is not None:
-                lease, held = image.lease(), mapped_files(image.read_only_buffers)
+                lease, held = image.lease(), image.file_bytes
         if lease is not None and held.keys() == state.model.files.file_sizes.keys():
             return OpenVersion(found, state.model.files, held, lease)
         # a version that several replicas have received together: each has some of the files, and reads the others

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -150,14 +150,15 @@ class Transfer:
         """
         return list(self._compile(buffer, start, stop))
 
+    def filled(self, start: int, stop: int, buffer: str = STREAM) -> Mapping[str, int]:
+        """How many bytes of each file a range of a stream fills; as `scatter`, and nothing is copied."""
+        return _fills(self._compile(buffer, start, stop))
+
     def _range(self, buffer: str, start: int, stop: int) -> _Range:
         found = self._ranges.get((buffer, start, stop))
         if found is None:
             pieces = tuple(self._compile(buffer, start, stop))
-            filled: dict[str, int] = {}
-            for piece in pieces:
-                filled[piece.file] = filled.get(piece.file, 0) + math.prod(piece.shape)
-            found = _Range(pieces, filled)
+            found = _Range(pieces, _fills(pieces))
             if len(self._ranges) < _KEPT_RANGES:
                 self._ranges[buffer, start, stop] = found
         return found
@@ -203,6 +204,13 @@ class Transfer:
         stream_offset = stream_base + sum(o * s for o, s in zip(box.offset, stream_strides, strict=True))
         shape, ours, theirs = _merged(box.extent, stream_strides, file_strides)
         return Piece(shape, stream_offset, ours, other.buffer, file_offset, theirs)
+
+
+def _fills(pieces: Iterable[Piece]) -> dict[str, int]:
+    filled: dict[str, int] = {}
+    for piece in pieces:
+        filled[piece.file] = filled.get(piece.file, 0) + math.prod(piece.shape)
+    return filled
 
 
 def _inverse(axes: tuple[int | None, ...], rank: int) -> tuple[int | None, ...]:

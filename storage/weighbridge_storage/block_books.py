@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 from weighbridge.errors import WeighbridgeError
-from weighbridge_storage.images import PAGE
+from weighbridge_storage.regions import PAGE
 
 Owner = TypeVar("Owner")
 Key: TypeAlias = tuple[str, int]

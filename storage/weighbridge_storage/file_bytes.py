@@ -7,7 +7,8 @@ remote store.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +32,25 @@ class Kept(Protocol):
 
     def release(self) -> None:
         """They are no longer needed. To be called once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where another process of this machine finds a file's bytes.
+
+    Attributes:
+        key: names the memory or the file that they lie in.
+        nbytes: its size.
+        offset: of the file's first byte in it.
+        open: gives a descriptor for reading it, which the caller closes. Raises OSError or NotFound if it is gone.
+        lasting: whether it is memory that is used again for later versions, and not a file.
+    """
+
+    key: str
+    nbytes: int
+    offset: int
+    open: Callable[[], int]
+    lasting: bool
 
 
 class FileBytes(ABC):
@@ -68,6 +88,11 @@ class FileBytes(ABC):
             strides: distances in the file.
         """
 
+    @property
+    def place(self) -> Place | None:
+        """Where another process can map it; None if it cannot."""
+        return None
+
     def read(self, offset: int, nbytes: int) -> ByteArray:
         """Bytes next to each other: where they lie if they are all there, and a copy otherwise."""
         whole = self.whole
@@ -83,10 +108,17 @@ class MappedBytes(FileBytes):
 
     Args:
         data: all its bytes.
+        place: where another process can map it.
     """
 
-    def __init__(self, data: ByteArray) -> None:
+    def __init__(self, data: ByteArray, place: Place | None = None) -> None:
         self._data = data
+        self._place = place
+
+    @property
+    def place(self) -> Place | None:
+        """See `FileBytes.place`."""
+        return self._place
 
     @property
     def whole(self) -> ByteArray:
@@ -103,5 +135,5 @@ class MappedBytes(FileBytes):
 
 
 def mapped_files(arrays: Mapping[str, ByteArray]) -> dict[str, FileBytes]:
-    """Files that lie in memory, or are mapped, by name."""
+    """Files that lie in this process's memory, by name."""
     return {name: MappedBytes(data) for name, data in arrays.items()}

@@ -7,83 +7,21 @@ regions once and uses them again.
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import mmap
+import functools
 import os
-import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-import numpy as np
-
 from weighbridge.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from weighbridge_storage.objects import ByteArray, error_for
+from weighbridge_storage.file_bytes import FileBytes, MappedBytes, Place
+from weighbridge_storage.objects import ByteArray
+from weighbridge_storage.regions import PAGE, Region
 
-PAGE = mmap.PAGESIZE
-
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14's; Python has no name for it yet."""
-_POPULATE_PIECE = 8 << 20
 _MOST_WASTE = 4
 """A free region is used for an image if less than a quarter of it would lie idle."""
-
-
-class Region:
-    """A piece of shared memory, or of an unlinked file, with all its room reserved.
-
-    Args:
-        capacity: bytes; a multiple of `PAGE`, at least one.
-        folder: where to make the file; None for shared memory.
-
-    Raises:
-        ResourceExhausted: memory or disk has no room for it.
-    """
-
-    def __init__(self, capacity: int, folder: str | None) -> None:
-        self.capacity = capacity
-        self.in_memory = folder is None
-        what = f"making an image of {capacity} bytes in {'memory' if folder is None else folder}"
-        try:
-            self.fd = _open_memory() if folder is None else _open_unlinked(folder, capacity)
-            self._release = weakref.finalize(self, os.close, self.fd)
-            try:
-                # Without this, a disk that is full would be a SIGBUS in the middle of a copy.
-                os.posix_fallocate(self.fd, 0, capacity)
-                if folder is None:
-                    # Whoever gets the descriptor could cut the memory short under our hands otherwise.
-                    fcntl.fcntl(
-                        self.fd,
-                        fcntl.F_ADD_SEALS,
-                        fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
-                    )
-                self._map = mmap.mmap(self.fd, capacity)
-            except BaseException:
-                self._release()
-                raise
-        except OSError as error:
-            raise error_for(error, what) from error
-        if self.in_memory:
-            # A file's pages are not touched: an image there is larger than what memory should hold.
-            self._populate()
-        self.writable: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
-        self.readable: ByteArray = np.frombuffer(memoryview(self._map).toreadonly(), dtype=np.uint8)
-
-    def close(self) -> None:
-        """Give it back to the system; an array over it that somebody kept still keeps its memory."""
-        del self.writable, self.readable, self._map
-        self._release()
-
-    def _populate(self) -> None:
-        # In pieces: the call holds Python's global lock, and other threads want to run.
-        with suppress(OSError):  # an older kernel: the first copies will fault the pages in
-            for start in range(0, self.capacity, _POPULATE_PIECE):
-                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_PIECE, self.capacity - start))
 
 
 class Lease:
@@ -161,31 +99,28 @@ class Image:
         return self._cut(self._live().readable)
 
     @property
-    def fd(self) -> int:
-        """The region's open file, for mapping it in another process; valid as long as the image is held.
+    def region(self) -> Region:
+        """Where it lies; valid as long as the image is held.
 
         Raises:
             FailedPrecondition: the image was given back.
         """
-        return self._live().fd
+        return self._live()
 
     @property
-    def capacity(self) -> int:
-        """Bytes of the region.
+    def file_bytes(self) -> dict[str, FileBytes]:
+        """Each file, for reading.
 
         Raises:
             FailedPrecondition: the image was given back.
         """
-        return self._live().capacity
+        region = self._live()
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether it lies in shared memory, not in a file on disk.
+        def place(name: str) -> Place:
+            reopen = functools.partial(region.reopen, writable=False)
+            return Place(region.key, region.capacity, self.offsets[name], reopen, lasting=region.in_memory)
 
-        Raises:
-            FailedPrecondition: the image was given back.
-        """
-        return self._live().in_memory
+        return {name: MappedBytes(data, place(name)) for name, data in self._cut(region.readable).items()}
 
     def freeze(self) -> None:
         """Refuse `buffers` from now on. Writable arrays that were handed out before stay writable."""
@@ -250,7 +185,8 @@ class ImagePool:
     """Makes images, and uses their regions again. Thread-safe.
 
     A region is not zeroed between two uses. That is safe because nobody sees an image before it is complete, and complete
-    means that headers and tensors were written over every byte of every file.
+    means that headers and tensors were written over every byte of every file. One that another process could still write to
+    is not used again before that process has let go of it.
 
     Args:
         budget_bytes: most shared memory for all images together, free regions included.
@@ -258,6 +194,9 @@ class ImagePool:
 
     Raises:
         InvalidArgument: the budget is negative.
+
+    Attributes:
+        on_discard: is called with each region that is given back to the system, before that.
     """
 
     def __init__(self, budget_bytes: int, spill_folder: str | os.PathLike[str] | None = None) -> None:
@@ -266,7 +205,11 @@ class ImagePool:
         self._budget = budget_bytes
         self._folder = None if spill_folder is None else os.fspath(spill_folder)
         self._lock = threading.Lock()
+        self.on_discard: Callable[[Region], None] = lambda _region: None
         self._free: list[Region] = []  # the longest unused first
+        self._written: list[
+            Region
+        ] = []  # nobody's image any more, but other processes can still write to them
         self._memory = 0  # of all regions, of regions being made too
         self._disk = 0
         self._made = 0
@@ -289,6 +232,7 @@ class ImagePool:
         _, total = place_files(file_sizes)
         given_up: list[Region] = []
         with self._lock:
+            self._take_back()
             region = self._take_free(total, in_memory=True)
             in_memory = region is not None or self._reserve_memory(total, given_up)
             if not in_memory:
@@ -302,20 +246,44 @@ class ImagePool:
                     self._disk += total
             if region is not None:
                 self._reused += 1
-        _close_all(given_up)
+        self._close_all(given_up)
         if region is None:
             region = self._make(total, in_memory=in_memory)
         return Image(region, file_sizes, self._give_back)
 
+    def reuse(self, file_sizes: Mapping[str, int]) -> Image | None:
+        """An image as `acquire` gives it, in a free region in memory; None if there is none that fits."""
+        _, total = place_files(file_sizes)
+        with self._lock:
+            self._take_back()
+            region = self._take_free(total, in_memory=True)
+            if region is None:
+                return None
+            self._reused += 1
+        return Image(region, file_sizes, self._give_back)
+
+    def fits(self, file_sizes: Mapping[str, int]) -> bool:
+        """Whether `acquire` would give an image in memory now."""
+        _, total = place_files(file_sizes)
+        with self._lock:
+            self._take_back()
+            free = [region for region in self._free if region.in_memory]
+            return (
+                self._memory - sum(region.capacity for region in free) + total <= self._budget
+                or self._find_free(total, in_memory=True) is not None
+            )
+
     def trim(self) -> int:
         """Give all free regions back to the system; returns their bytes."""
         with self._lock:
+            self._take_back()
             given_up = [self._discard(region) for region in list(self._free)]
-        return _close_all(given_up)
+        return self._close_all(given_up)
 
     def usage(self) -> PoolUsage:
         """What the pool holds now."""
         with self._lock:
+            self._take_back()
             memory_free = sum(r.capacity for r in self._free if r.in_memory)
             disk_free = sum(r.capacity for r in self._free if not r.in_memory)
             return PoolUsage(
@@ -347,6 +315,12 @@ class ImagePool:
         return region
 
     def _take_free(self, total: int, *, in_memory: bool) -> Region | None:
+        best = self._find_free(total, in_memory=in_memory)
+        if best is not None:
+            self._free.remove(best)
+        return best
+
+    def _find_free(self, total: int, *, in_memory: bool) -> Region | None:
         fitting = [
             r
             for r in self._free
@@ -354,11 +328,7 @@ class ImagePool:
             and total <= r.capacity
             and (r.capacity - total) * _MOST_WASTE < r.capacity
         ]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda r: r.capacity)
-        self._free.remove(best)
-        return best
+        return min(fitting, key=lambda r: r.capacity, default=None)
 
     def _reserve_memory(self, total: int, given_up: list[Region]) -> bool:
         """Enter a region into the books if the budget allows it, and add the free ones it displaces to ``given_up``."""
@@ -386,14 +356,21 @@ class ImagePool:
 
     def _give_back(self, region: Region) -> None:
         with self._lock:
-            self._free.append(region)
+            self._written.append(region)
+            self._take_back()
 
+    def _take_back(self) -> None:
+        """Use those regions again that no other process can write to any more."""
+        written = [region for region in self._written if region.written_elsewhere()]
+        self._free += [region for region in self._written if region not in written]
+        self._written = written
 
-def _close_all(regions: list[Region]) -> int:
-    """Close regions; returns their bytes."""
-    for region in regions:
-        region.close()
-    return sum(region.capacity for region in regions)
+    def _close_all(self, regions: list[Region]) -> int:
+        """Close regions; returns their bytes."""
+        for region in regions:
+            self.on_discard(region)
+            region.close()
+        return sum(region.capacity for region in regions)
 
 
 def place_files(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
@@ -409,17 +386,3 @@ def place_files(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
         offsets[name] = end
         end += -(-size // PAGE) * PAGE
     return offsets, max(end, PAGE)
-
-
-def _open_memory() -> int:
-    return os.memfd_create("weighbridge-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-
-
-def _open_unlinked(folder: str, capacity: int) -> int:
-    """A new file without a name, if there is room for it."""
-    status = os.statvfs(folder)
-    if status.f_bavail * status.f_frsize < capacity:
-        # Found out before the disk is filled to the last byte, which others may be writing to.
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
-    with tempfile.TemporaryFile(dir=folder, prefix=".image-", buffering=0) as file:
-        return os.dup(file.fileno())

@@ -138,6 +138,11 @@ class LocalStore(ObjectStore):
                 return np.frombuffer(b"", dtype=np.uint8)
             return np.frombuffer(mmap.mmap(file, size, access=mmap.ACCESS_READ), dtype=np.uint8)
 
+    def open(self, key: str) -> int:
+        """See `ObjectStore.open`."""
+        with self._reading(key) as file:
+            return os.dup(file)
+
     def stream(self, key: str) -> Iterator[memoryview]:
         """See `ObjectStore.stream`. The pieces are parts of `map`'s array."""
         whole = self.map(key)

@@ -15,7 +15,14 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from weighbridge.errors import DataLoss, InvalidArgument, ResourceExhausted, Unavailable, WeighbridgeError
+from weighbridge.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+    WeighbridgeError,
+)
 from weighbridge_storage.names import shown
 
 MAX_KEY_LENGTH = 1024
@@ -109,6 +116,15 @@ class ObjectStore(ABC):
             NotFound: there is no such object, and the store maps objects.
         """
         return None
+
+    def open(self, key: str) -> int:
+        """A descriptor for reading the object, which the caller closes; of a store that maps its objects.
+
+        Raises:
+            NotFound: there is no such object.
+            FailedPrecondition: the store does not map its objects.
+        """
+        raise FailedPrecondition("the objects of this store are no files of this machine")
 
     def presigned_url(self, key: str, seconds: int) -> str | None:
         """A URL by which anybody can GET the object, or a range of it, for a while; None if this store has no such thing.

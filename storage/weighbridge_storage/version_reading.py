@@ -13,7 +13,7 @@ from weighbridge.errors import DataLoss, InvalidArgument, NotFound, WeighbridgeE
 from weighbridge.resources import Verification
 from weighbridge.safetensors_files import INDEX_FILE, FilesLayout, layout_of_files
 from weighbridge_storage.block_cache import BlockCache, Digested
-from weighbridge_storage.file_bytes import FileBytes, mapped_files
+from weighbridge_storage.file_bytes import FileBytes, MappedBytes, Place
 from weighbridge_storage.manifest import FileEntry, Manifest, TensorEntry
 from weighbridge_storage.names import MANIFEST_FILE, ModelName, version_key
 from weighbridge_storage.objects import ByteArray, ObjectStore
@@ -73,7 +73,7 @@ def open_version(
     files = layout_of_files({name: data.data for name, data in heads.items()}, sizes)
     _check_places(files, manifest)
     if all(data is not None for data in mapped.values()):
-        return files, mapped_files(heads)
+        return files, {name: MappedBytes(data, reader.place(name)) for name, data in heads.items()}
     digests = {
         name: [
             Digested(tensor, entry.offset, entry.nbytes, entry.xxh3_128)
@@ -103,6 +103,11 @@ class _Reader:
         if data is not None:
             self._check_size(name, len(data))
         return data
+
+    def place(self, name: str) -> Place:
+        """Where other processes find a file that the store maps."""
+        key = self._key(name)
+        return Place(key, self._sizes[name], 0, lambda: self._store.open(key), lasting=False)
 
     def head(self, name: str, tensors: Sequence[tuple[str, TensorEntry]]) -> ByteArray:
         """A file's first bytes up to where its first tensor begins."""

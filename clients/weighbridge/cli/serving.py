@@ -69,6 +69,14 @@ class StoreLocation(click.Path):
     help="Most room in the scratch folder for what pulls have brought from S3; a folder as the store needs none.",
 )
 @click.option(
+    "--local-socket",
+    metavar="PATH|auto|off",
+    default="auto",
+    show_default=True,
+    help="Unix socket for trainers and engines of this machine, which then share memory with the service. auto: in a folder of this "
+    "user; name a path in a folder that other containers mount, too, for those.",
+)
+@click.option(
     "--receive-timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=300.0,
@@ -138,6 +146,7 @@ def serve_command(
     http: str,
     memory_budget: int,
     read_cache: int,
+    local_socket: str,
     receive_timeout: float,
     drain_seconds: float,
     advertise: str | None,
@@ -159,6 +168,7 @@ def serve_command(
         exports=exports,
         memory_budget=memory_budget,
         read_cache=read_cache,
+        local_socket=local_socket,
         receive_timeout=receive_timeout,
         drain_seconds=drain_seconds,
         advertise=advertise or "",

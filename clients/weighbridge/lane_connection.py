@@ -1,0 +1,161 @@
+"""A client's connection to the service's Unix socket: requests, answers, and memory that is recalled."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TypeAlias
+
+from google.protobuf.message import DecodeError
+
+from weighbridge import lane_protocol
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from weighbridge.v1 import local_lane_pb2 as pb
+
+_ANSWER_SECONDS = 60.0
+_HELLO_SECONDS = 5.0
+
+Answer: TypeAlias = tuple[pb.LaneResponse, list[int]]
+
+
+class LaneConnection:
+    """One connection. Safe to use from several threads.
+
+    Args:
+        path: of the socket.
+        service_id: of the process that it must belong to.
+        client_id: who asks; the one that layouts are declared with.
+        on_recall: is called with the key of memory that the service wants back.
+        on_end: is called once, when the connection has ended, from whichever side.
+
+    Raises:
+        FailedPrecondition: the socket cannot be used; says why.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        service_id: str,
+        client_id: str,
+        on_recall: Callable[[str], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._on_recall = on_recall
+        self._on_end = on_end
+        self._sending = threading.Lock()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Answer]] = {}
+        self._next_id = 1
+        self._ended = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(_HELLO_SECONDS)
+            self._socket.connect(path)
+            self._socket.settimeout(None)
+        except OSError as error:
+            self._socket.close()
+            raise FailedPrecondition(
+                f"the service's socket {path} cannot be reached from here: {error.strerror or error}",
+                fix="containers have to mount the folder of the socket, at the same path: see --local-socket",
+            ) from error
+        self._reader = threading.Thread(target=self._read, name="local-lane", daemon=True)
+        self._reader.start()
+        # what is let go of by the garbage collector, which must wait for nothing
+        self._last_words: SimpleQueue[pb.LaneRequest | None] = SimpleQueue()
+        self._speaker = threading.Thread(target=self._speak, name="local-lane-ends", daemon=True)
+        self._speaker.start()
+        try:
+            hello = pb.LaneRequest(hello=pb.LaneHello(client_id=client_id))
+            found = self.ask(hello, seconds=_HELLO_SECONDS)[0].hello.service_id
+            if found != service_id:
+                raise FailedPrecondition(f"the socket {path} belongs to another service")
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: pb.LaneRequest, *, seconds: float = _ANSWER_SECONDS) -> Answer:
+        """Send a request; its answer, and the descriptors that came with it, which the caller closes.
+
+        Raises:
+            Unavailable: the connection has ended.
+            DeadlineExceeded: there was no answer in time.
+            WeighbridgeError: as the service raised it.
+        """
+        answer: Future[Answer] = Future()
+        with self._lock:
+            if self._ended:
+                raise Unavailable("the connection to the service's socket has ended")
+            request.id = self._next_id
+            self._next_id += 1
+            self._waiting[request.id] = answer
+        try:
+            with self._sending:
+                lane_protocol.send(self._socket, request)
+        except OSError:
+            self.close()  # its end is told to whoever waits
+        try:
+            response, descriptors = answer.result(seconds)
+        except TimeoutError as error:
+            self.close()  # an answer that came later would bring descriptors that nobody closes
+            raise DeadlineExceeded(f"the service's socket has not answered within {seconds:g} s") from error
+        if response.HasField("error"):
+            lane_protocol.close_all(descriptors)
+            raise lane_protocol.error_from_proto(response.error)
+        return response, descriptors
+
+    def tell(self, request: pb.LaneRequest) -> None:
+        """Send a request soon, and do not wait for its answer. May be called from anywhere, destructors included."""
+        self._last_words.put(request)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can be asked any more."""
+        return self._ended
+
+    def close(self) -> None:
+        """End the connection: all that was lent goes back."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        try:
+            while (received := lane_protocol.receive(self._socket)) is not None:
+                raw, descriptors = received
+                response = pb.LaneResponse.FromString(raw)
+                if response.HasField("recall"):
+                    self._on_recall(response.recall.key)
+                with self._lock:
+                    answer = self._waiting.pop(response.id, None)
+                if answer is None:
+                    lane_protocol.close_all(descriptors)
+                else:
+                    answer.set_result((response, descriptors))
+        except (OSError, DecodeError, Unavailable):
+            pass  # it is at its end, which is told below
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ended = True
+            waiting, self._waiting = list(self._waiting.values()), {}
+        self._last_words.put(None)
+        self._socket.close()
+        for answer in waiting:
+            answer.set_exception(Unavailable("the connection to the service's socket has ended"))
+        self._on_end()
+
+    def _speak(self) -> None:
+        while (request := self._last_words.get()) is not None:
+            with self._lock:
+                request.id = self._next_id
+                self._next_id += 1
+            try:
+                with self._sending:
+                    lane_protocol.send(self._socket, request)
+            except OSError:
+                return

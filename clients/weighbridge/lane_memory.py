@@ -1,0 +1,150 @@
+"""Shared memory of the service as this process maps it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import weakref
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge.errors import ResourceExhausted
+
+if TYPE_CHECKING:
+    import torch
+
+_MADV_POPULATE_READ = 22
+"""Linux 5.14's; Python has no name for it yet."""
+_MAP_NORESERVE = 0x4000
+"""Linux's; a private mapping of a file larger than memory would be refused otherwise."""
+
+
+class Use(Enum):
+    """What memory is mapped for."""
+
+    WRITE = (mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    """What is written is meant for the service."""
+    READ = (mmap.MAP_SHARED, mmap.PROT_READ)
+    """It is only copied from."""
+    VIEW = (mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+    """It is handed out. Who writes to it changes a copy of his own of the page, and nobody else sees that."""
+
+
+class MappedMemory:
+    """A mapping of memory that was lent.
+
+    Args:
+        descriptor: of the memory; stays the caller's.
+        key: the memory's name.
+        nbytes: its size.
+        use: what for.
+
+    Raises:
+        ResourceExhausted: it cannot be mapped.
+    """
+
+    def __init__(self, descriptor: int, key: str, nbytes: int, use: Use) -> None:
+        self.key = key
+        self.nbytes = nbytes
+        self._use = use
+        self._unpin: Callable[[], Any] | None = None
+        flags, protection = use.value
+        try:
+            self._map: mmap.mmap = mmap.mmap(descriptor, nbytes, flags, protection)
+        except (OSError, ValueError) as error:
+            raise ResourceExhausted(
+                f"{nbytes} bytes of the service's memory cannot be mapped: {error}"
+            ) from error
+
+    @cached_property
+    def bytes(self) -> NDArray[np.uint8]:
+        """All of it."""
+        return np.frombuffer(self._map, np.uint8)
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """All of it. Of memory that is mapped for reading it must not be written to."""
+        import torch
+
+        if not self.bytes.flags.writeable:
+            # torch would warn of an array that is not writable, and only that can be told it
+            view: Any = (ctypes.c_ubyte * self.nbytes).from_address(self.bytes.ctypes.data)
+            view.mapping = self._map
+            return torch.frombuffer(view, dtype=torch.uint8)
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @property
+    def address(self) -> int:
+        """Of its first byte in this process."""
+        return int(self.bytes.ctypes.data)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether GPUs copy from and to it directly."""
+        return self._unpin is not None
+
+    def pin(self) -> None:
+        """Let GPUs copy from and to it directly, from now on until it is unmapped.
+
+        Raises:
+            FailedPrecondition, ResourceExhausted: that cannot be; says why.
+        """
+        if self._unpin is None:
+            from weighbridge import cuda_copies
+
+            unregister = cuda_copies.register(self.address, self.nbytes, read_only=self._use is Use.READ)
+            # runs before the mapping goes, also if nobody closes it
+            self._unpin = weakref.finalize(self, unregister)
+
+    def exported(self) -> Any:
+        """An object that gives access to the mapping, and keeps it as long as anything refers to that object."""
+        return (ctypes.c_ubyte * self.nbytes).from_buffer(self._map)
+
+    def populate(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Enter pages into this process's page table before they are needed: one by one, as they are touched, takes longer.
+
+        Reading does it for several pages at a time, and those of shared memory can be written to after that.
+
+        Args:
+            ranges: first byte and one past the last of each.
+        """
+        start_of_all = self.address
+        for start, end in ranges:
+            first = start - start % mmap.PAGESIZE
+            code = _madvise(start_of_all + first, end - first, _MADV_POPULATE_READ)
+            if code == errno.EINVAL:
+                return  # an older kernel: they are entered when they are touched
+
+    def close(self) -> None:
+        """Undo the mapping. No array, tensor or exported object may be left of it."""
+        if self._unpin is not None:
+            self._unpin()
+        self.__dict__.pop("bytes", None)
+        self.__dict__.pop("tensor", None)
+        self._map.close()
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    """The system call, without holding Python's global lock; 0 or an error number."""
+    return 0 if _libc.madvise(address, nbytes, advice) == 0 else ctypes.get_errno()
+
+
+def merged(ranges: Iterable[tuple[int, int]], gap: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
+    """Ranges in order, those that nearly touch as one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1] + gap:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found

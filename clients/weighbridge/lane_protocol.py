@@ -1,0 +1,89 @@
+"""Messages of the local lane on a Unix socket: how they are framed, and how descriptors come with them.
+
+The format is described in ``weighbridge/v1/local_lane.proto``. Both sides use these functions.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+from weighbridge.errors import BY_REASON, Unavailable, WeighbridgeError
+from weighbridge.v1 import local_lane_pb2 as pb
+
+_LENGTH = struct.Struct("<I")
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest message: the plan of a rank of the largest models has some ten thousand copies, a hundred bytes each."""
+MAX_DESCRIPTORS = 128
+"""Most descriptors with one message; Linux takes 253. Files of a version are the most there can be."""
+_READ_AT_ONCE = 1 << 20
+
+
+class _Serializable(Protocol):
+    def SerializeToString(self) -> bytes: ...
+
+
+def send(connection: socket.socket, message: _Serializable, descriptors: Sequence[int] = ()) -> None:
+    """Send one message. Raises OSError if the connection is gone."""
+    raw = message.SerializeToString()
+    head = _LENGTH.pack(len(raw))
+    if descriptors:
+        socket.send_fds(connection, [head], list(descriptors))
+    else:
+        connection.sendall(head)
+    connection.sendall(raw)
+
+
+def receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
+    """The next message and its descriptors, which the caller closes; None if the other side has closed the connection.
+
+    Raises:
+        Unavailable: the message is too long, or breaks off.
+        OSError: the connection is broken.
+    """
+    descriptors: list[int] = []
+    try:
+        head = b""
+        while len(head) < _LENGTH.size:
+            part, found, _, _ = socket.recv_fds(connection, _LENGTH.size - len(head), MAX_DESCRIPTORS)
+            descriptors += found
+            if not part:
+                if head:
+                    raise Unavailable("a message on the local lane broke off")
+                return None
+            head += part
+        (length,) = _LENGTH.unpack(head)
+        if length > MAX_MESSAGE_BYTES:
+            raise Unavailable(f"a message of {length} bytes on the local lane is too long")
+        raw = bytearray()
+        while len(raw) < length:
+            more = connection.recv(min(length - len(raw), _READ_AT_ONCE))
+            if not more:
+                raise Unavailable("a message on the local lane broke off")
+            raw += more
+        kept, descriptors = descriptors, []
+        return bytes(raw), kept
+    finally:
+        close_all(descriptors)
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def error_to_proto(error: WeighbridgeError) -> pb.LaneError:
+    """An error as a message."""
+    return pb.LaneError(
+        reason=error.reason, message=error.message, fix=error.fix, details=list(error.details)
+    )
+
+
+def error_from_proto(message: pb.LaneError) -> WeighbridgeError:
+    """A message as the error that it was."""
+    kind = BY_REASON.get(message.reason, WeighbridgeError)
+    return kind(message.message, fix=message.fix, details=list(message.details))

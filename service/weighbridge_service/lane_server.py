@@ -1,0 +1,176 @@
+"""The Unix socket of the local lane: who may connect, and one thread for each client."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+import tempfile
+import threading
+import uuid
+from pathlib import Path
+
+from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge_service.lane_session import LaneSession
+from weighbridge_service.service import Weighbridge
+from weighbridge_storage.regions import Region
+
+log = logging.getLogger(__name__)
+
+AUTO, OFF = "auto", "off"
+_BACKLOG = 128
+_LONGEST_PATH = 107
+"""Bytes of a Unix socket's path; Linux's limit."""
+
+
+class LaneServer:
+    """Serves the local lane until `stop`.
+
+    Args:
+        service: whose memory is lent.
+        where: path of the socket; ``auto`` for one in a folder that only this user can enter, ``off`` for none.
+
+    Raises:
+        InvalidArgument: the path is too long, or something else than a socket is there.
+        Unavailable: the socket cannot be made, or another process listens on it.
+
+    Attributes:
+        service_id: tells this process of the service from others.
+        path: of the socket; empty if there is none.
+        unavailable: why there is none.
+    """
+
+    def __init__(self, service: Weighbridge, where: str) -> None:
+        self._service = service
+        self.service_id = uuid.uuid4().hex
+        self.path = ""
+        self.unavailable = ""
+        self._lock = threading.Lock()
+        self._sessions: dict[LaneSession, threading.Thread] = {}
+        self._socket: socket.socket | None = None
+        service.intake.standbys.when_recalled(self._recall)
+        service.images.on_discard = self._recall
+        if where == OFF:
+            self.unavailable = "the service was started with --local-socket off"
+            return
+        try:
+            # who may use a path that is named is said by its folder: containers run as different users
+            path, mode = (_own_path(self.service_id), 0o600) if where == AUTO else (Path(where), 0o666)
+            self._socket = _listen(path, mode)
+        except Unavailable as error:
+            if where != AUTO:
+                raise
+            self.unavailable = error.message
+            log.warning("%s; trainers and engines of this machine go by gRPC", error.message)
+            return
+        self.path = str(path.absolute())
+        self._accepting = threading.Thread(
+            target=self._accept, args=(self._socket,), name="local-lane", daemon=True
+        )
+        self._accepting.start()
+
+    @property
+    def clients(self) -> int:
+        """How many are connected."""
+        with self._lock:
+            return len(self._sessions)
+
+    def stop(self) -> None:
+        """End all connections; what is lent comes back."""
+        if self._socket is None:
+            return
+        Path(self.path).unlink(missing_ok=True)
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._socket.close()
+        with self._lock:
+            sessions = dict(self._sessions)
+        for session in sessions:
+            session.close()
+        for thread in sessions.values():
+            thread.join()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return  # it was shut down
+            session = LaneSession(self._service, connection, self.service_id)
+            thread = threading.Thread(
+                target=self._run, args=(session,), name="local-lane-client", daemon=True
+            )
+            with self._lock:
+                self._sessions[session] = thread
+            thread.start()
+
+    def _run(self, session: LaneSession) -> None:
+        try:
+            session.run()
+        finally:
+            with self._lock:
+                del self._sessions[session]
+
+    def _recall(self, region: Region) -> None:
+        with self._lock:
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.recall(region)
+
+
+def _own_path(service_id: str) -> Path:
+    """A socket in a folder that only this user can enter."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(base) / f"weighbridge-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise Unavailable(
+            f"the folder {folder} for the local lane cannot be made: {error.strerror}"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise Unavailable(f"the folder {folder} for the local lane does not belong to this user alone")
+    for old in folder.glob("*.sock"):  # of processes that were killed
+        if not _is_served(old):
+            old.unlink(missing_ok=True)
+    return folder / f"{service_id}.sock"
+
+
+def _listen(path: Path, mode: int) -> socket.socket:
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise InvalidArgument(
+            f"the socket's path {path} is longer than {_LONGEST_PATH} bytes", fix="name a shorter one"
+        )
+    if path.exists() and not path.is_socket():
+        raise InvalidArgument(f"{path} is there and is no socket", fix="name another --local-socket")
+    if path.exists():
+        if _is_served(path):
+            raise Unavailable(
+                f"another process listens on {path}",
+                fix="is another service running? name another --local-socket",
+            )
+        path.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # it gets its name when it is listened on: until then it looks like one that was left behind
+        unnamed = path.with_suffix(".new")
+        unnamed.unlink(missing_ok=True)
+        listening.bind(str(unnamed))
+        unnamed.chmod(mode)
+        listening.listen(_BACKLOG)
+        unnamed.rename(path)
+    except OSError as error:
+        listening.close()
+        raise Unavailable(f"the socket {path} cannot be made: {error.strerror}") from error
+    return listening
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,324 @@
+"""One client of the local lane: what it was lent, and that all of it comes back when it goes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from weighbridge import lane_protocol, wire
+from weighbridge.errors import FailedPrecondition, InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge.layouts import STREAM, Layout
+from weighbridge.v1 import local_lane_pb2 as pb
+from weighbridge_service.receiving import LentImage, Receiving
+from weighbridge_service.service import Weighbridge
+from weighbridge_service.serving import LentVersion
+from weighbridge_service.transfers import Transfer
+from weighbridge_storage.file_bytes import Place
+from weighbridge_storage.images import Image
+from weighbridge_storage.regions import Region, why_not_lent
+
+log = logging.getLogger(__name__)
+
+_RECALL_SECONDS = 1.0
+_MOST_LOANS = 1024
+"""Loans of one client at one time; a client that forgets to end them must not take all memory for its books."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    receiving: Receiving
+    rank: int
+    lent: LentImage
+
+
+class LaneSession:
+    """Answers one client until its connection ends. `run` is for one thread; the rest for any.
+
+    Args:
+        service: whose memory is lent.
+        connection: the client's; closed in the end.
+        service_id: tells this process from others.
+    """
+
+    def __init__(self, service: Weighbridge, connection: socket.socket, service_id: str) -> None:
+        self._service = service
+        self._connection = connection
+        self._service_id = service_id
+        self._client_id = ""
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._loans: dict[int, _Writing | LentVersion] = {}
+        self._next_loan = 1
+        self._writable: dict[str, Region] = {}  # regions that the client has a writable descriptor of
+        self._readable: set[str] = set()  # memory that it may keep mapped
+
+    def run(self) -> None:
+        """Answer requests until the client has gone; then take back all that it was lent."""
+        try:
+            while (received := lane_protocol.receive(self._connection)) is not None:
+                raw, descriptors = received
+                lane_protocol.close_all(descriptors)  # clients have nothing to give
+                self._answer(pb.LaneRequest.FromString(raw))
+        except (OSError, DecodeError, Unavailable) as error:
+            log.debug("a client of the local lane is gone: %s", error)
+        finally:
+            self.close()
+            self._take_all_back()
+
+    def close(self) -> None:
+        """End the connection; the thread that answers it takes everything back."""
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            self._connection.close()
+
+    def recall(self, region: Region) -> None:
+        """Ask the client to let go of a region, unless it is writing a version there."""
+        with self._lock:
+            in_use = any(
+                isinstance(loan, _Writing) and loan.lent.image.region is region
+                for loan in self._loans.values()
+            )
+            if in_use or not (region.key in self._writable or region.key in self._readable):
+                return
+            self._writable.pop(region.key, None)
+            self._readable.discard(region.key)
+        if not self._sending.acquire(timeout=_RECALL_SECONDS):
+            self.close()  # a client that stands still must not hold up those who recall
+            return
+        try:
+            lane_protocol.send(self._connection, pb.LaneResponse(recall=pb.Recall(key=region.key)))
+        except OSError:
+            self.close()
+        finally:
+            self._sending.release()
+
+    def _answer(self, request: pb.LaneRequest) -> None:
+        response = pb.LaneResponse(id=request.id)
+        descriptors: list[int] = []
+
+        def attach(memory: pb.SharedMemory, reopen: Callable[[], int]) -> None:
+            """Send a descriptor with the answer."""
+            descriptors.append(reopen())
+            memory.descriptor_sent = True
+
+        try:
+            try:
+                self._do(request, response, attach)
+            except (WeighbridgeError, OSError) as error:
+                lane_protocol.close_all(descriptors)
+                descriptors.clear()
+                refused = (
+                    error
+                    if isinstance(error, WeighbridgeError)
+                    else FailedPrecondition(f"memory could not be lent: {error}")
+                )
+                response = pb.LaneResponse(id=request.id, error=lane_protocol.error_to_proto(refused))
+            with self._sending:
+                lane_protocol.send(self._connection, response, descriptors)
+        finally:
+            lane_protocol.close_all(descriptors)
+
+    def _do(self, request: pb.LaneRequest, response: pb.LaneResponse, attach: _Attach) -> None:
+        kind = request.WhichOneof("request")
+        if kind == "hello":
+            self._client_id = request.hello.client_id
+            response.hello.service_id = self._service_id
+        elif kind == "begin_write":
+            self._begin_write(request.begin_write, response.write, attach)
+        elif kind == "end_write":
+            self._end_write(request.end_write)
+        elif kind == "prepare_write":
+            self._prepare_write(request.prepare_write, response.write, attach)
+        elif kind == "begin_read":
+            self._begin_read(request.begin_read, response.read, attach)
+        elif kind == "end_read":
+            self._end_read(request.end_read)
+        else:
+            raise InvalidArgument("this service does not know that request of the local lane")
+
+    def _begin_write(self, asked: pb.BeginWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
+        _check_lendable()
+        receiving, lent = self._service.intake.lend_image(
+            asked.model, asked.number, asked.rank, self._client_id
+        )
+        with self._undone_on_error(_Writing(receiving, asked.rank, lent)) as number:
+            reply.loan = number
+            self._lend_writable(lent.image, reply, attach)
+            stream = lent.prepared.streams[asked.rank]
+            files_digest = lent.prepared.files_digest
+            _fill_plan(
+                reply,
+                asked.plan_id,
+                f"{files_digest}/{stream.digest}",
+                lent.prepared.transfer,
+                stream,
+                str(asked.rank),
+            )
+
+    def _end_write(self, asked: pb.EndWrite) -> None:
+        with self._lock:
+            loan = self._loans.get(asked.loan)
+            if not isinstance(loan, _Writing):
+                raise InvalidArgument(f"there is no loan {asked.loan} to end")
+            del self._loans[asked.loan]
+            self._writable.pop(loan.lent.image.region.key, None)
+        self._end_writing(loan, complete=asked.complete)
+
+    def _prepare_write(self, asked: pb.PrepareWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
+        _check_lendable()
+        image = self._service.intake.prepare_image(asked.model)
+        if image is not None:
+            try:
+                self._lend_writable(image, reply, attach)
+            except FailedPrecondition:
+                reply.Clear()  # a version has just begun with it, and has ended
+
+    def _lend_writable(self, image: Image, reply: pb.WriteLoan, attach: _Attach) -> None:
+        region = image.region
+        reply.memory.key, reply.memory.bytes = region.key, region.capacity
+        with self._lock:
+            if region.key not in self._writable:
+                attach(reply.memory, lambda: region.reopen(writable=True))
+                self._writable[region.key] = region
+        for name, offset in image.offsets.items():
+            reply.files.add(name=name, memory=0, offset=offset)
+
+    def _begin_read(self, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach) -> None:
+        lent = self._service.serving.lend(asked.model, asked.version, wire.request_from_proto(asked.layout))
+        with self._undone_on_error(lent) as number:
+            reply.loan = number
+            reply.version.CopyFrom(wire.version_to_proto(lent.opened.version))
+            _fill_plan(reply, asked.plan_id, lent.plan_id, lent.transfer, lent.layout, STREAM)
+            self._lend_readable(lent.places, reply, attach)
+        self._service.serving.count_lent(lent.layout.nbytes)
+
+    def _lend_readable(self, places: Mapping[str, Place], reply: pb.ReadLoan, attach: _Attach) -> None:
+        numbers: dict[str, int] = {}
+        for name, place in places.items():
+            if place.key not in numbers:
+                if len(numbers) == lane_protocol.MAX_DESCRIPTORS:
+                    raise FailedPrecondition(
+                        f"the version lies in more than {lane_protocol.MAX_DESCRIPTORS} files on disk"
+                    )
+                numbers[place.key] = len(numbers)
+                memory = reply.memories.add(key=place.key, bytes=place.nbytes, keep=place.lasting)
+                with self._lock:
+                    if place.key not in self._readable:
+                        attach(memory, place.open)
+                        if place.lasting:
+                            self._readable.add(place.key)
+            reply.files.add(name=name, memory=numbers[place.key], offset=place.offset)
+
+    def _end_read(self, asked: pb.EndRead) -> None:
+        with self._lock:
+            loan = self._loans.get(asked.loan)
+            if not isinstance(loan, LentVersion):
+                raise InvalidArgument(f"there is no loan {asked.loan} to end")
+            del self._loans[asked.loan]
+        loan.opened.close()
+
+    @contextmanager
+    def _undone_on_error(self, loan: _Writing | LentVersion) -> Iterator[int]:
+        """Enter a loan into the books; gives its number. It is taken back if the answer cannot be made."""
+        with self._lock:
+            number = self._next_loan
+            self._next_loan += 1
+            self._loans[number] = loan
+            count = len(self._loans)
+        try:
+            if count > _MOST_LOANS:
+                raise InvalidArgument(
+                    f"the client has {_MOST_LOANS} loans already",
+                    fix="end those whose tensors are not needed",
+                )
+            yield number
+        except BaseException:
+            with self._lock:
+                del self._loans[number]
+            self._end(loan)
+            raise
+
+    def _end(self, loan: _Writing | LentVersion) -> None:
+        if isinstance(loan, _Writing):
+            self._end_writing(loan, complete=False)
+        else:
+            loan.opened.close()
+
+    def _end_writing(self, loan: _Writing, *, complete: bool) -> None:
+        try:
+            if complete:
+                nbytes = loan.lent.prepared.streams[loan.rank].nbytes
+                self._service.intake.take_lent(loan.receiving, loan.rank, nbytes)
+            else:
+                loan.receiving.end_lending(loan.rank, complete=False)
+        finally:
+            loan.lent.lease.release()
+
+    def _take_all_back(self) -> None:
+        with self._lock:
+            loans, self._loans = list(self._loans.values()), {}
+            waiting, self._writable = list(self._writable.values()), {}
+            self._readable.clear()
+        self._connection.close()
+        for loan in loans:
+            try:
+                self._end(loan)
+            except Exception:  # the others have to come back, too
+                log.exception("a loan could not be taken back")
+        for region in waiting:
+            self._service.intake.standbys.drop(region)
+
+
+_Attach = Callable[[pb.SharedMemory, Callable[[], int]], None]
+
+
+def _check_lendable() -> None:
+    why = why_not_lent()
+    if why:
+        raise FailedPrecondition(why)
+
+
+def _fill_plan(
+    reply: pb.WriteLoan | pb.ReadLoan,
+    known: str,
+    plan_id: str,
+    transfer: Transfer,
+    stream: Layout,
+    buffer: str,
+) -> None:
+    reply.plan_id = plan_id
+    if plan_id != known:
+        reply.plan.CopyFrom(plan_to_proto(transfer, stream, buffer))
+
+
+def plan_to_proto(transfer: Transfer, stream: Layout, buffer: str) -> pb.LanePlan:
+    """Where the shards of a stream lie in files, as a message.
+
+    Args:
+        transfer: knows it.
+        stream: the stream's layout.
+        buffer: the stream's name in the transfer.
+    """
+    plan = pb.LanePlan()
+    numbers: dict[str, int] = {}
+    for shard in stream.placements:
+        copies = plan.shards.add()
+        for piece in transfer.pieces(shard.offset, shard.offset + shard.nbytes, buffer):
+            number = numbers.setdefault(piece.file, len(numbers))
+            copies.copies.add(
+                extent=piece.shape,
+                shard_offset=piece.stream_offset,
+                shard_strides=piece.stream_strides,
+                file=number,
+                file_offset=piece.file_offset,
+                file_strides=piece.file_strides,
+            )
+    plan.files.extend(numbers)
+    return plan

@@ -1,0 +1,100 @@
+"""Images that are lent ahead of the versions they are for, so that trainers can map them while they train."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from weighbridge_storage.images import Image, ImagePool
+from weighbridge_storage.names import ModelName
+from weighbridge_storage.regions import Region
+
+_RETURN_SECONDS = 2.0
+"""How long a push waits for memory that was lent ahead, before it takes other memory."""
+_RETURN_PAUSE = 0.005
+
+
+class Standbys:
+    """At most one image for each model, waiting for its next version. Thread-safe.
+
+    Args:
+        images: where they come from, and go back to.
+    """
+
+    def __init__(self, images: ImagePool) -> None:
+        self._images = images
+        self._lock = threading.Lock()
+        self._waiting: dict[ModelName, Image] = {}
+        self._making: set[ModelName] = set()
+        self._on_recall: Callable[[Region], None] = lambda _region: None
+
+    def when_recalled(self, call: Callable[[Region], None]) -> None:
+        """Say what asks processes that were lent a region to let go of it."""
+        self._on_recall = call
+
+    def recall(self, region: Region) -> None:
+        """Ask processes that were lent a region, and do not write a version there, to let go of it."""
+        self._on_recall(region)
+
+    def get(self, model: ModelName, sizes: Mapping[str, int], *, may_make: bool) -> Image | None:
+        """The image that the next version will get if it can; None if there is none now.
+
+        Args:
+            model: whose version.
+            sizes: of its files.
+            may_make: whether new memory may be taken for it.
+        """
+        with self._lock:
+            waiting = self._waiting.get(model)
+            if waiting is not None and waiting.sizes == sizes:
+                return waiting
+            if model in self._making:
+                return None
+            self._making.add(model)
+        image: Image | None = None
+        try:
+            image = self._images.reuse(sizes)
+            if image is None and may_make and self._images.fits(sizes):
+                image = self._images.acquire(sizes)
+        finally:
+            with self._lock:
+                self._making.discard(model)
+                if image is not None:
+                    waiting, self._waiting[model] = self._waiting.get(model), image
+        if image is not None and waiting is not None:
+            self._drop(waiting)
+        return image
+
+    def take(self, model: ModelName, sizes: Mapping[str, int]) -> Image | None:
+        """The model's image, for a version that begins now; None if there is none, or it is for other files."""
+        with self._lock:
+            image = self._waiting.pop(model, None)
+        if image is not None and image.sizes != sizes:
+            self._drop(image)
+            return None
+        return image
+
+    def make_room(self, sizes: Mapping[str, int]) -> None:
+        """Give images back if a version would otherwise find no room in memory."""
+        if self._images.fits(sizes):
+            return
+        with self._lock:
+            waiting, self._waiting = list(self._waiting.values()), {}
+        for image in waiting:
+            self._drop(image)
+        deadline = time.monotonic() + _RETURN_SECONDS
+        while waiting and not self._images.fits(sizes) and time.monotonic() < deadline:
+            time.sleep(_RETURN_PAUSE)
+
+    def drop(self, region: Region) -> None:
+        """Give an image back that nobody waits for any more."""
+        with self._lock:
+            found = [model for model, image in self._waiting.items() if image.region is region]
+            dropped = [self._waiting.pop(model) for model in found]
+        for image in dropped:
+            self._drop(image)
+
+    def _drop(self, image: Image) -> None:
+        self.recall(image.region)
+        image.release()

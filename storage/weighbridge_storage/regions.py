@@ -1,0 +1,182 @@
+"""Where do the bytes of images lie, who else may write to them, and how does another process get at them?
+
+A region is a piece of shared memory, or of a file on local disk that has no name. Other processes are given descriptors of their
+own, opened anew, so that the kernel counts them: it can be asked whether any process but this one could still write. A
+descriptor that was only duplicated would not be told from ours.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import itertools
+import mmap
+import os
+import signal
+import tempfile
+import threading
+import weakref
+from contextlib import suppress
+
+import numpy as np
+
+from weighbridge_storage.objects import ByteArray, error_for
+
+PAGE = mmap.PAGESIZE
+
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14's; Python has no name for it yet."""
+_POPULATE_PIECE = 8 << 20
+_serials = itertools.count(1)
+
+
+class Region:
+    """A piece of shared memory, or of an unlinked file, with all its room reserved.
+
+    Args:
+        capacity: bytes; a multiple of `PAGE`, at least one.
+        folder: where to make the file; None for shared memory.
+
+    Raises:
+        ResourceExhausted: memory or disk has no room for it.
+
+    Attributes:
+        key: names it among all regions of this process.
+        in_memory: whether it is shared memory.
+    """
+
+    def __init__(self, capacity: int, folder: str | None) -> None:
+        self.key = f"region-{next(_serials)}"
+        self.capacity = capacity
+        self.in_memory = folder is None
+        what = f"making an image of {capacity} bytes in {'memory' if folder is None else folder}"
+        try:
+            self.fd = _open_memory() if folder is None else _open_unlinked(folder, capacity)
+            self._release = weakref.finalize(self, os.close, self.fd)
+            self._asking = threading.Lock()
+            self._lent = False
+            try:
+                # Without this, a disk that is full would be a SIGBUS in the middle of a copy.
+                os.posix_fallocate(self.fd, 0, capacity)
+                if folder is None:
+                    # Whoever gets the descriptor could cut the memory short under our hands otherwise.
+                    fcntl.fcntl(
+                        self.fd,
+                        fcntl.F_ADD_SEALS,
+                        fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
+                    )
+                os.fchmod(self.fd, 0o600)  # a descriptor for reading must not be a way to one for writing
+                self._map = mmap.mmap(self.fd, capacity)
+            except BaseException:
+                self._release()
+                raise
+        except OSError as error:
+            raise error_for(error, what) from error
+        if self.in_memory:
+            # A file's pages are not touched: an image there is larger than what memory should hold.
+            self._populate()
+        self.writable: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
+        self.readable: ByteArray = np.frombuffer(memoryview(self._map).toreadonly(), dtype=np.uint8)
+
+    def reopen(self, *, writable: bool) -> int:
+        """A descriptor for another process; to be closed here once it has been sent.
+
+        Whoever has it can map the region, and keeps its memory as long as it does.
+
+        Args:
+            writable: whether it can be written through, too.
+
+        Raises:
+            OSError: there is no ``/proc``, or no descriptor left.
+        """
+        with self._asking:
+            self._lent = self._lent or writable
+            flags = os.O_RDWR if writable else os.O_RDONLY
+            return os.open(f"/proc/self/fd/{self.fd}", flags | os.O_CLOEXEC)
+
+    def written_elsewhere(self) -> bool:
+        """Whether a process that was given a writable descriptor still has it, or a mapping made with it.
+
+        A region on disk also counts those who can only read it, because the kernel does not tell these apart from its own writer.
+        """
+        with self._asking:
+            if self._lent:
+                self._lent = self._is_open_elsewhere()
+            return self._lent
+
+    def _is_open_elsewhere(self) -> bool:
+        if not self.in_memory:
+            return not _can_be_leased(self.fd, fcntl.F_WRLCK)
+        # the descriptor that memory was made with is not counted as a writer's; one opened later is
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return not _can_be_leased(fd, fcntl.F_RDLCK)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Give it back to the system; an array over it that somebody kept still keeps its memory."""
+        del self.writable, self.readable, self._map
+        self._release()
+
+    def _populate(self) -> None:
+        # In pieces: the call holds Python's global lock, and other threads want to run.
+        with suppress(OSError):  # an older kernel: the first copies will fault the pages in
+            for start in range(0, self.capacity, _POPULATE_PIECE):
+                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_PIECE, self.capacity - start))
+
+
+def _open_memory() -> int:
+    return os.memfd_create("weighbridge-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def _open_unlinked(folder: str, capacity: int) -> int:
+    """A new file without a name, if there is room for it."""
+    status = os.statvfs(folder)
+    if status.f_bavail * status.f_frsize < capacity:
+        # Found out before the disk is filled to the last byte, which others may be writing to.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+    with tempfile.TemporaryFile(dir=folder, prefix=".image-", buffering=0) as file:
+        return os.dup(file.fileno())
+
+
+def _can_be_leased(fd: int, kind: int) -> bool:
+    """Whether the kernel grants a file lease: F_RDLCK if nobody has the file open for writing, F_WRLCK if nobody else at all.
+
+    Source: fcntl(2), "Leases".
+    """
+    # the signal for a lease that is broken ends a process by default; this one is ignored by default
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
+    except BlockingIOError:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True
+
+
+@functools.cache
+def why_not_lent() -> str:
+    """Why regions cannot be given to other processes for writing on this machine; empty if they can.
+
+    Tried out once: a second descriptor has to be noticed, and its end as well.
+    """
+    try:
+        region = Region(PAGE, None)
+        try:
+            seen = [region.written_elsewhere()]
+            fd = region.reopen(writable=True)
+            with mmap.mmap(fd, PAGE):
+                os.close(fd)
+                seen.append(region.written_elsewhere())
+            seen.append(region.written_elsewhere())
+        finally:
+            region.close()
+    except OSError as error:
+        return f"this system cannot say who may still write to shared memory: {error}"
+    return (
+        ""
+        if seen == [False, True, False]
+        else "this system does not say truthfully who may write to shared memory"
+    )

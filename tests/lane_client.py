@@ -1,0 +1,93 @@
+"""A process of its own that uses the local lane as a test says, and can be killed while it does.
+
+``python -m tests.lane_client SERVER write|read|hold MODEL NUMBER [RANK]``: borrows, prints one line, and waits for a line on standard
+input. What it does then is in `main`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weighbridge import rpc
+from weighbridge.client import Client
+from weighbridge.lane_connection import LaneConnection
+from weighbridge.v1 import local_lane_pb2 as pb
+
+CLIENT_ID = "lane-client-of-a-test"
+
+
+def connected(server: str, client_id: str = CLIENT_ID) -> LaneConnection:
+    """A connection to a service's socket, for requests that no well-behaved client makes."""
+    with Client(server) as client:
+        found = client._find_lane()
+    return LaneConnection(found.socket, found.service_id, client_id, lambda _key: None, lambda: None)
+
+
+@contextmanager
+def lane_process(server: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Such a process, once it has borrowed; killed in the end."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.lane_client", server, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "borrowed\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def go_on(process: subprocess.Popen[str]) -> str:
+    """Let it do the next thing; what it says when it is done."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+def main(server: str, what: str, model: str, number: str, rank: str = "0") -> None:
+    """Borrow, and then: ``write``: fill the memory with garbage, and say that the loan is complete without letting go of it, and
+    write once more; ``read``: print whether the memory is still what it was."""
+    connection = connected(server)
+    if what == "write":
+        begin = pb.BeginWrite(model=model, number=int(number), rank=int(rank))
+        answer, [descriptor] = connection.ask(pb.LaneRequest(begin_write=begin))
+        memory = mmap.mmap(descriptor, answer.write.memory.bytes)
+        os.close(descriptor)
+        memory.write(b"\xee" * len(memory))
+        _say("borrowed")
+        end = pb.EndWrite(loan=answer.write.loan, complete=True)
+        try:
+            connection.ask(pb.LaneRequest(end_write=end))
+            _say("ended")
+        except Exception as error:
+            _say(type(error).__name__)
+        memory.seek(0)
+        memory.write(b"\xdd" * len(memory))
+        _say("wrote")
+    else:
+        begin_read = pb.BeginRead(model=model, version=number)
+        begin_read.layout.full.SetInParent()
+        answer, descriptors = connection.ask(pb.LaneRequest(begin_read=begin_read))
+        views = [mmap.mmap(each, 0, prot=mmap.PROT_READ) for each in descriptors]
+        before = rpc.checksum(b"".join(view[:] for view in views))
+        _say("borrowed")
+        if what == "hold":
+            connection.close()
+        _say("same" if rpc.checksum(b"".join(view[:] for view in views)) == before else "changed")
+    sys.stdin.readline()
+
+
+def _say(word: str) -> None:
+    print(word, flush=True)
+    if word != "wrote":
+        sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
