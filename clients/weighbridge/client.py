@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from weighbridge import rpc, wire
+from weighbridge import bulk, rpc, wire
 from weighbridge.collection import Collection
 from weighbridge.errors import (
     DeadlineExceeded,
@@ -23,6 +23,7 @@ from weighbridge.errors import (
 )
 from weighbridge.layouts import TensorSpec
 from weighbridge.resources import Model, Retention, Verification, Version, VersionState
+from weighbridge.striping import default_connections
 from weighbridge.v1 import model_service_pb2, model_service_pb2_grpc, resources_pb2
 
 T = TypeVar("T")
@@ -36,17 +37,27 @@ _WATCH_PAUSE_SECONDS = 0.5
 
 
 class Client:
-    """A connection to the service. Connects when first used; safe to use from several threads, and after a fork only
+    """Connections to the service. Connects when first used; safe to use from several threads, and after a fork only
     if it was not used before.
 
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        retry_seconds: how long to keep trying when the service cannot be reached.
+        retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
+        connections: over how many connections a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
+            machine with fewer than four processors. All other calls have a connection of their own.
+
+    Raises:
+        InvalidArgument: there cannot be so many connections.
     """
 
-    def __init__(self, server: str | None = None, *, retry_seconds: float = 60.0) -> None:
+    def __init__(
+        self, server: str | None = None, *, retry_seconds: float = 60.0, connections: int | None = None
+    ) -> None:
         self.server = rpc.server_address(server)
         self.retry_seconds = retry_seconds
+        self._bulk = bulk.Connections(
+            self.server, default_connections() if connections is None else connections
+        )
 
     @cached_property
     def _channel(self) -> grpc.Channel:
@@ -57,7 +68,8 @@ class Client:
         return model_service_pb2_grpc.ModelServiceStub(self._channel)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close all connections."""
+        self._bulk.close()
         if "_channel" in self.__dict__:
             self._channel.close()
 

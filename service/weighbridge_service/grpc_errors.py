@@ -12,7 +12,7 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from weighbridge.errors import WeighbridgeError
+from weighbridge.errors import ResourceExhausted, WeighbridgeError
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,18 @@ def to_status(error: WeighbridgeError) -> Any:
     info = error_details_pb2.ErrorInfo(
         reason=error.reason, domain=_DOMAIN, metadata={"fix": _cut(error.fix, _LONGEST_DETAIL), **details}
     )
-    packed = any_pb2.Any()
-    packed.Pack(info)
+    packed = [any_pb2.Any()]
+    packed[0].Pack(info)
+    if isinstance(error, ResourceExhausted) and error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(round(error.retry_after * 1000))
+        packed.append(any_pb2.Any())
+        packed[1].Pack(retry)
     return rpc_status.to_status(
         status_pb2.Status(
             code=code_pb2.Code.Value(error.grpc_code),
             message=_cut(error.message, _LONGEST_MESSAGE),
-            details=[packed],
+            details=packed,
         )
     )
 
