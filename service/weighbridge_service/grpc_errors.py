@@ -113,6 +113,8 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             # a caller that has gone is told nothing; neither is one whose own stream broke while it was being read
             if not context.is_active() or isinstance(error, grpc.RpcError):
                 self._count(method, "CANCELLED")
+                if isinstance(error, WeighbridgeError):
+                    context.abort_with_status(to_status(error))  # for grpc, which logs whatever else is raised
                 raise
             if isinstance(error, WeighbridgeError):
                 known = error
