@@ -211,9 +211,12 @@ def test_a_pull_that_finds_no_room_until_its_deadline_is_told_when_to_try_again(
     service: RunningService,
 ) -> None:
     request = weight_service_pb2.PullRequest(model=MODEL, version="latest")
-    with RawClient(service.address) as raw, all_room_taken(service):
-        with pytest.raises(grpc.RpcError) as caught:
-            list(raw.weights.Pull(request, timeout=3.0))
+    with (
+        RawClient(service.address) as raw,
+        all_room_taken(service),
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        list(raw.weights.Pull(request, timeout=3.0))
     status = rpc_status.from_call(caught.value)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     retry = error_details_pb2.RetryInfo()

@@ -114,7 +114,9 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             if not context.is_active() or isinstance(error, grpc.RpcError):
                 self._count(method, "CANCELLED")
                 if isinstance(error, WeighbridgeError):
-                    context.abort_with_status(to_status(error))  # for grpc, which logs whatever else is raised
+                    context.abort_with_status(
+                        to_status(error)
+                    )  # for grpc, which logs whatever else is raised
                 raise
             if isinstance(error, WeighbridgeError):
                 known = error
