@@ -89,8 +89,12 @@ def test_one_connection_and_one_direction_leave_room_for_the_others() -> None:
     assert take_all("one", Direction.OUT) * MESSAGE_ROOM == LEAST_BYTES // 4
     for peer in ("two", "three", "four"):
         take_all(peer, Direction.OUT)
+    assert len(held) * MESSAGE_ROOM == LEAST_BYTES * 3 // 8
+    for peer in ("five", "six"):
+        take_all(peer, Direction.IN)
     assert len(held) * MESSAGE_ROOM == LEAST_BYTES * 3 // 4
-    assert take_all("five", Direction.IN) * MESSAGE_ROOM == LEAST_BYTES // 4
+    # what other replicas pass on still gets through: they may be waiting for this one
+    assert take_all("replica", Direction.FORWARDED) * MESSAGE_ROOM == LEAST_BYTES // 4
     waiting = Taker(budget, "one", got)
     held[0].close()  # of the same connection
     eventually(lambda: got == ["one"])
@@ -102,7 +106,8 @@ def test_one_connection_and_one_direction_leave_room_for_the_others() -> None:
 
 def test_a_small_message_does_not_overtake_a_large_one_for_ever() -> None:
     budget = ByteBudget(LEAST_BYTES)
-    sizes = [(Direction.OUT, MIB)] * 4 + [(Direction.OUT, MIB // 2)] + [(Direction.IN, MIB)] * 3
+    sizes = [(Direction.OUT, MIB)] * 4 + [(Direction.OUT, MIB // 2)]
+    sizes += [(Direction.IN, MIB)] * 6 + [(Direction.FORWARDED, MIB)] * 5
     holders = [share(budget, f"holder {i}", direction) for i, (direction, _) in enumerate(sizes)]
     for holder, (_, size) in zip(holders, sizes, strict=True):
         holder.take(size)

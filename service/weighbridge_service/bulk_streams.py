@@ -31,7 +31,7 @@ class BulkStreams:
 
     Args:
         budget: what they may have in flight.
-        most: how many there may be at one time; each keeps a thread.
+        most: how many there may be at one time, and how many from other replicas; each keeps a thread.
         patience: for how many seconds a call can wait now.
     """
 
@@ -39,7 +39,8 @@ class BulkStreams:
         self, budget: ByteBudget, most: int, patience: Callable[[grpc.ServicerContext], float]
     ) -> None:
         self._budget = budget
-        self._places = threading.BoundedSemaphore(most)
+        own, forwarded = threading.BoundedSemaphore(most), threading.BoundedSemaphore(most)
+        self._places = {Direction.IN: own, Direction.OUT: own, Direction.FORWARDED: forwarded}
         self._patience = patience
 
     @contextmanager
@@ -49,7 +50,8 @@ class BulkStreams:
         Raises:
             ResourceExhausted: no place is left; says when to try again.
         """
-        if not self._places.acquire(blocking=False):
+        places = self._places[direction]
+        if not places.acquire(blocking=False):
             error = ResourceExhausted(
                 "there are too many pushes, pulls and restores on this service",
                 fix="try again later; if that goes on, run more replicas",
@@ -62,7 +64,7 @@ class BulkStreams:
                 context.add_callback(share.abandon)
                 yield share
         finally:
-            self._places.release()
+            places.release()
 
 
 def sent(

@@ -2,8 +2,9 @@
 
 In flight is what has been taken out of an image or the store and not yet left, and what has come and is not yet in its place.
 Streams ask for room before they bring a message into memory, and give it back when it has gone. Who finds none waits. Room goes
-round: in each direction from connection to connection, and on a connection from stream to stream. Neither direction can take all
-of it, and neither can one connection, so streams that do not get on hold their own share and leave the others theirs.
+round: in each direction from connection to connection, and on a connection from stream to stream. No direction and no connection can
+take what the others need, so streams that do not get on hold their own share and leave the others theirs. Above all, what replicas
+pass on to each other has a share of its own: a push may have to wait until another replica has taken something from this one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weighbridge.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 MESSAGE_ROOM = 2 * rpc.MESSAGE_BYTES
 """What a message takes at most: it lies in our memory once and in gRPC's once."""
-LEAST_BYTES = 16 << 20
+LEAST_BYTES = 32 << 20
 """No service gets on with less."""
 RETRY_SECONDS = 1.0
 """After how long it is worth asking again for room that was not to be had."""
@@ -31,6 +32,8 @@ class Direction(StrEnum):
 
     IN = "in"
     OUT = "out"
+    FORWARDED = "forwarded"
+    """In, from another replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class ByteBudget:
     """The bytes that may be in flight. Thread-safe.
 
     Args:
-        capacity: in bytes; at least 16 MiB.
+        capacity: in bytes; at least 32 MiB.
 
     Raises:
         InvalidArgument: that is too little.
@@ -98,8 +101,8 @@ class ByteBudget:
                 f"a budget of {capacity} bytes in flight is too small", fix=f"allow {LEAST_BYTES} or more"
             )
         self.capacity = capacity
-        self._most_of_side = capacity // 4 * 3
-        self._most_of_peer = max(capacity // 4, MESSAGE_ROOM)
+        self._most_of_side = capacity // 8 * 3  # of three: a quarter is left when two have all they may
+        self._most_of_peer = capacity // 4
         self._changed = threading.Condition()
         self._nbytes = 0
         # the side that was served last stands last

@@ -42,7 +42,7 @@ class ServiceConfig:
         collect_every: seconds between two collections of what need not be kept, on average; 0 for none.
         grace_seconds: how long a version can still be read after it was taken out of history; the same for all replicas.
         grpc_workers: most threads for gRPC calls, made as needed; a quarter of them may be watches. Running pushes, pulls and
-            restores have as many again: each takes one.
+            restores have as many again, each takes one, and so has what replicas pass on.
     """
 
     store: Path | str

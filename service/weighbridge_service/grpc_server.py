@@ -53,8 +53,8 @@ class GrpcServer:
 
     def __init__(self, service: Weighbridge, metrics: Metrics, address: str) -> None:
         workers = service.config.grpc_workers
-        # streams keep their threads for long: they have as many again, and all other calls find theirs free
-        self._pool = ThreadPoolExecutor(2 * workers, thread_name_prefix="grpc")
+        # streams keep their threads for long: clients' and replicas' have as many again, and other calls find theirs free
+        self._pool = ThreadPoolExecutor(3 * workers, thread_name_prefix="grpc")
         self._server = grpc.server(
             self._pool,
             interceptors=[ErrorInterceptor(metrics.count_call), CarryingInterceptor()],
