@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,11 @@ def running_service(store: Path | str, **settings: Any) -> Iterator[RunningServi
         yield running
     finally:
         running.stop()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until something holds that must come to hold."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

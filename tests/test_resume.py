@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from tests.reference import tiny_config, tiny_model
 from tests.services import RunningService, running_service
-from weighbridge import EngineClient, TensorParallel, TrainerClient
+from weighbridge import EngineClient, TensorParallel, TrainerClient, striping
 
 MODEL = "tests/large"
 
@@ -84,13 +84,19 @@ def service(
         yield running
 
 
+@pytest.mark.parametrize("connections", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_push_and_a_pull_survive_cut_connections(
-    service: RunningService, large: tuple[Path, PreTrainedModel], seed: int
+    service: RunningService,
+    large: tuple[Path, PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    connections: int,
 ) -> None:
+    monkeypatch.setattr(striping, "_LEAST_BYTES", 1 << 20)
     folder, model = large
     proxy = CuttingProxy(service.grpc.port, cuts=4, between=(1 << 20, 6 << 20), seed=seed)
-    with TrainerClient(proxy.address) as trainer:
+    with TrainerClient(proxy.address, connections=connections) as trainer:
         version = trainer.push_folder(MODEL, folder, step=seed).wait(timeout=90)
     assert proxy.cuts >= 2
     state = model.state_dict()
@@ -100,7 +106,7 @@ def test_a_push_and_a_pull_survive_cut_connections(
             assert torch.equal(tensor, state[name]), name
 
     proxy.cuts = 0
-    with EngineClient(proxy.address) as engine:
+    with EngineClient(proxy.address, connections=connections) as engine:
         pulled = dict(engine.pull(MODEL, version.number))
         slices = [dict(engine.pull(MODEL, version.number, TensorParallel(2, rank))) for rank in range(2)]
     proxy.close()
@@ -108,3 +114,24 @@ def test_a_push_and_a_pull_survive_cut_connections(
     for name, tensor in pulled.items():
         assert torch.equal(tensor, state[name]), name
     assert torch.equal(torch.cat([s["lm_head.weight"] for s in slices]), state["lm_head.weight"])
+
+
+def test_a_restore_over_several_cut_connections_brings_what_one_whole_one_brings(
+    service: RunningService, large: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striping, "_LEAST_BYTES", 1 << 20)
+    TrainerClient(service.address).push_folder(MODEL, large[0], step=9).wait(timeout=90)
+    proxy = CuttingProxy(service.grpc.port, cuts=4, between=(1 << 20, 4 << 20), seed=4)
+    restored = []
+    for address, connections in ((service.address, 1), (proxy.address, 3)):
+        with TrainerClient(address, connections=connections) as trainer:
+            layout = trainer.describe_shards(MODEL, {"tensor_parallel_size": 1, "pipeline_parallel_size": 1})
+            tensors = [torch.zeros(p.shard.box.extent) for p in layout.placements]
+            for _ in trainer.restore_layout(MODEL, layout, tensors.__getitem__):
+                pass
+            restored.append(tensors)
+    proxy.close()
+    assert proxy.cuts >= 2
+    assert sum(t.numel() for t in restored[0]) == sum(t.numel() for t in large[1].parameters())
+    for one, several in zip(*restored, strict=True):
+        assert torch.equal(one, several)

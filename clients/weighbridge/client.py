@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from weighbridge import rpc, wire
+from weighbridge import bulk, rpc, wire
 from weighbridge.collection import Collection
 from weighbridge.errors import (
     DeadlineExceeded,
@@ -24,6 +24,7 @@ from weighbridge.errors import (
 from weighbridge.layouts import TensorSpec
 from weighbridge.local_lane import LocalLane, lane_wanted
 from weighbridge.resources import Model, Retention, Verification, Version, VersionState
+from weighbridge.striping import default_connections
 from weighbridge.v1 import (
     local_lane_pb2,
     local_lane_pb2_grpc,
@@ -44,27 +45,37 @@ _WATCH_PAUSE_SECONDS = 0.5
 
 
 class Client:
-    """A connection to the service. Connects when first used; safe to use from several threads, and after a fork only
+    """Connections to the service. Connects when first used; safe to use from several threads, and after a fork only
     if it was not used before.
 
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        retry_seconds: how long to keep trying when the service cannot be reached.
+        retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
         lane: how weights travel: ``local`` by memory that is shared with the service, ``grpc`` by its gRPC face, ``auto`` by the
             first if this process runs on the service's machine and by the second otherwise. By default ``WEIGHBRIDGE_LANE``, or
             ``auto``.
+        connections: over how many connections a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
+            machine with fewer than four processors. All other calls have a connection of their own.
 
     Raises:
-        InvalidArgument: there is no such lane.
+        InvalidArgument: there is no such lane, or there cannot be so many connections.
     """
 
     def __init__(
-        self, server: str | None = None, *, retry_seconds: float = 60.0, lane: str | None = None
+        self,
+        server: str | None = None,
+        *,
+        retry_seconds: float = 60.0,
+        lane: str | None = None,
+        connections: int | None = None,
     ) -> None:
         self.server = rpc.server_address(server)
         self.retry_seconds = retry_seconds
         self._client_id = str(uuid.uuid4())
         self._lane = LocalLane(lane_wanted(lane), self._client_id, self._find_lane)
+        self._bulk = bulk.Connections(
+            self.server, default_connections() if connections is None else connections
+        )
 
     @cached_property
     def _channel(self) -> grpc.Channel:
@@ -80,8 +91,9 @@ class Client:
             return stub.GetLocalLane(local_lane_pb2.GetLocalLaneRequest(), timeout=_LANE_SECONDS)
 
     def close(self) -> None:
-        """Close the connection. Tensors that are views of a version stay valid until they are gone."""
+        """Close all connections. Tensors that are views of a version stay valid until they are gone."""
         self._lane.close()
+        self._bulk.close()
         if "_channel" in self.__dict__:
             self._channel.close()
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from weighbridge import dtypes, hf_folder, pieces, rpc, safetensors_files, wire
+import grpc
+
+from weighbridge import bulk, dtypes, hf_folder, pieces, safetensors_files, wire
 from weighbridge.client import Client
 from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
 from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.local_lane import GRPC, LOCAL, ReadLoan
 from weighbridge.resources import Version
 from weighbridge.slices import FullTensors, LayoutRequest
+from weighbridge.striping import Striping
 from weighbridge.tensor_stream import StreamWriter
 from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2, weight_service_pb2_grpc
 
@@ -105,18 +108,25 @@ class Pull:
                 yield self.layout.placements[index].shard.tensor, tensor
 
     def stream(self) -> Iterator[memoryview]:
-        """The bytes of the slices by gRPC, one behind the other, checked, in pieces of about 1 MiB."""
+        """The bytes of the slices by gRPC, one behind the other, checked, in pieces of 1 MiB at most."""
 
-        def open_at(offset: int) -> Iterable[pieces.Carried[weight_service_pb2.PullResponse]]:
-            return self._client._pull(
-                weight_service_pb2.PullRequest(
-                    model=self.version.model,
-                    version=str(self.version.number),
-                    layout=self._request,
-                    offset=offset,
-                    dtype=self._dtype,
-                )
+        def open_at(
+            channel: grpc.Channel, striping: Striping, offset: int
+        ) -> Iterable[pieces.Carried[weight_service_pb2.PullResponse]]:
+            pull = channel.unary_stream(
+                "/weighbridge.v1.WeightService/Pull",
+                request_serializer=weight_service_pb2.PullRequest.SerializeToString,
+                response_deserializer=pieces.decoder(weight_service_pb2.PullResponse),
             )
+            request = weight_service_pb2.PullRequest(
+                model=self.version.model,
+                version=str(self.version.number),
+                layout=self._request,
+                offset=offset,
+                dtype=self._dtype,
+                striping=wire.striping_to_proto(striping),
+            )
+            return cast("Iterable[pieces.Carried[weight_service_pb2.PullResponse]]", pull(request))
 
         def on_header(header: checkpoint_service_pb2.StreamHeader) -> None:
             if header.stream_bytes != self.nbytes:
@@ -124,8 +134,12 @@ class Pull:
                     f"a stream of {header.stream_bytes} bytes came, and {self.nbytes} were planned"
                 )
 
-        return rpc.resumed_stream(
-            open_at, self._client.server, on_header=on_header, retry_seconds=self._client.retry_seconds
+        return bulk.receive(
+            open_at,
+            self._client._bulk,
+            nbytes=self.nbytes,
+            on_header=on_header,
+            retry_seconds=self._client.retry_seconds,
         )
 
 
@@ -134,29 +148,12 @@ class EngineClient(Client):
 
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        retry_seconds: how long to keep trying when the service cannot be reached.
-        lane: as for `Client`.
+        retry_seconds, lane, connections: as for `Client`.
     """
 
     @cached_property
     def _weights(self) -> weight_service_pb2_grpc.WeightServiceStub:
         return weight_service_pb2_grpc.WeightServiceStub(self._channel)
-
-    @cached_property
-    def _pull(
-        self,
-    ) -> Callable[
-        [weight_service_pb2.PullRequest], Iterable[pieces.Carried[weight_service_pb2.PullResponse]]
-    ]:
-        method: Callable[
-            [weight_service_pb2.PullRequest], Iterable[pieces.Carried[weight_service_pb2.PullResponse]]
-        ]
-        method = self._channel.unary_stream(
-            "/weighbridge.v1.WeightService/Pull",
-            request_serializer=weight_service_pb2.PullRequest.SerializeToString,
-            response_deserializer=pieces.decoder(weight_service_pb2.PullResponse),
-        )
-        return method
 
     def pull(
         self,

@@ -110,11 +110,17 @@ class Conflict(WeighbridgeError):
 
 
 class ResourceExhausted(WeighbridgeError):
-    """Over a limit, or no memory or disk left for it."""
+    """Over a limit, or no memory or disk left for it.
+
+    Attributes:
+        retry_after: in how many seconds there may be room, if that is a matter of time; None if it is not. The client tries
+            streams again by itself, not before that.
+    """
 
     reason = "RESOURCE_EXHAUSTED"
     grpc_code = "RESOURCE_EXHAUSTED"
     http_status = 507
+    retry_after: float | None = None
 
 
 class DataLoss(WeighbridgeError):

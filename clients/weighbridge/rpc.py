@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -25,12 +25,13 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.pieces import Carried
+from weighbridge.striping import STRIPE_BYTES
 from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 SERVER_VARIABLE = "WEIGHBRIDGE_SERVER"
-MESSAGE_BYTES = 1 << 20
-"""Payload of one message: with Python's protobuf, larger messages are slower."""
+MESSAGE_BYTES = STRIPE_BYTES
+"""Payload of one message, and the most that there may be: with Python's protobuf, larger messages are slower."""
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either side accepts: a layout of some 500,000 shards, or a model's tokenizer."""
 CALL_SECONDS = 60.0
@@ -59,9 +60,15 @@ def server_address(server: str | None) -> str:
     return server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
 
 
-def open_channel(server: str) -> grpc.Channel:
-    """A channel to the service; connects when first used."""
-    return grpc.insecure_channel(server, options=CHANNEL_OPTIONS)
+def open_channel(server: str, *, shared: bool = True) -> grpc.Channel:
+    """A channel to the service; connects when first used.
+
+    Args:
+        server: its address.
+        shared: whether it may share a connection with other channels to this address.
+    """
+    options = CHANNEL_OPTIONS if shared else (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+    return grpc.insecure_channel(server, options=options)
 
 
 @contextmanager
@@ -76,12 +83,17 @@ def translated_errors(server: str) -> Iterator[None]:
 def _translate(error: Any, server: str) -> WeighbridgeError:
     status = rpc_status.from_call(error)
     if status is not None:
-        info = error_details_pb2.ErrorInfo()
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        for detail in status.details:
+            detail.Unpack(retry)
         for detail in status.details:
             if detail.Unpack(info):
                 kind = BY_REASON.get(info.reason, WeighbridgeError)
                 details = [info.metadata[key] for key in sorted(info.metadata) if key.startswith("detail")]
-                return kind(status.message, fix=info.metadata.get("fix", ""), details=details)
+                known = kind(status.message, fix=info.metadata.get("fix", ""), details=details)
+                if isinstance(known, ResourceExhausted) and retry.HasField("retry_delay"):
+                    known.retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+                return known
     code, text = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(
@@ -117,17 +129,27 @@ class Patience:
         """A try has got on."""
         self._tries = 0
 
-    def wait(self) -> bool:
-        """Pause before the next try; False, at once, if there should be none."""
+    def wait(self, at_least: float = 0.0) -> bool:
+        """Pause before the next try, for ``at_least`` so many seconds; False, at once, if there should be none."""
         now = time.monotonic()
         if self._tries == 0:
             self._failing_since = now
         pause = min(0.1 * 2 ** min(self._tries, 5), self._longest) * random.uniform(0.5, 1.0)
+        pause = max(pause, at_least * random.uniform(1.0, 1.25))  # not all at once
         if now + pause > self._failing_since + self._seconds:
             return False
         self._tries += 1
         time.sleep(pause)
         return True
+
+    def wait_after(self, error: WeighbridgeError) -> bool:
+        """Pause before trying again what has failed so; False, at once, if there should be no other try.
+
+        What broke on its way is tried again, and what had no room if the service has said when: not before that.
+        """
+        if isinstance(error, ResourceExhausted) and error.retry_after is not None:
+            return self.wait(error.retry_after)
+        return isinstance(error, Unavailable | DataLoss) and self.wait()
 
 
 def retried(call: Callable[[], T], *, seconds: float) -> T:
@@ -162,40 +184,3 @@ def checked(piece: Carried[P], expected_offset: int) -> memoryview:
     if checksum(data) != fields.checksum:
         raise DataLoss(f"the piece at byte {fields.offset} does not agree with its checksum")
     return data
-
-
-def resumed_stream(
-    open_at: Callable[[int], Iterable[Carried[P]]],
-    server: str,
-    *,
-    on_header: Callable[[checkpoint_service_pb2.StreamHeader], None],
-    retry_seconds: float,
-) -> Iterator[memoryview]:
-    """The pieces of a stream from the service, in order and checked; opened again where it broke.
-
-    Args:
-        open_at: opens the stream at a byte offset.
-        server: for messages.
-        on_header: is called with the header of each (re)opened stream, before its first piece.
-        retry_seconds: how long a stream may make no progress before its error is raised.
-    """
-    position = 0
-    total = -1
-    patience = Patience(retry_seconds)
-    while total < 0 or position < total:
-        try:
-            with translated_errors(server):
-                for piece in open_at(position):
-                    if piece.message.HasField("header"):
-                        total = piece.message.header.stream_bytes
-                        on_header(piece.message.header)
-                    data = checked(piece, position)
-                    position += len(data)
-                    if data:
-                        patience.renew()
-                    yield data
-            if position < total or total < 0:
-                raise DataLoss(f"the stream ended after {position} of {total} bytes")
-        except (Unavailable, DataLoss):
-            if not patience.wait():
-                raise

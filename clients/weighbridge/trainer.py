@@ -9,18 +9,19 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from weighbridge import dtypes, hf_folder, pieces, rpc, safetensors_files, wire
+import grpc
+
+from weighbridge import bulk, dtypes, hf_folder, pieces, rpc, safetensors_files, wire
 from weighbridge.client import Client
 from weighbridge.errors import (
     AlreadyExists,
     DataLoss,
     DeadlineExceeded,
     InvalidArgument,
-    Unavailable,
     WeighbridgeError,
 )
 from weighbridge.folder_weights import FolderWeights
@@ -28,6 +29,7 @@ from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.local_lane import GRPC, LOCAL, WriteLoan
 from weighbridge.push_sources import OpenSource, ShardSource, StagingPool, StreamSource, TensorSource
 from weighbridge.resources import Model, Version, VersionState
+from weighbridge.striping import Striping
 from weighbridge.tensor_stream import StreamWriter
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 from weighbridge.v1 import checkpoint_service_pb2_grpc, resources_pb2
@@ -143,8 +145,7 @@ class TrainerClient(Client):
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         run: name of the training run, the same on all ranks; part of the version's lineage.
-        retry_seconds: how long to keep trying when the service cannot be reached.
-        lane: as for `Client`.
+        retry_seconds, lane, connections: as for `Client`.
     """
 
     def __init__(
@@ -154,8 +155,9 @@ class TrainerClient(Client):
         run: str = "default",
         retry_seconds: float = 60.0,
         lane: str | None = None,
+        connections: int | None = None,
     ) -> None:
-        super().__init__(server, retry_seconds=retry_seconds, lane=lane)
+        super().__init__(server, retry_seconds=retry_seconds, lane=lane, connections=connections)
         self.run = run
         self._staging = StagingPool()
         self._lock = threading.Lock()
@@ -166,24 +168,6 @@ class TrainerClient(Client):
     @cached_property
     def _checkpoints(self) -> checkpoint_service_pb2_grpc.CheckpointServiceStub:
         return checkpoint_service_pb2_grpc.CheckpointServiceStub(self._channel)
-
-    @cached_property
-    def _push(self) -> Callable[[Iterator[bytes]], pb.PushResponse]:
-        return self._channel.stream_unary(
-            "/weighbridge.v1.CheckpointService/Push",
-            request_serializer=bytes,  # they are encoded already
-            response_deserializer=pb.PushResponse.FromString,
-        )
-
-    @cached_property
-    def _restore(self) -> Callable[[pb.RestoreRequest], Iterable[pieces.Carried[pb.RestoreResponse]]]:
-        method: Callable[[pb.RestoreRequest], Iterable[pieces.Carried[pb.RestoreResponse]]]
-        method = self._channel.unary_stream(
-            "/weighbridge.v1.CheckpointService/Restore",
-            request_serializer=pb.RestoreRequest.SerializeToString,
-            response_deserializer=pieces.decoder(pb.RestoreResponse),
-        )
-        return method
 
     def register_model(self, model: str, hf_dir: str | Path, *, dtype: str = "") -> Model:
         """Register a model by a Hugging Face folder: its ``config.json``, tokenizer and so on, not its weights.
@@ -463,10 +447,15 @@ class TrainerClient(Client):
         while missing:
             try:
                 with rpc.translated_errors(self.server):
-                    self._push(_messages(header, source, missing))
+                    bulk.send(
+                        "/weighbridge.v1.CheckpointService/Push",
+                        partial(_messages, header, source, missing),
+                        self._bulk,
+                        sum(end - start for start, end in missing),
+                    )
                 return
-            except (Unavailable, DataLoss):
-                if not patience.wait():
+            except WeighbridgeError as error:
+                if not patience.wait_after(error):
                     raise
                 state = self._call(
                     self._checkpoints.GetPushState,
@@ -532,12 +521,24 @@ class TrainerClient(Client):
         message = wire.layout_to_proto(layout, wire.MEGATRON)
         resolved: list[Version] = []
 
-        def open_at(offset: int) -> Iterable[pieces.Carried[pb.RestoreResponse]]:
+        def open_at(
+            channel: grpc.Channel, striping: Striping, offset: int
+        ) -> Iterable[pieces.Carried[pb.RestoreResponse]]:
+            restore = channel.unary_stream(
+                "/weighbridge.v1.CheckpointService/Restore",
+                request_serializer=pb.RestoreRequest.SerializeToString,
+                response_deserializer=pieces.decoder(pb.RestoreResponse),
+            )
             # once the ref is resolved, a stream that is opened again stays with that version
             wanted = str(resolved[0].number) if resolved else str(version)
-            return self._restore(
-                pb.RestoreRequest(model=model, version=wanted, layout=message, offset=offset)
+            request = pb.RestoreRequest(
+                model=model,
+                version=wanted,
+                layout=message,
+                offset=offset,
+                striping=wire.striping_to_proto(striping),
             )
+            return cast("Iterable[pieces.Carried[pb.RestoreResponse]]", restore(request))
 
         def on_header(header: pb.StreamHeader) -> None:
             if header.stream_bytes != layout.nbytes:
@@ -547,8 +548,12 @@ class TrainerClient(Client):
             resolved.append(wire.version_from_proto(header.version))
 
         writer = StreamWriter(layout, tensor_for)
-        stream = rpc.resumed_stream(
-            open_at, self.server, on_header=on_header, retry_seconds=self.retry_seconds
+        stream = bulk.receive(
+            open_at,
+            self._bulk,
+            nbytes=layout.nbytes,
+            on_header=on_header,
+            retry_seconds=self.retry_seconds,
         )
         for data in stream:
             for index, _ in writer.feed(data):
@@ -597,13 +602,13 @@ class _Delivery:
 
 
 def _messages(
-    header: pb.PushHeader, source: StreamSource, ranges: Sequence[tuple[int, int]]
+    header: pb.PushHeader, source: StreamSource, ranges: Sequence[tuple[int, int]], striping: Striping
 ) -> Iterator[bytes]:
     yield pb.PushRequest(header=header).SerializeToString()
-    for start, end in ranges:
-        for offset in range(start, end, rpc.MESSAGE_BYTES):
-            data = source.read(offset, min(offset + rpc.MESSAGE_BYTES, end))
-            yield pieces.encode(pb.PushRequest(offset=offset, checksum=rpc.checksum(data)), data)
+    for begin, end in ranges:
+        for start, stop in striping.messages(begin, end):
+            data = source.read(start, stop)
+            yield pieces.encode(pb.PushRequest(offset=start, checksum=rpc.checksum(data)), data)
 
 
 def _gaps(received: Sequence[tuple[int, int]], total: int) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,8 @@ from weighbridge.errors import InvalidArgument, LayoutError
 from weighbridge.layouts import MAX_TENSORS, Layout, Shard, TensorSpec, check_spec
 from weighbridge.resources import Model, Retention, Version, VersionState
 from weighbridge.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
-from weighbridge.v1 import resources_pb2, weight_service_pb2
+from weighbridge.striping import MOST_CALLS, WHOLE, Striping
+from weighbridge.v1 import checkpoint_service_pb2, resources_pb2, weight_service_pb2
 
 MEGATRON = resources_pb2.TENSOR_SPACE_MEGATRON
 HUGGING_FACE = resources_pb2.TENSOR_SPACE_HUGGING_FACE
@@ -149,6 +150,32 @@ def request_from_proto(message: weight_service_pb2.LayoutRequest) -> LayoutReque
     if kind == "boxes":
         return Boxes(tuple((box.tensor, tuple(box.offset), tuple(box.extent)) for box in message.boxes.boxes))
     return FullTensors(tuple(message.full.names))
+
+
+def striping_to_proto(striping: Striping) -> checkpoint_service_pb2.Striping | None:
+    """The part of a stream that a call brings; None for all of it."""
+    if striping == WHOLE:
+        return None
+    return checkpoint_service_pb2.Striping(count=striping.count, index=striping.index)
+
+
+def striping_from_proto(
+    request: weight_service_pb2.PullRequest | checkpoint_service_pb2.RestoreRequest,
+) -> Striping:
+    """The part of a stream that a request is for.
+
+    Raises:
+        InvalidArgument: there is no such part.
+    """
+    if not request.HasField("striping"):
+        return WHOLE
+    count, index = request.striping.count, request.striping.index
+    if not index < count <= MOST_CALLS:
+        raise InvalidArgument(
+            f"no stream is spread over {count} calls of which one has the number {index}",
+            fix=f"ask for 1 to {MOST_CALLS} calls, numbered from 0",
+        )
+    return Striping(count, index)
 
 
 def state_to_proto(state: VersionState) -> resources_pb2.VersionState.ValueType:

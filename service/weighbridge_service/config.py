@@ -23,6 +23,8 @@ class ServiceConfig:
         exports: folder under which exports that are asked for over HTTP are written; by default ``exports`` in the
             scratch folder.
         memory_budget: most bytes of shared memory for images; what does not fit goes to files in the scratch folder.
+        byte_budget: most bytes of weights in flight over gRPC: being gathered or sent, or received and not yet in their place.
+        budget_wait: seconds that a stream without a deadline waits for room in the byte budget.
         read_cache: most bytes on disk, in the scratch folder, of what pulls have brought from a store that is no folder.
         redirect_downloads: whether clients of the Hub's protocol are sent to the store itself for large files, if it can sign
             URLs.
@@ -41,14 +43,16 @@ class ServiceConfig:
         drain_seconds: how long shutting down waits for pushes and publications that are under way.
         collect_every: seconds between two collections of what need not be kept, on average; 0 for none.
         grace_seconds: how long a version can still be read after it was taken out of history; the same for all replicas.
-        grpc_workers: most threads for gRPC calls, made as needed; each running push, pull and watch takes one. A quarter of
-            them may be watches.
+        grpc_workers: most threads for gRPC calls, made as needed; a quarter of them may be watches. Running pushes, pulls and
+            restores have as many again, each takes one, and so has what replicas pass on.
     """
 
     store: Path | str
     scratch: Path | None = None
     exports: Path | None = None
     memory_budget: int = 8 << 30
+    byte_budget: int = 256 << 20
+    budget_wait: float = 30.0
     read_cache: int = 16 << 30
     redirect_downloads: bool = False
     local_socket: str = "auto"

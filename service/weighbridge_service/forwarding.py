@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import grpc
 
 from weighbridge import pieces, rpc
-from weighbridge.errors import DataLoss, Unavailable, VersionFailed, WeighbridgeError
+from weighbridge.errors import VersionFailed, WeighbridgeError
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 from weighbridge_service.declaring import Home
 
@@ -61,8 +61,8 @@ class Peers:
                 with rpc.translated_errors(home.address):
                     self._method(home.address)(_messages(header, batch))
                 return
-            except (Unavailable, DataLoss):
-                if not wanted() or not patience.wait():
+            except WeighbridgeError as error:
+                if not wanted() or not patience.wait_after(error):
                     raise
 
     def _method(self, address: str) -> Callable[[Iterator[bytes]], pb.PushResponse]:

@@ -12,7 +12,7 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from weighbridge.errors import WeighbridgeError
+from weighbridge.errors import ResourceExhausted, WeighbridgeError
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,18 @@ def to_status(error: WeighbridgeError) -> Any:
     info = error_details_pb2.ErrorInfo(
         reason=error.reason, domain=_DOMAIN, metadata={"fix": _cut(error.fix, _LONGEST_DETAIL), **details}
     )
-    packed = any_pb2.Any()
-    packed.Pack(info)
+    packed = [any_pb2.Any()]
+    packed[0].Pack(info)
+    if isinstance(error, ResourceExhausted) and error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(round(error.retry_after * 1000))
+        packed.append(any_pb2.Any())
+        packed[1].Pack(retry)
     return rpc_status.to_status(
         status_pb2.Status(
             code=code_pb2.Code.Value(error.grpc_code),
             message=_cut(error.message, _LONGEST_MESSAGE),
-            details=[packed],
+            details=packed,
         )
     )
 
@@ -108,6 +113,10 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             # a caller that has gone is told nothing; neither is one whose own stream broke while it was being read
             if not context.is_active() or isinstance(error, grpc.RpcError):
                 self._count(method, "CANCELLED")
+                if isinstance(error, WeighbridgeError):
+                    context.abort_with_status(
+                        to_status(error)
+                    )  # for grpc, which logs whatever else is raised
                 raise
             if isinstance(error, WeighbridgeError):
                 known = error

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from typing import TypeVar
+from contextlib import contextmanager
 
 import grpc
 
-from weighbridge import pieces, rpc, wire
+from weighbridge import pieces, wire
 from weighbridge.errors import InvalidArgument, ResourceExhausted
 from weighbridge.v1 import (
     checkpoint_service_pb2,
@@ -21,21 +20,17 @@ from weighbridge.v1 import (
     weight_service_pb2,
     weight_service_pb2_grpc,
 )
+from weighbridge_service.bulk_streams import BulkStreams, received, sent
+from weighbridge_service.byte_budget import Direction
 from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.megatron_layouts import TrainerRank
-from weighbridge_service.reading import Reading
 from weighbridge_service.service import Weighbridge
-from weighbridge_service.serving import Serving
 from weighbridge_service.tensor_spaces import MEGATRON, space_of
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
 _MARGIN = 0.25
 """Seconds by which a wait ends before the caller's deadline, so that the answer says what was missing."""
-
-_NOTHING = rpc.checksum(b"")
-
-R = TypeVar("R", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
 
 
 def _page(size: int) -> int:
@@ -58,7 +53,7 @@ class Places:
         """How long a call may wait for something; 0 if too many are waiting already: it can come again."""
         free = self.waits.acquire(blocking=False)
         try:
-            yield _patience(context, without) if free else 0.0
+            yield patience(context, without) if free else 0.0
         finally:
             if free:
                 self.waits.release()
@@ -80,7 +75,7 @@ class Places:
             self.watches.release()
 
 
-def _patience(context: grpc.ServicerContext, without: float) -> float:
+def patience(context: grpc.ServicerContext, without: float) -> float:
     """How long a call may wait: almost until its deadline, or ``without`` one."""
     left: float | None = context.time_remaining()  # None without a deadline, whatever the stubs say
     return without if left is None or left > without else max(left - _MARGIN, 0.0)
@@ -221,8 +216,9 @@ class ModelHandlers(model_service_pb2_grpc.ModelServiceServicer):
 class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
     """`CheckpointService`."""
 
-    def __init__(self, service: Weighbridge, places: Places) -> None:
+    def __init__(self, service: Weighbridge, places: Places, streams: BulkStreams) -> None:
         self._places = places
+        self._streams = streams
         self._intake = service.intake
         self._serving = service.serving
 
@@ -269,13 +265,14 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         if first is None or not first.message.HasField("header"):
             raise InvalidArgument("the first message of a push has no header")
         header = first.message.header
-        received = ((m.message.offset, m.data, m.message.checksum) for m in request_iterator)
-        if header.claim:
-            count = self._intake.take_forwarded(
-                header.model, header.number, header.rank, header.claim, received
-            )
-        else:
-            count = self._intake.write(header.model, header.number, header.rank, header.client_id, received)
+        with self._streams.admit(Direction.FORWARDED if header.claim else Direction.IN, context) as share:
+            data = received(request_iterator, share)
+            if header.claim:
+                count = self._intake.take_forwarded(
+                    header.model, header.number, header.rank, header.claim, data
+                )
+            else:
+                count = self._intake.write(header.model, header.number, header.rank, header.client_id, data)
         return checkpoint_service_pb2.PushResponse(received_bytes=count)
 
     def GetPushState(
@@ -304,9 +301,10 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
     ) -> Iterator[checkpoint_service_pb2.RestoreResponse | bytes]:
         if space_of(request.layout.space) != MEGATRON:
             raise InvalidArgument("a layout to restore is in Megatron-core's tensor space")
-        layout = wire.layout_from_proto(request.layout)
-        reading = self._serving.restore(request.model, request.version, layout, request.offset)
-        yield from _stream(reading, checkpoint_service_pb2.RestoreResponse, self._serving)
+        layout, striping = wire.layout_from_proto(request.layout), wire.striping_from_proto(request)
+        with self._streams.admit(Direction.OUT, context) as share:
+            reading = self._serving.restore(request.model, request.version, layout, request.offset, striping)
+            yield from sent(reading, checkpoint_service_pb2.RestoreResponse, share, self._serving.count)
 
     def DescribeShards(
         self, request: checkpoint_service_pb2.DescribeShardsRequest, context: grpc.ServicerContext
@@ -328,8 +326,9 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
 class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):
     """`WeightService`."""
 
-    def __init__(self, service: Weighbridge) -> None:
+    def __init__(self, service: Weighbridge, streams: BulkStreams) -> None:
         self._serving = service.serving
+        self._streams = streams
 
     def PlanPull(
         self, request: weight_service_pb2.PlanPullRequest, context: grpc.ServicerContext
@@ -346,14 +345,12 @@ class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):
     def Pull(  # type: ignore[override]
         self, request: weight_service_pb2.PullRequest, context: grpc.ServicerContext
     ) -> Iterator[weight_service_pb2.PullResponse | bytes]:
-        reading = self._serving.pull(
-            request.model,
-            request.version,
-            wire.request_from_proto(request.layout),
-            request.offset,
-            request.dtype,
-        )
-        yield from _stream(reading, weight_service_pb2.PullResponse, self._serving)
+        layout, striping = wire.request_from_proto(request.layout), wire.striping_from_proto(request)
+        with self._streams.admit(Direction.OUT, context) as share:
+            reading = self._serving.pull(
+                request.model, request.version, layout, request.offset, request.dtype, striping
+            )
+            yield from sent(reading, weight_service_pb2.PullResponse, share, self._serving.count)
 
 
 class LocalLaneHandlers(local_lane_pb2_grpc.LocalLaneServiceServicer):
@@ -368,14 +365,3 @@ class LocalLaneHandlers(local_lane_pb2_grpc.LocalLaneServiceServicer):
         return local_lane_pb2.GetLocalLaneResponse(
             socket=self._lane.path, service_id=self._lane.service_id, unavailable=self._lane.unavailable
         )
-
-
-def _stream(reading: Reading, response: type[R], serving: Serving) -> Iterator[R | bytes]:
-    header = checkpoint_service_pb2.StreamHeader(
-        version=wire.version_to_proto(reading.version), stream_bytes=reading.layout.nbytes
-    )
-    with closing(reading):
-        yield response(header=header, offset=reading.offset, checksum=_NOTHING)
-        for piece in reading.pieces():
-            serving.count(len(piece.data))
-            yield pieces.encode(response(offset=piece.offset, checksum=piece.checksum), piece.data)

@@ -20,6 +20,7 @@ from weighbridge.v1 import (
     weight_service_pb2,
     weight_service_pb2_grpc,
 )
+from weighbridge_service.bulk_streams import BulkStreams
 from weighbridge_service.grpc_carrying import CarryingInterceptor
 from weighbridge_service.grpc_errors import ErrorInterceptor
 from weighbridge_service.grpc_handlers import (
@@ -28,6 +29,7 @@ from weighbridge_service.grpc_handlers import (
     ModelHandlers,
     Places,
     WeightHandlers,
+    patience,
 )
 from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.metrics import Metrics
@@ -55,20 +57,27 @@ class GrpcServer:
     """
 
     def __init__(self, service: Weighbridge, metrics: Metrics, lane: LaneServer, address: str) -> None:
-        self._pool = ThreadPoolExecutor(service.config.grpc_workers, thread_name_prefix="grpc")
+        workers = service.config.grpc_workers
+        # streams keep their threads for long: clients' and replicas' have as many again, and other calls find theirs free
+        self._pool = ThreadPoolExecutor(3 * workers, thread_name_prefix="grpc")
         self._server = grpc.server(
             self._pool,
             interceptors=[ErrorInterceptor(metrics.count_call), CarryingInterceptor()],
             options=_OPTIONS,
         )
-        places = Places(service.config.grpc_workers)
+        places = Places(workers)
+        streams = BulkStreams(
+            service.byte_budget, workers, lambda context: patience(context, service.config.budget_wait)
+        )
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(
             ModelHandlers(service, places), self._server
         )
         checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(
-            CheckpointHandlers(service, places), self._server
+            CheckpointHandlers(service, places, streams), self._server
         )
-        weight_service_pb2_grpc.add_WeightServiceServicer_to_server(WeightHandlers(service), self._server)
+        weight_service_pb2_grpc.add_WeightServiceServicer_to_server(
+            WeightHandlers(service, streams), self._server
+        )
         local_lane_pb2_grpc.add_LocalLaneServiceServicer_to_server(LocalLaneHandlers(lane), self._server)
         names = [
             module.DESCRIPTOR.services_by_name[name].full_name

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from weighbridge.resources import VersionState
+from weighbridge_service.byte_budget import Direction
 from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.service import Weighbridge
 
@@ -56,6 +57,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             "weighbridge_local_clients", "Processes connected to the local socket.", value=self._lane.clients
         )
+        yield from self._in_flight()
         versions = GaugeMetricFamily(
             "weighbridge_versions", "Versions this process knows of.", labels=["state"]
         )
@@ -117,6 +119,24 @@ class Metrics(Collector):
             "Pulls, restores, exports and downloads that read from the store.",
             value=service.store_readers.count,
         )
+
+    def _in_flight(self) -> Iterator[Metric]:
+        found = self._service.byte_budget.in_flight
+        nbytes = GaugeMetricFamily(
+            "weighbridge_bytes_in_flight",
+            "Bytes of the byte budget that streams over gRPC hold.",
+            labels=["direction"],
+        )
+        waiting = GaugeMetricFamily(
+            "weighbridge_streams_waiting",
+            "Streams over gRPC that wait for room in the byte budget.",
+            labels=["direction"],
+        )
+        for direction in Direction:
+            nbytes.add_metric([direction.value], found.nbytes[direction])
+            waiting.add_metric([direction.value], found.waiting[direction])
+        yield nbytes
+        yield waiting
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""

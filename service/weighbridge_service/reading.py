@@ -12,6 +12,7 @@ from weighbridge.layouts import Layout
 from weighbridge.pieces import Buffer
 from weighbridge.resources import Version
 from weighbridge.safetensors_files import FilesLayout
+from weighbridge.striping import Striping
 from weighbridge_service.read_ahead import StreamReader
 from weighbridge_storage.file_bytes import FileBytes
 from weighbridge_storage.images import Lease, together
@@ -72,11 +73,13 @@ class Reading:
         version: which version it comes from.
         layout: what is in it.
         offset: the byte at which it begins.
+        striping: which part of it is sent.
     """
 
     version: Version
     layout: Layout
     offset: int
+    striping: Striping
     _opened: OpenVersion
     _reader: StreamReader
     _gather: Callable[[int, int], Buffer]
@@ -93,12 +96,17 @@ class Reading:
         self._reader.close()
         self._opened.close()
 
-    def pieces(self) -> Iterator[Piece]:
-        """The rest of the stream from its offset on; the version stays open until the last piece is taken."""
+    def pieces(self, make_room: Callable[[int], None] = lambda _: None) -> Iterator[Piece]:
+        """The rest of the stream from its offset on; the version stays open until the last piece is taken.
+
+        Args:
+            make_room: is called with the size of each piece before it is read.
+        """
         with closing(self):
-            position, end = self.offset, self.layout.nbytes
-            while position < end:
-                length = min(rpc.MESSAGE_BYTES, end - position)
-                data = self._gather(position, length)
-                yield Piece(position, data, rpc.checksum(data))
-                position += length
+            for start, stop in self.striping.messages(self.offset, self.layout.nbytes):
+                make_room(stop - start)
+                yield self._piece(start, stop)
+
+    def _piece(self, start: int, stop: int) -> Piece:
+        data = self._gather(start, stop - start)
+        return Piece(start, data, rpc.checksum(data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weighbridge_service.byte_budget import ByteBudget
 from weighbridge_service.catalog import Catalog
 from weighbridge_service.collecting import Collecting
 from weighbridge_service.config import ServiceConfig
@@ -34,6 +35,7 @@ class Weighbridge:
         serving: versions on their way out.
         collecting: which versions are kept.
         images: where versions are put together.
+        byte_budget: what may be in flight over gRPC.
         read_cache: what was brought from a store that is no folder.
         store_readers: who is reading from the store.
     """
@@ -41,6 +43,7 @@ class Weighbridge:
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
         grace = config.grace
+        self.byte_budget = ByteBudget(config.byte_budget)
         scratch = config.scratch_folder / ".images"
         scratch.mkdir(parents=True, exist_ok=True)
         self.read_cache = BlockCache(scratch, config.read_cache)

@@ -15,6 +15,7 @@ from weighbridge.pieces import Buffer
 from weighbridge.resources import Version, VersionState
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge.slices import LayoutRequest
+from weighbridge.striping import WHOLE, Striping
 from weighbridge_service.casting import Casting, cast_specs
 from weighbridge_service.catalog import Catalog
 from weighbridge_service.megatron_layouts import TrainerRank, megatron_layout
@@ -99,14 +100,22 @@ class Serving:
         layout = model.pull_layout(request)
         return found, self._casting(model, layout, dtype).layout if dtype else layout
 
-    def pull(self, name: str, version: str, request: LayoutRequest, offset: int, dtype: str = "") -> Reading:
-        """Slices of a version as a stream, from byte ``offset`` on; cast, if a dtype is named."""
+    def pull(
+        self,
+        name: str,
+        version: str,
+        request: LayoutRequest,
+        offset: int,
+        dtype: str = "",
+        striping: Striping = WHOLE,
+    ) -> Reading:
+        """Slices of a version as a stream, from byte ``offset`` on, or a part of it; cast, if a dtype is named."""
         model_name = ModelName.parse(name)
         model = self._catalog.state(model_name).model
         layout = model.pull_layout(request)
         casting = self._casting(model, layout, dtype) if dtype else None
         opened = self._open(model_name, version)
-        return self._reading(opened, layout, offset, casting, model.pull_transfer)
+        return self._reading(opened, layout, (offset, striping), casting, model.pull_transfer)
 
     def lend(self, name: str, version: str, request: LayoutRequest) -> LentVersion:
         """Slices of a version where they lie, for a process of this machine.
@@ -138,12 +147,14 @@ class Serving:
         target, kept = dtypes.parse(dtype), model.bridge.keep_in_fp32
         return self._casts.get_or_make((layout.digest, target, kept), lambda: Casting(layout, target, kept))
 
-    def restore(self, name: str, version: str, layout: Layout, offset: int) -> Reading:
-        """The shards of a trainer rank as a stream, from byte ``offset`` on."""
+    def restore(
+        self, name: str, version: str, layout: Layout, offset: int, striping: Striping = WHOLE
+    ) -> Reading:
+        """The shards of a trainer rank as a stream, from byte ``offset`` on, or a part of it."""
         model_name = ModelName.parse(name)
         model = self._catalog.state(model_name).model
         opened = self._open(model_name, version)
-        return self._reading(opened, layout, offset, None, model.restore_transfer)
+        return self._reading(opened, layout, (offset, striping), None, model.restore_transfer)
 
     def forget_deleted(self, name: ModelName, head: Head) -> None:
         """Let go of files of versions that cannot be read any more: a folder keeps their room as long as they are mapped."""
@@ -207,7 +218,7 @@ class Serving:
         self,
         opened: OpenVersion,
         layout: Layout,
-        offset: int,
+        part: tuple[int, Striping],
         casting: Casting | None,
         transfer_of: Callable[[Layout, Layout], Transfer],
     ) -> Reading:
@@ -224,7 +235,5 @@ class Serving:
                 return reader.gather(offset, length)
 
         if casting is None:
-            return Reading(opened.version, layout, offset, opened, reader, gather)
-        return Reading(
-            opened.version, casting.layout, offset, opened, reader, partial(casting.gather, gather)
-        )
+            return Reading(opened.version, layout, *part, opened, reader, gather)
+        return Reading(opened.version, casting.layout, *part, opened, reader, partial(casting.gather, gather))

@@ -61,6 +61,14 @@ class StoreLocation(click.Path):
     help="Most shared memory for weights in transit; what does not fit goes to files in the scratch folder.",
 )
 @click.option(
+    "--byte-budget",
+    metavar="SIZE",
+    callback=size,
+    default="256MiB",
+    show_default=True,
+    help="Most memory for weights on their way through gRPC; streams wait for room in it.",
+)
+@click.option(
     "--read-cache",
     metavar="SIZE",
     callback=size,
@@ -145,6 +153,7 @@ def serve_command(
     grpc: str,
     http: str,
     memory_budget: int,
+    byte_budget: int,
     read_cache: int,
     local_socket: str,
     receive_timeout: float,
@@ -167,6 +176,7 @@ def serve_command(
         scratch=scratch,
         exports=exports,
         memory_budget=memory_budget,
+        byte_budget=byte_budget,
         read_cache=read_cache,
         local_socket=local_socket,
         receive_timeout=receive_timeout,

@@ -152,6 +152,7 @@ class PushRequest(_message.Message):
     offset: _builtins.int
     """Where in the rank's stream the data belongs."""
     data: _builtins.bytes
+    """At most 1 MiB (1,048,576 bytes)."""
     checksum: _builtins.int
     """XXH3, 64 bits, of the data."""
     @_builtins.property
@@ -403,6 +404,7 @@ class RestoreRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    STRIPING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A number or a ref."""
@@ -410,6 +412,10 @@ class RestoreRequest(_message.Message):
     """Where in the stream to begin."""
     @_builtins.property
     def layout(self) -> _resources_pb2.Layout: ...
+    @_builtins.property
+    def striping(self) -> Global___Striping:
+        """Which part of the stream this call brings; absent for all of it."""
+
     def __init__(
         self,
         *,
@@ -417,10 +423,11 @@ class RestoreRequest(_message.Message):
         version: _builtins.str = ...,
         layout: _resources_pb2.Layout | None = ...,
         offset: _builtins.int = ...,
+        striping: Global___Striping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "striping", b"striping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model", "offset", b"offset", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model", "offset", b"offset", "striping", b"striping", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -464,7 +471,11 @@ class StreamHeader(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     STREAM_BYTES_FIELD_NUMBER: _builtins.int
+    STRIPED_OVER_FIELD_NUMBER: _builtins.int
     stream_bytes: _builtins.int
+    """Of the whole stream, whatever part of it this call brings."""
+    striped_over: _builtins.int
+    """Calls over which the stream is spread, as asked for. 0 comes from a service that knows no striping, and sends all of it."""
     @_builtins.property
     def version(self) -> _resources_pb2.Version: ...
     def __init__(
@@ -472,14 +483,44 @@ class StreamHeader(_message.Message):
         *,
         version: _resources_pb2.Version | None = ...,
         stream_bytes: _builtins.int = ...,
+        striped_over: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["stream_bytes", b"stream_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stream_bytes", b"stream_bytes", "striped_over", b"striped_over", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamHeader: _TypeAlias = StreamHeader  # noqa: Y015
+
+@_typing.final
+class Striping(_message.Message):
+    """One of several calls that bring one stream together, each over a connection of its own. The stream is cut, from its first
+    byte on, into stripes of 1 MiB (1,048,576 bytes); the call brings those whose number, divided by count, leaves index.
+    No message crosses the end of a stripe.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    """Calls in all, 1 to 16."""
+    index: _builtins.int
+    """Which of them, from 0."""
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Striping: _TypeAlias = Striping  # noqa: Y015
 
 @_typing.final
 class DescribeShardsRequest(_message.Message):

@@ -291,6 +291,7 @@ class PullRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    STRIPING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     offset: _builtins.int
@@ -299,6 +300,10 @@ class PullRequest(_message.Message):
     """As in PlanPullRequest; the offset counts bytes of the cast stream."""
     @_builtins.property
     def layout(self) -> Global___LayoutRequest: ...
+    @_builtins.property
+    def striping(self) -> _checkpoint_service_pb2.Striping:
+        """Which part of the stream this call brings; absent for all of it."""
+
     def __init__(
         self,
         *,
@@ -307,10 +312,11 @@ class PullRequest(_message.Message):
         layout: Global___LayoutRequest | None = ...,
         offset: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        striping: _checkpoint_service_pb2.Striping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "striping", b"striping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "layout", b"layout", "model", b"model", "offset", b"offset", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "layout", b"layout", "model", b"model", "offset", b"offset", "striping", b"striping", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,251 @@
+"""How streams of weights travel: over connections of their own, several for a large one, each resumed where it broke.
+
+Calls that carry no weights have another connection (`rpc.open_channel`), so they never stand in line behind a megabyte.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+
+from weighbridge import rpc
+from weighbridge.errors import DataLoss, InvalidArgument, WeighbridgeError
+from weighbridge.pieces import Carried
+from weighbridge.striping import MOST_CALLS, STRIPE_BYTES, WHOLE, Striping, calls_for
+from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
+
+_AHEAD = 4
+"""Messages of one call that wait to be put in order."""
+
+P = TypeVar("P", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
+OpenStream = Callable[[grpc.Channel, Striping, int], Iterable[Carried[P]]]
+"""Opens a part of a stream at a byte offset, over this channel."""
+OnHeader = Callable[[checkpoint_service_pb2.StreamHeader], None]
+
+
+class Connections:
+    """Connections to the service that carry nothing but weights. Each is made when first used; thread-safe.
+
+    Args:
+        server: the service's address.
+        most: how many there may be; 1 to 16.
+
+    Raises:
+        InvalidArgument: there cannot be so many.
+    """
+
+    def __init__(self, server: str, most: int) -> None:
+        if not 0 < most <= MOST_CALLS:
+            raise InvalidArgument(f"{most} connections cannot be", fix=f"ask for 1 to {MOST_CALLS}")
+        self.server = server
+        self.most = most
+        self._lock = threading.Lock()
+        self._channels: list[grpc.Channel] = []
+
+    def channel(self, index: int) -> grpc.Channel:
+        """The channel with this number, from 0; no two share a connection."""
+        with self._lock:
+            while len(self._channels) <= index:
+                self._channels.append(rpc.open_channel(self.server, shared=False))
+            return self._channels[index]
+
+    def close(self) -> None:
+        """Close them all; what is on its way fails."""
+        with self._lock:
+            for channel in self._channels:
+                channel.close()
+
+
+def receive(
+    open_at: OpenStream[P],
+    connections: Connections,
+    *,
+    nbytes: int,
+    on_header: OnHeader,
+    retry_seconds: float,
+) -> Iterator[memoryview]:
+    """The pieces of a stream from the service, in order and checked; what broke is opened again where it did.
+
+    Args:
+        open_at: opens a part of the stream at a byte offset.
+        connections: which to use; a small stream uses one.
+        nbytes: length of the stream, as far as is known before it comes.
+        on_header: is called with the header of each (re)opened part, before its first piece; of parts other than the first
+            from other threads, and only after it was called for the first.
+        retry_seconds: how long a part may make no progress before its error is raised.
+    """
+    count = calls_for(nbytes, connections.most)
+    parts = [
+        _Part(open_at, connections, Striping(count, index), on_header, retry_seconds)
+        for index in range(count)
+    ]
+    try:
+        if count == 1:
+            yield from parts[0].pieces()
+            return
+        parts[0].start()
+        if parts[0].wait_begun():
+            for part in parts[1:]:
+                part.start()
+        else:  # the service knows no striping: all comes over the first connection
+            del parts[1:]
+        position, index = 0, 0
+        while (data := parts[index].take()) is not None:
+            yield data
+            position += len(data)
+            index = position // STRIPE_BYTES % len(parts)
+    finally:
+        for part in parts:
+            part.stop()
+
+
+class _Stopped(Exception):
+    """Nobody wants the rest."""
+
+
+class _Part:
+    """What one call of several brings. It is received in a thread of its own, a few messages ahead of who takes them."""
+
+    def __init__(
+        self,
+        open_at: OpenStream[P],
+        connections: Connections,
+        striping: Striping,
+        on_header: OnHeader,
+        retry_seconds: float,
+    ) -> None:
+        self._open_at: Callable[[grpc.Channel, Striping, int], Iterable[Carried[Any]]] = open_at
+        self._connections = connections
+        self._asked = self._striping = striping
+        self._on_header = on_header
+        self._retry_seconds = retry_seconds
+        self._changed = threading.Condition()
+        self._received: deque[memoryview] = deque()
+        self._error: BaseException | None = None
+        self._begun = self._ended = self._stopped = False
+        self._call: Any = None
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The pieces of this part, in order and checked; the call is made again where it breaks.
+
+        Raises:
+            WeighbridgeError: no progress was made for too long, or the service refuses.
+        """
+        position, total = self._asked.after(0), -1
+        patience = rpc.Patience(self._retry_seconds)
+        while total < 0 or position < total:
+            try:
+                with rpc.translated_errors(self._connections.server):
+                    for piece in self._open(position):
+                        if piece.message.HasField("header"):
+                            total = self._begin(piece.message.header)
+                        data = rpc.checked(piece, position)
+                        position = self._striping.after(position + len(data))
+                        if data:
+                            patience.renew()
+                        yield data
+                if position < total or total < 0:
+                    raise DataLoss(f"the stream ended after {position} of {total} bytes")
+            except WeighbridgeError as error:
+                if not patience.wait_after(error):
+                    raise
+
+    def _open(self, position: int) -> Iterable[Carried[Any]]:
+        with self._changed:
+            if self._stopped:
+                raise _Stopped
+            channel = self._connections.channel(self._asked.index)
+            self._call = self._open_at(channel, self._striping, position)
+            return self._call  # type: ignore[no-any-return]
+
+    def _begin(self, header: checkpoint_service_pb2.StreamHeader) -> int:
+        if header.striped_over != self._asked.count:
+            if self._asked.index:
+                raise DataLoss(f"the service has not spread the stream over {self._asked.count} calls")
+            self._striping = WHOLE
+        self._on_header(header)
+        with self._changed:
+            self._begun = True
+            self._changed.notify_all()
+        return int(header.stream_bytes)
+
+    def start(self) -> None:
+        """Begin to receive."""
+        threading.Thread(target=self._run, name="receive", daemon=True).start()
+
+    def wait_begun(self) -> bool:
+        """Wait until the stream has begun or cannot; whether it is spread over calls as was asked for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._begun or self._ended)
+            return self._begun and self._striping is self._asked
+
+    def take(self) -> memoryview | None:
+        """The next piece; None behind the last one. Raises as `pieces` does, once all that came before is taken."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._received or self._ended)
+            if self._received:
+                self._changed.notify_all()
+                return self._received.popleft()
+            if self._error is not None:
+                raise self._error
+            return None
+
+    def stop(self) -> None:
+        """Nothing more is wanted."""
+        with self._changed:
+            self._stopped = True
+            self._received.clear()
+            self._changed.notify_all()
+            if self._call is not None:
+                self._call.cancel()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            for data in self.pieces():
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopped or len(self._received) < _AHEAD)
+                    if self._stopped:
+                        return
+                    self._received.append(data)
+                    self._changed.notify_all()
+        except BaseException as raised:  # goes to whoever takes
+            error = raised
+        finally:
+            with self._changed:
+                self._ended, self._error = True, error
+                self._changed.notify_all()
+
+
+def send(
+    path: str, messages: Callable[[Striping], Iterator[bytes]], connections: Connections, nbytes: int
+) -> None:
+    """Send a stream to a method that takes its pieces in any order; returns when all of it was answered.
+
+    Args:
+        path: of the method, whose response says nothing more.
+        messages: gives the serialised messages of a part of the stream; is called for each part, and they are read from
+            several threads.
+        connections: which to use; a small stream uses one.
+        nbytes: how many are to be sent.
+
+    Raises:
+        grpc.RpcError: a part broke; the others were broken off.
+    """
+    count = calls_for(nbytes, connections.most)
+    calls: list[Any] = []
+    try:
+        for index in range(count):
+            method = connections.channel(index).stream_unary(
+                path, request_serializer=None, response_deserializer=None
+            )
+            calls.append(method.future(messages(Striping(count, index))))
+        for call in calls:
+            call.result()
+    finally:
+        for call in calls:
+            call.cancel()

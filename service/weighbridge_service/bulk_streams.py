@@ -1,0 +1,123 @@
+"""How messages with weights go through the gRPC face: so many streams at one time, and so many bytes of them in memory.
+
+Flow control of grpcio's synchronous server is that of its handlers. A handler that yields messages is asked for the next one
+when the transport has taken the one before; of a stream that is not read, one message at most is in memory. A message of a stream
+that is pushed is fetched from the transport when the handler asks for it; until then the sender is held back by HTTP/2's window.
+So room for a message is taken before it is made or asked for, and given back when the handler comes to the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TypeVar
+
+import grpc
+
+from weighbridge import pieces, rpc, wire
+from weighbridge.errors import InvalidArgument, ResourceExhausted
+from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
+from weighbridge_service.byte_budget import RETRY_SECONDS, ByteBudget, Direction, Share
+from weighbridge_service.reading import Reading
+
+R = TypeVar("R", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
+
+_NOTHING = rpc.checksum(b"")
+
+
+class BulkStreams:
+    """Who may stream weights. Thread-safe.
+
+    Args:
+        budget: what they may have in flight.
+        most: how many there may be at one time, and how many from other replicas; each keeps a thread.
+        patience: for how many seconds a call can wait now.
+    """
+
+    def __init__(
+        self, budget: ByteBudget, most: int, patience: Callable[[grpc.ServicerContext], float]
+    ) -> None:
+        self._budget = budget
+        own, forwarded = threading.BoundedSemaphore(most), threading.BoundedSemaphore(most)
+        self._places = {Direction.IN: own, Direction.OUT: own, Direction.FORWARDED: forwarded}
+        self._patience = patience
+
+    @contextmanager
+    def admit(self, direction: Direction, context: grpc.ServicerContext) -> Iterator[Share]:
+        """A place for a call, and its share of the budget.
+
+        Raises:
+            ResourceExhausted: no place is left; says when to try again.
+        """
+        places = self._places[direction]
+        if not places.acquire(blocking=False):
+            error = ResourceExhausted(
+                "there are too many pushes, pulls and restores on this service",
+                fix="try again later; if that goes on, run more replicas",
+            )
+            error.retry_after = RETRY_SECONDS
+            raise error
+        try:
+            share = self._budget.stream(direction, context.peer(), lambda: self._patience(context))
+            with closing(share):
+                context.add_callback(share.abandon)
+                yield share
+        finally:
+            places.release()
+
+
+def sent(
+    reading: Reading, response: type[R], share: Share, count: Callable[[int], None]
+) -> Iterator[R | bytes]:
+    """The messages of a stream to a client; closes the reading.
+
+    Args:
+        reading: the stream.
+        response: type of its messages.
+        share: its share of the budget.
+        count: is called with the bytes of weights of each message.
+
+    Raises:
+        ResourceExhausted: there is no room for the next message.
+    """
+    header = checkpoint_service_pb2.StreamHeader(
+        version=wire.version_to_proto(reading.version),
+        stream_bytes=reading.layout.nbytes,
+        striped_over=reading.striping.count,
+    )
+    with closing(reading):
+        yield response(header=header, offset=reading.offset, checksum=_NOTHING)
+        for piece in reading.pieces(share.take):
+            count(len(piece.data))
+            message = pieces.encode(response(offset=piece.offset, checksum=piece.checksum), piece.data)
+            del piece  # what was gathered need not wait with it until gRPC has taken the message
+            yield message
+            del message
+
+
+def received(
+    messages: Iterator[pieces.Carried[checkpoint_service_pb2.PushRequest]], share: Share
+) -> Iterator[tuple[int, memoryview, int]]:
+    """The pieces of a stream from a client: offset, data and checksum of each.
+
+    Args:
+        messages: those of the call behind the first one.
+        share: its share of the budget.
+
+    Raises:
+        InvalidArgument: a message is too large.
+        ResourceExhausted: there is no room for the next message.
+    """
+    while True:
+        share.take()
+        message = next(messages, None)
+        if message is None:
+            return
+        if len(message.data) > rpc.MESSAGE_BYTES:
+            raise InvalidArgument(
+                f"a message of {len(message.data)} bytes came; {rpc.MESSAGE_BYTES} are the most",
+                fix="cut the stream into smaller messages",
+            )
+        yield message.message.offset, message.data, message.message.checksum
+        del message
