@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ class TrainerProcess:
         """
         tensors = self._bits.of_layout(self._layout, generation=step)
 
-        def stage(indexes: list[int], stream: Layout) -> StreamSource:
+        def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
             return self._staging.stage(stream, [tensors[i] for i in indexes])
 
         _wait_until(at)
@@ -203,7 +204,7 @@ class EngineProcess:
 def _digest(tensors: list[Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for tensor in tensors:
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from weighbridge import EngineClient, TrainerClient
 
 LANES = ("grpc", "local", "auto")
 
 
-def takes_lane(client: type[TrainerClient] | type[EngineClient]) -> bool:
+def takes_lane(client: type[TrainerClient | EngineClient]) -> bool:
     """Whether a client can be told which lane to take; one that cannot has gRPC only."""
     return "lane" in inspect.signature(client).parameters
 
 
-def lane_argument(client: type[TrainerClient] | type[EngineClient], lane: str) -> dict[str, str]:
+def lane_argument(client: type[TrainerClient | EngineClient], lane: str) -> dict[str, Any]:
     """The constructor's argument for a lane.
 
     Raises:

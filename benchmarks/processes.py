@@ -19,7 +19,7 @@ class Service:
 
     Attributes:
         grpc: its gRPC address.
-        http: its HTTP address.
+        http: its HTTP URL.
         pid: its process.
     """
 
@@ -93,3 +93,14 @@ def _available_memory() -> int:
     lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     fields = dict(line.split(":") for line in lines)
     return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def run(*command: str) -> None:
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: it failed; has what it said.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stdout}{done.stderr}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +21,6 @@ from weighbridge.v1 import (
     weight_service_pb2,
     weight_service_pb2_grpc,
 )
-
 
 _RING_MESSAGES = 64
 _THREADS = 16
@@ -88,8 +86,10 @@ def push(channel: grpc.Channel, ring: list[bytes], total: int) -> int:
 def main() -> None:
     """Serve until standard input ends."""
     server = grpc.server(ThreadPoolExecutor(_THREADS), options=rpc.CHANNEL_OPTIONS)
-    weight_service_pb2_grpc.add_WeightServiceServicer_to_server(_Weights(ring()), server)
-    checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(_Checkpoints(), server)
+    # one method of each is enough
+    weights, checkpoints = _Weights(ring()), _Checkpoints()  # type: ignore[abstract]
+    weight_service_pb2_grpc.add_WeightServiceServicer_to_server(weights, server)
+    checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(checkpoints, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     print(f"127.0.0.1:{port}", flush=True)
