@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import processes, report
 from benchmarks.cases import Case, Figures, run_case
 from benchmarks.clients import ClientError
 from benchmarks.cuts import CUTS
@@ -71,4 +71,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    processes.end_tidily()
     sys.exit(main())

@@ -20,7 +20,6 @@ from benchmarks.clients import Clients, clients
 from benchmarks.memory import Sampler, memory_of
 from weighbridge import Retention, TrainerClient
 
-_WARM_UP_ROUNDS = 2
 _GRACE_SECONDS = 1.1
 """A little more than the service's grace time."""
 
@@ -107,6 +106,8 @@ def run_case(
     rounds: int,
     folder: Path,
     while_serving: Callable[[processes.Service], None] = lambda _service: None,
+    *,
+    warm_up: int = 2,
 ) -> Figures:
     """Measure a case with a service of its own.
 
@@ -115,6 +116,7 @@ def run_case(
         rounds: how many rounds count.
         folder: an empty folder for the store; there is nothing in it in the end that is needed.
         while_serving: is called with the service when one version is durable and clients are gone.
+        warm_up: how many rounds come before and do not count; a service needs two until it has all its buffers.
 
     Raises:
         ClientError: a client failed.
@@ -133,8 +135,8 @@ def run_case(
         spec = ClientSpec(
             "trainer", service.grpc, raw, str(folder / "hf" / "config.json"), case.cut, case.lane, case.clients, 0
         )  # fmt: skip
-        pushed = _push_rounds(figures, spec, rounds, admin, (service.pid, start))
-        pulled = _pull_rounds(figures, spec, rounds, (service.pid, start))
+        pushed = _push_rounds(figures, spec, (warm_up, rounds), admin, (service.pid, start))
+        pulled = _pull_rounds(figures, spec, (warm_up, rounds), (service.pid, start))
         if case.cut != "megatron":
             figures.verified = pushed == pulled
         while_serving(service)
@@ -142,11 +144,16 @@ def run_case(
 
 
 def _push_rounds(
-    figures: Figures, spec: ClientSpec, rounds: int, admin: TrainerClient, service: tuple[int, int]
+    figures: Figures,
+    spec: ClientSpec,
+    rounds: tuple[int, int],
+    admin: TrainerClient,
+    service: tuple[int, int],
 ) -> list[str]:
+    warm_up, counted = rounds
     with clients(spec) as trainers:
-        for number in range(_WARM_UP_ROUNDS + rounds):
-            with _memory_sampled(figures, "trainer", trainers, service, number < _WARM_UP_ROUNDS):
+        for number in range(warm_up + counted):
+            with _memory_sampled(figures, "trainer", trainers, service, number < warm_up):
                 copied = trainers.start("copy")
                 pushed = trainers.start("push", step=number + 1)
                 streamed = trainers.start("raw") if figures.case.lane == "grpc" else []
@@ -154,7 +161,7 @@ def _push_rounds(
             figures.nbytes["pushed"] = sum(each["bytes"] for each in pushed)
             figures.nbytes["arrived"] = pushed[0]["version_bytes"]
             figures.lanes |= {each["lane"] for each in pushed}
-            if number < _WARM_UP_ROUNDS:
+            if number < warm_up:
                 continue
             first_byte = min(each["first_byte"] for each in pushed)
             figures.note("copy", _longest(copied))
@@ -169,19 +176,22 @@ def _push_rounds(
         return [str(answer["digest"]) for answer in trainers.ask("digest")]
 
 
-def _pull_rounds(figures: Figures, spec: ClientSpec, rounds: int, service: tuple[int, int]) -> list[str]:
+def _pull_rounds(
+    figures: Figures, spec: ClientSpec, rounds: tuple[int, int], service: tuple[int, int]
+) -> list[str]:
+    warm_up, counted = rounds
     spec = ClientSpec(**{**asdict(spec), "role": "engine"})
     with clients(spec) as engines:
         figures.nbytes["asked"] = sum(engines.nbytes)
-        for number in range(_WARM_UP_ROUNDS + rounds):
-            with _memory_sampled(figures, "engine", engines, service, number < _WARM_UP_ROUNDS):
+        for number in range(warm_up + counted):
+            with _memory_sampled(figures, "engine", engines, service, number < warm_up):
                 pulled = engines.start("pull")
                 copied = engines.start("copy")
                 streamed = engines.start("raw") if figures.case.lane == "grpc" else []
                 viewed = [] if figures.case.lane == "grpc" else engines.start("view")
             figures.nbytes["pulled"] = sum(each["bytes"] for each in pulled)
             figures.lanes |= {each["lane"] for each in pulled}
-            if number < _WARM_UP_ROUNDS:
+            if number < warm_up:
                 continue
             figures.note("pull", _longest(pulled))
             figures.note("slice_copy", _longest(copied))

@@ -108,6 +108,7 @@ class Comparison:
         if peer.reads and not (self.folder / peer.reads).is_dir():
             series.problems.append(f"there is nothing in {peer.reads} to read")
             return
+        print(f"  {peer.name}", file=sys.stderr)
         if peer.writes:
             shutil.rmtree(self.folder / peer.writes, ignore_errors=True)
         command = [sys.executable, "-m", "benchmarks.peer_process", peer.name, str(self.folder), *options]
@@ -199,4 +200,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    processes.end_tidily()
     sys.exit(main())

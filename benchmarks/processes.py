@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 MEMORY_RESERVE = 3 << 30
 _STOP_SECONDS = 60.0
@@ -26,6 +28,15 @@ class Service:
     grpc: str
     http: str
     pid: int
+
+
+def end_tidily() -> None:
+    """Let SIGTERM end this process as Ctrl-C does: what it has started is ended, and what it has written is removed."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 @contextmanager
