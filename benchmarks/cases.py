@@ -123,7 +123,9 @@ def run_case(
     """
     figures = Figures(case)
     config = models.write_config(models.config_of(case.gigabytes), folder / "hf")
-    figures.nbytes["model"] = sum(spec.nbytes for spec in models.hugging_face_specs(config))
+    specs = models.hugging_face_specs(config)
+    models.write_specs(specs, folder / "specs.json")
+    figures.nbytes["model"] = sum(spec.nbytes for spec in specs)
     with (
         processes.raw_grpc_server() as raw,
         processes.service(folder, figures.nbytes["model"]) as service,
@@ -133,7 +135,7 @@ def run_case(
         admin.set_retention(MODEL, Retention(keep_last=1))
         start = memory_of(service.pid).proportional
         spec = ClientSpec(
-            "trainer", service.grpc, raw, str(folder / "hf" / "config.json"), case.cut, case.lane, case.clients, 0
+            "trainer", service.grpc, raw, str(folder / "specs.json"), case.cut, case.lane, case.clients, 0
         )  # fmt: skip
         pushed = _push_rounds(figures, spec, (warm_up, rounds), admin, (service.pid, start))
         pulled = _pull_rounds(figures, spec, (warm_up, rounds), (service.pid, start))

@@ -41,7 +41,7 @@ class ClientSpec:
         role: ``trainer`` or ``engine``.
         server: address of the service, where the model is registered.
         raw: address of a server of `benchmarks.raw_grpc`.
-        config: path of the model's ``config.json``.
+        specs: path of the model's tensors in Hugging Face's space, as `models.write_specs` writes them.
         cut: one of `cuts.CUTS`.
         lane: which lane to take.
         clients: number of clients with this role.
@@ -51,7 +51,7 @@ class ClientSpec:
     role: str
     server: str
     raw: str
-    config: str
+    specs: str
     cut: str
     lane: str
     clients: int
@@ -89,7 +89,7 @@ class TrainerProcess:
     def __init__(self, spec: ClientSpec) -> None:
         self._spec = spec
         self._client = TrainerClient(spec.server, **lane_argument(TrainerClient, spec.lane))
-        specs = models.hugging_face_specs(Path(spec.config).read_bytes())
+        specs = models.read_specs(Path(spec.specs))
         self._layout, self._space = cuts.trainer_shards(
             spec.cut, self._client, MODEL, specs, spec.clients, spec.rank
         )
@@ -159,7 +159,7 @@ class EngineProcess:
 
     def __init__(self, spec: ClientSpec) -> None:
         self._client = EngineClient(spec.server, **lane_argument(EngineClient, spec.lane))
-        specs = models.hugging_face_specs(Path(spec.config).read_bytes())
+        specs = models.read_specs(Path(spec.specs))
         self._request = cuts.engine_slices(spec.cut, specs, spec.clients, spec.rank)
         layout = self._client.pull(MODEL, "live", self._request).layout
         self._copy = WarmCopy(models.shapes_of(layout))

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from weighbridge import dtypes
 from weighbridge.layouts import Layout, TensorSpec
-from weighbridge_service.bridges import bridge_for
-from weighbridge_service.model_tensors import ModelTensors
 
 KEY_VALUE_HEADS = 8
 """As many as the ranks that a model can be cut for."""
@@ -72,7 +70,23 @@ def write_config(config: dict[str, object], folder: Path) -> bytes:
 
 def hugging_face_specs(config_json: bytes) -> list[TensorSpec]:
     """The model's tensors in Hugging Face's space, in bf16."""
+    from weighbridge_service.bridges import bridge_for
+    from weighbridge_service.model_tensors import ModelTensors
+
     return list(ModelTensors(dtypes.parse("bf16")).specs(bridge_for(config_json)).values())
+
+
+def write_specs(specs: Iterable[TensorSpec], path: Path) -> None:
+    """Write tensors down for processes that need not import what finds them out."""
+    path.write_text(json.dumps([[spec.name, spec.dtype.name, spec.shape] for spec in specs]))
+
+
+def read_specs(path: Path) -> list[TensorSpec]:
+    """What `write_specs` has written."""
+    return [
+        TensorSpec(name, dtypes.parse(dtype), tuple(shape))
+        for name, dtype, shape in json.loads(path.read_text())
+    ]
 
 
 class RandomBits:
