@@ -164,8 +164,8 @@ class EngineProcess:
         layout = self._client.pull(MODEL, "live", self._request).layout
         self._copy = WarmCopy(models.shapes_of(layout))
         self._raw = _Raw(spec.raw, layout.nbytes)
+        self._tensors = [torch.ones(shape, dtype=dtype) for dtype, shape in models.shapes_of(layout)]
         self._memory = HighWaterMark()
-        self._tensors = [torch.zeros(shape, dtype=dtype) for dtype, shape in models.shapes_of(layout)]
         self.nbytes = layout.nbytes
 
     def pull(self, at: float) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class EngineProcess:
         return {"digest": _digest(self._tensors)}
 
     def memory(self) -> dict[str, Any]:
-        """The kernel's ``high_water_mark`` beyond the start: no room for tensors yet, nothing pulled."""
+        """The kernel's ``high_water_mark`` beyond the start: room for the slices is there, nothing pulled yet."""
         return {"high_water_mark": self._memory.beyond_start}
 
 

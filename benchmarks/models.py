@@ -81,6 +81,11 @@ def write_specs(specs: Iterable[TensorSpec], path: Path) -> None:
     path.write_text(json.dumps([[spec.name, spec.dtype.name, spec.shape] for spec in specs]))
 
 
+def write_model(gigabytes: float, folder: Path) -> None:
+    """Write the folder of a model of about this size, without weights: ``config.json``, and ``specs.json`` as `write_specs` does."""
+    write_specs(hugging_face_specs(write_config(config_of(gigabytes), folder)), folder / "specs.json")
+
+
 def read_specs(path: Path) -> list[TensorSpec]:
     """What `write_specs` has written."""
     return [

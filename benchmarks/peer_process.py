@@ -1,6 +1,6 @@
 """``python -m benchmarks.peer_process NAME FOLDER [--hub URL] [--memory]``: one peer, once, in a process of its own.
 
-The process makes the weights, runs the peer on a tiny model, and then runs it on the model whose config lies in FOLDER/model. It
+The process runs the peer on the tiny model in FOLDER/tiny-model, makes the weights of the one in FOLDER/model, and runs it on that. It
 prints JSON: ``seconds``, the ``bytes`` of the model, and what is wrong with the files if they are meant to be a Hugging Face folder
 (``problems``). With --memory it has ``memory`` instead of ``seconds``: the bytes that the process and its children had at most beyond
 the weights, or the room for them. If it cannot be done, it prints ``error``.
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,19 +20,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import models
 from benchmarks.memory import Sampler, memory_of
 from benchmarks.peers import BY_NAME, HUB_PEER, PEERS, Peer, Work
-
-_TINY_GIGABYTES = 0.004
 
 
 def measure(peer: Peer, folder: Path, hub: str, sampled: bool) -> dict[str, object]:
     """Run a peer on the model in a folder; the figures."""
-    work = Work((folder / "model" / "config.json").read_bytes(), folder, hub)
+    work = Work(folder / "model", folder, hub)
     with work.stack:
         if peer is not HUB_PEER:
-            _warm_up(peer, folder / f"tiny-{os.getpid()}")
+            with tempfile.TemporaryDirectory(dir=folder) as tiny:
+                _warm_up(peer, Work(folder / "tiny-model", Path(tiny)))
         peer.prepare(work)
         figures: dict[str, object] = {"bytes": work.nbytes}
         if sampled:
@@ -47,9 +46,7 @@ def measure(peer: Peer, folder: Path, hub: str, sampled: bool) -> dict[str, obje
     return figures
 
 
-def _warm_up(peer: Peer, folder: Path) -> None:
-    config = models.write_config(models.config_of(_TINY_GIGABYTES), folder / "model")
-    work = Work(config, folder)
+def _warm_up(peer: Peer, work: Work) -> None:
     with work.stack:
         for other in PEERS:
             if other.writes and other.writes == peer.reads:

@@ -21,8 +21,6 @@ from benchmarks import models, processes, raw_grpc
 from weighbridge import rpc
 from weighbridge.boxes import Box
 from weighbridge.layouts import TensorSpec
-from weighbridge_service.bridges import bridge_for
-from weighbridge_service.megatron_layouts import TrainerRank, megatron_layout
 
 if TYPE_CHECKING:
     import grpc
@@ -39,13 +37,13 @@ class Work:
     """One model in memory, and a folder for what is made of it.
 
     Attributes:
-        config: content of its ``config.json``.
-        folder: holds the folders above, and ``model`` with the ``config.json``.
+        model: folder of the model, as `models.write_model` makes it.
+        folder: where the folders above are made.
         hub: URL of a service that has the model durable; empty if there is none.
         stack: is closed when the work is over.
     """
 
-    config: bytes
+    model: Path
     folder: Path
     hub: str = ""
     stack: ExitStack = field(default_factory=ExitStack)
@@ -53,7 +51,7 @@ class Work:
     @cached_property
     def specs(self) -> list[TensorSpec]:
         """Tensors in Hugging Face's space."""
-        return models.hugging_face_specs(self.config)
+        return models.read_specs(self.model / "specs.json")
 
     @cached_property
     def nbytes(self) -> int:
@@ -77,9 +75,11 @@ class Work:
         """The same model as Megatron-core's sharded state dict of a single rank."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-        layout = megatron_layout(
-            bridge_for(self.config), {spec.name: spec for spec in self.specs}, TrainerRank()
-        )
+        from weighbridge_service.bridges import bridge_for
+        from weighbridge_service.megatron_layouts import TrainerRank, megatron_layout
+
+        bridge = bridge_for((self.model / "config.json").read_bytes())
+        layout = megatron_layout(bridge, {spec.name: spec for spec in self.specs}, TrainerRank())
         held = models.RandomBits(p.nbytes for p in layout.placements).of_layout(layout)
         shards = {}
         for index, (placement, tensor) in enumerate(zip(layout.placements, held, strict=True)):
@@ -244,9 +244,7 @@ def save_megatron_and_convert(work: Work) -> None:
     from weighbridge_service.converting.convert import convert_folder
 
     save_megatron(work)
-    convert_folder(
-        work.path(MEGATRON), work.path(CONVERTED), ConvertOptions(config=work.path("model")), restart=True
-    )
+    convert_folder(work.path(MEGATRON), work.path(CONVERTED), ConvertOptions(config=work.model), restart=True)
     shutil.rmtree(work.path(MEGATRON))
 
 

@@ -112,7 +112,8 @@ def test_a_lane_that_clients_do_not_have_is_said_and_is_no_success(
 @pytest.mark.parametrize("name", ["safetensors save_file", "DCP HF writer"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_peers_files_hold_the_weights(tmp_path: Path, name: str) -> None:
-    models.write_config(models.config_of(SIZE), tmp_path / "model")
+    for folder in ("model", "tiny-model"):
+        models.write_model(SIZE, tmp_path / folder)
     found = measure(BY_NAME[name], tmp_path, "", sampled=False)
     assert found["bytes"] == expected_bytes(models.config_of(SIZE))
     assert found["problems"] == []
