@@ -8,6 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
 
@@ -20,7 +21,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install demo demo-s3 serve test test-hub bench bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
+.PHONY: help install demo demo-s3 serve test test-hub bench bench-peers bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -67,8 +68,17 @@ test-hub: $(STAMP) ## test the Hub endpoint with the oldest and the newest clien
 		WEIGHBRIDGE_HUB_PYTHON=$$PWD/$$environment/bin/python $(BIN)/python -m pytest -q tests/test_hub.py $(ARGS) || exit 1; \
 	done
 
-bench: $(STAMP) ## measure, side by side with peers
-	@$(BIN)/python -m benchmarks $(ARGS)
+# What benchmarks compare with and draw with; nothing else needs it.
+$(BENCH_STAMP): $(STAMP)
+	@echo "== what benchmarks need besides"
+	@$(INSTALL) --editable '.[dev,bench]'
+	@touch $@
+
+bench: $(BENCH_STAMP) ## measure pushes and pulls of several clients; ARGS="--gb 0.5 2 --clients 1 2 4 8 --json FILE --plot FILE.png"
+	@$(BIN)/python -W ignore -m benchmarks $(ARGS)
+
+bench-peers: $(BENCH_STAMP) ## measure next to what others use, from a trainer's shards to files; ARGS as for bench
+	@$(BIN)/python -W ignore -m benchmarks.comparing $(ARGS)
 
 bench-reading: $(STAMP) ## time pulls from S3 next to boto3's own download, and count the bytes that slices cost
 	@$(BIN)/python -W ignore -m benchmarks.reading $(ARGS)

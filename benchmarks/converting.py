@@ -22,15 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks import models
-from weighbridge import dtypes, safetensors_files
-from weighbridge_service.bridges import bridge_for
-from weighbridge_service.model_tensors import ModelTensors
+from benchmarks.memory import Memory, memory_of
+from weighbridge import safetensors_files
 
 _CONVERT = [
     *(sys.executable, "-W", "ignore", "-m", "weighbridge", "convert", "--json"),
@@ -41,21 +39,12 @@ _PAUSE = 0.02
 _SETTLE_SECONDS = 20.0
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Memory of a command's processes in bytes: what no file stands behind, and in proportion to who shares it."""
-
-    anonymous: int
-    proportional: int
-
-
 def write_model(gigabytes: float, folder: Path, *, deeper: int = 1) -> int:
     """Write a Hugging Face folder of random weights, of so many times as many layers; its bytes of tensors."""
-    config = models.write_config(
-        {**models.config_of(gigabytes), "num_hidden_layers": models.LAYERS * deeper}, folder
-    )
-    specs = ModelTensors(dtypes.parse("bf16")).specs(bridge_for(config))
-    files = safetensors_files.lay_out_files(list(specs.values()), 2_000_000_000)
+    config = models.config_of(gigabytes)
+    layers = int(str(config["num_hidden_layers"])) * deeper
+    specs = models.hugging_face_specs(models.write_config({**config, "num_hidden_layers": layers}, folder))
+    files = safetensors_files.lay_out_files(specs, 2_000_000_000)
     noise = np.random.default_rng(0).integers(0, 256, _AT_ONCE + 1, np.uint8)
     for file in files.files:
         with (folder / file.name).open("wb") as out:
@@ -92,37 +81,12 @@ def most_memory(*command: str) -> Memory:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         most = Memory(0, 0)
         while process.poll() is None:
-            now = _memory(process.pid)
+            now = memory_of(process.pid)
             most = Memory(max(most.anonymous, now.anonymous), max(most.proportional, now.proportional))
             time.sleep(_PAUSE)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
     return most
-
-
-def _memory(root: int) -> Memory:
-    """Memory of a process and its children."""
-    anonymous = proportional = 0
-    for pid in (root, *_children(root)):
-        try:
-            text = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii")
-        except (OSError, ValueError):
-            continue
-        fields = dict(line.split(":", 1) for line in text.splitlines()[1:])
-        proportional += int(fields["Pss"].split()[0]) * 1024
-        anonymous += int(fields["Pss_Anon"].split()[0]) * 1024 + int(fields["Pss_Shmem"].split()[0]) * 1024
-    return Memory(anonymous, proportional)
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text("ascii").split()):
-                found += [child, *_children(child)]
-    except OSError:
-        pass
-    return found
 
 
 def compare(folder: Path, source: Path, rounds: int) -> dict[str, object]:

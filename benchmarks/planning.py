@@ -109,7 +109,11 @@ def plan(name: str) -> dict[str, Any]:
         copies += transfer.parts
         pulled.append(layout.nbytes)
 
-    timed(f"planning the pulls of {ep} engine ranks", lambda: [pull(rank) for rank in range(ep)])
+    def pull_all() -> None:
+        for rank in range(ep):
+            pull(rank)
+
+    timed(f"planning the pulls of {ep} engine ranks", pull_all)
     pushed = [stream.nbytes for stream in push.streams.values()]
     return {
         "model": name,

@@ -1,12 +1,13 @@
 """The yardstick: grpcio streaming the very same messages, with nothing done to them on either side.
 
-``python -m benchmarks.raw_grpc BYTES`` serves them; every message holds other bytes, ready made.
+``python -m benchmarks.raw_grpc`` serves any number of bytes. Messages are ready made and hold random bytes, 64 MiB of them over
+and over again: more than caches hold.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,25 +22,35 @@ from weighbridge.v1 import (
     weight_service_pb2_grpc,
 )
 
+_RING_MESSAGES = 64
+_THREADS = 16
 
-def payloads(total: int) -> list[bytes]:
-    """Random bytes, cut into messages' worth."""
+
+def ring() -> list[bytes]:
+    """Messages' worth of random bytes."""
     rng = np.random.default_rng(0)
-    return [
-        rng.integers(0, 256, min(rpc.MESSAGE_BYTES, total - offset), np.uint8).tobytes()
-        for offset in range(0, total, rpc.MESSAGE_BYTES)
-    ]
+    return [rng.bytes(rpc.MESSAGE_BYTES) for _ in range(_RING_MESSAGES)]
+
+
+def payloads(ring: list[bytes], total: int) -> Iterator[bytes]:
+    """The messages of a ring, again and again, up to this many bytes."""
+    left = total
+    for data in itertools.cycle(ring):
+        if left <= 0:
+            return
+        yield data if left >= len(data) else data[:left]
+        left -= len(data)
 
 
 class _Weights(weight_service_pb2_grpc.WeightServiceServicer):
-    def __init__(self, data: list[bytes]) -> None:
-        self._data = data
+    def __init__(self, ring: list[bytes]) -> None:
+        self._ring = ring
 
     def Pull(
         self, request: weight_service_pb2.PullRequest, context: grpc.ServicerContext
     ) -> Iterator[weight_service_pb2.PullResponse]:
         offset = 0
-        for data in self._data:
+        for data in payloads(self._ring, int(request.version)):
             yield weight_service_pb2.PullResponse(offset=offset, data=data, checksum=1)
             offset += len(data)
 
@@ -51,35 +62,34 @@ class _Checkpoints(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         return checkpoint_service_pb2.PushResponse(received_bytes=sum(len(m.data) for m in request_iterator))
 
 
-def pull(channel: grpc.Channel) -> float:
-    """Seconds to pull all messages."""
-    started = time.perf_counter()
-    received = 0
-    for message in weight_service_pb2_grpc.WeightServiceStub(channel).Pull(weight_service_pb2.PullRequest()):
-        received += len(message.data)
-    return time.perf_counter() - started
+def pull(channel: grpc.Channel, total: int) -> int:
+    """Pull this many bytes; how many came."""
+    request = weight_service_pb2.PullRequest(version=str(total))
+    return sum(
+        len(message.data) for message in weight_service_pb2_grpc.WeightServiceStub(channel).Pull(request)
+    )
 
 
-def push(channel: grpc.Channel, data: list[bytes]) -> float:
-    """Seconds to push all messages."""
+def push(channel: grpc.Channel, ring: list[bytes], total: int) -> int:
+    """Push this many bytes; how many arrived."""
 
     def messages() -> Iterator[checkpoint_service_pb2.PushRequest]:
         offset = 0
-        for each in data:
+        for each in payloads(ring, total):
             yield checkpoint_service_pb2.PushRequest(offset=offset, data=each, checksum=1)
             offset += len(each)
 
-    started = time.perf_counter()
-    checkpoint_service_pb2_grpc.CheckpointServiceStub(channel).Push(messages())
-    return time.perf_counter() - started
+    response = checkpoint_service_pb2_grpc.CheckpointServiceStub(channel).Push(messages())
+    return int(response.received_bytes)
 
 
 def main() -> None:
     """Serve until standard input ends."""
-    data = payloads(int(sys.argv[1]))
-    server = grpc.server(ThreadPoolExecutor(4), options=rpc.CHANNEL_OPTIONS)
-    weight_service_pb2_grpc.add_WeightServiceServicer_to_server(_Weights(data), server)
-    checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(_Checkpoints(), server)
+    server = grpc.server(ThreadPoolExecutor(_THREADS), options=rpc.CHANNEL_OPTIONS)
+    # one method of each is enough
+    weights, checkpoints = _Weights(ring()), _Checkpoints()  # type: ignore[abstract]
+    weight_service_pb2_grpc.add_WeightServiceServicer_to_server(weights, server)
+    checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(checkpoints, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     print(f"127.0.0.1:{port}", flush=True)

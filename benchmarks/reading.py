@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -23,12 +22,13 @@ from pathlib import Path
 import boto3
 import torch
 
-from benchmarks import models
-from benchmarks.__main__ import MODEL, process
+from benchmarks import models, processes
+from benchmarks.client_process import MODEL
 from tests.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, seaweedfs
 from weighbridge import Boxes, EngineClient, FullTensors, TensorParallel, TrainerClient, wire
+from weighbridge.boxes import Box
 from weighbridge.engine import Pull
-from weighbridge.layouts import Layout
+from weighbridge.layouts import Layout, Shard
 from weighbridge.push_sources import StagingPool, StreamSource
 from weighbridge.slices import LayoutRequest
 from weighbridge_storage.s3_settings import parse_location
@@ -83,8 +83,8 @@ def serving(store: str, scratch: Path, latency: float = 0.0, cache: str = "16GiB
     """A new service over a store."""
     options = ("serve", "--store", store, "--scratch", str(scratch), "--read-cache", cache)
     addresses = ("--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--log-level", "error")
-    with process("-c", _SERVE, str(latency), *options, *addresses, ready="serving gRPC on") as line:
-        service = Service(line)
+    with processes.python("-c", _SERVE, str(latency), *options, *addresses) as process:
+        service = Service(processes.first_line(process))
         yield service
         service.engine.close()
 
@@ -128,8 +128,9 @@ def _read(path: Path) -> bytes:
 def push(store: str, folder: Path, gigabytes: float) -> dict[str, torch.Tensor]:
     """Put a version of a model into a store; its tensors."""
     config = models.write_config(models.config_of(gigabytes), folder / "hf")
-    tensors = models.hugging_face_tensors(config)
-    layout, held = models.layout_of(tensors), list(tensors.values())
+    specs = models.hugging_face_specs(config)
+    layout = Layout.stream(specs, [Shard(spec.name, Box.whole(spec.shape)) for spec in specs])
+    held = models.RandomBits(p.nbytes for p in layout.placements).of_layout(layout)
     staging = StagingPool()
 
     def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
@@ -139,7 +140,7 @@ def push(store: str, folder: Path, gigabytes: float) -> dict[str, torch.Tensor]:
         trainer.register_model(MODEL, folder / "hf")
         handle = trainer.push_shards(MODEL, layout, wire.HUGGING_FACE, stage, step=1, rank=0, world_size=1)
         handle.wait(timeout=600)
-    return tensors
+    return {spec.name: tensor for spec, tensor in zip(specs, held, strict=True)}
 
 
 def download(server: S3Server, store: str, into: Path) -> float:
@@ -231,4 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

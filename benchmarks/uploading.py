@@ -170,7 +170,7 @@ def main() -> int:
     ):
         settings = server.settings()
         data = data_of(arguments.gigabytes)
-        sides = {"weighbridge": Ours(settings), "boto3": Bare(settings)}
+        sides: dict[str, Ours | Bare] = {"weighbridge": Ours(settings), "boto3": Bare(settings)}
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         for round_ in range(arguments.rounds + 1):
             # who comes first alternates

@@ -1,0 +1,68 @@
+"""Which shards does each of N trainer ranks hold, and which slices does each of N engines ask for?
+
+- ``contiguous``: every tensor is cut along its rows, so that a shard is one run of bytes of a file.
+- ``columns``: every matrix is cut along its columns, so that each of its rows is spread over the ranks.
+- ``megatron``: tensor parallelism as Megatron-core and engines have it, in their own names: some matrices by rows, some by
+  columns, query, key and value interleaved, norms replicated.
+
+With the first two, what engine r asks for are the shards of trainer rank r, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from weighbridge import Boxes, TensorParallel, TrainerClient, wire
+from weighbridge.boxes import Box
+from weighbridge.layouts import Layout, Shard, TensorSpec
+from weighbridge.slices import LayoutRequest
+from weighbridge.v1 import resources_pb2
+
+CUTS = ("contiguous", "columns", "megatron")
+
+
+def trainer_shards(
+    cut: str, trainer: TrainerClient, model: str, specs: Iterable[TensorSpec], clients: int, rank: int
+) -> tuple[Layout, resources_pb2.TensorSpace.ValueType]:
+    """What one trainer rank holds, and in which space its names are.
+
+    Args:
+        cut: one of `CUTS`.
+        trainer: a client of the service, where the model is registered.
+        model: ``namespace/name``.
+        specs: the model's tensors in Hugging Face's space.
+        clients: number of ranks.
+        rank: which one, from 0.
+    """
+    if cut == "megatron":
+        parallel = {"tensor_parallel_size": clients, "tensor_parallel_rank": rank}
+        stage = {"pipeline_parallel_size": 1, "pipeline_parallel_rank": 0}
+        return trainer.describe_shards(model, {**parallel, **stage}), wire.MEGATRON
+    specs = list(specs)
+    return Layout.stream(specs, shards(cut, specs, clients, rank)), wire.HUGGING_FACE
+
+
+def engine_slices(cut: str, specs: Iterable[TensorSpec], clients: int, rank: int) -> LayoutRequest:
+    """What one engine rank asks for; arguments as for `trainer_shards`."""
+    if cut == "megatron":
+        return TensorParallel(clients, rank)
+    found = shards(cut, list(specs), clients, rank)
+    return Boxes([(shard.tensor, shard.box.offset, shard.box.extent) for shard in found])
+
+
+def shards(cut: str, specs: Sequence[TensorSpec], clients: int, rank: int) -> list[Shard]:
+    """A rank's boxes of whole tensors that are cut along one axis.
+
+    A single rank holds the columns in two halves: with one piece there would be no cut.
+    """
+    pieces = max(clients, 2) if cut == "columns" else clients
+    found = []
+    for spec in specs:
+        axis = len(spec.shape) - 1 if cut == "columns" else 0
+        for piece in range(rank, pieces, clients):
+            begin, end = (spec.shape[axis] * n // pieces for n in (piece, piece + 1))
+            if begin < end:
+                offset, extent = [0] * len(spec.shape), list(spec.shape)
+                offset[axis], extent[axis] = begin, end - begin
+                found.append(Shard(spec.name, Box(tuple(offset), tuple(extent))))
+    return found

@@ -1,0 +1,117 @@
+"""How are the service and other processes started for a measurement, and ended for certain?"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+MEMORY_RESERVE = 3 << 30
+_STOP_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service.
+
+    Attributes:
+        grpc: its gRPC address.
+        http: its HTTP URL.
+        pid: its process.
+    """
+
+    grpc: str
+    http: str
+    pid: int
+
+
+def end_tidily() -> None:
+    """Let SIGTERM end this process as Ctrl-C does: what it has started is ended, and what it has written is removed."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+@contextmanager
+def python(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A Python process with its standard input and output as pipes; is ended when the context is left."""
+    command = [sys.executable, "-W", "ignore", *arguments]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    """What a process says when it is ready.
+
+    Raises:
+        RuntimeError: it ended instead.
+    """
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    if not line:
+        raise RuntimeError(f"{process.args!r} did not start")
+    return line
+
+
+@contextmanager
+def service(folder: Path, model_bytes: int) -> Iterator[Service]:
+    """A service over a new store in a folder.
+
+    Its memory is enough for one image of the model, and for two if the machine has it: the version that engines pull and the
+    one that is being pushed. Else every other version is put together in a file.
+    """
+    available = _available_memory() - MEMORY_RESERVE - model_bytes * 5 // 4
+    budget = max(model_bytes * 11 // 10, min(model_bytes * 22 // 10, available))
+    arguments = (
+        *("-m", "weighbridge", "serve", "--store", str(folder / "store")),
+        *("--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--log-level", "error"),
+        *("--memory-budget", str(budget), "--grace", "1", "--collect-every", "0"),
+    )
+    with python(*arguments) as process:
+        line = first_line(process)
+        grpc, http = (line.split(f"{face} on ")[1].split(",")[0] for face in ("gRPC", "HTTP"))
+        yield Service(grpc, http, process.pid)
+
+
+@contextmanager
+def raw_grpc_server() -> Iterator[str]:
+    """The address of a server of `benchmarks.raw_grpc`."""
+    with python("-m", "benchmarks.raw_grpc") as process:
+        yield first_line(process)
+
+
+def _available_memory() -> int:
+    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    fields = dict(line.split(":") for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def run(*command: str) -> None:
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: it failed; has what it said.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stdout}{done.stderr}")

@@ -1,0 +1,131 @@
+"""Do the benchmarks move the bytes that they say they move?
+
+Sizes, not times: a model of a few MB, two clients, one round, with the service and the clients as processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from benchmarks import __main__ as own
+from benchmarks import cuts, models
+from benchmarks.cases import Case, Figures, run_case
+from benchmarks.peer_process import measure
+from benchmarks.peers import BY_NAME
+from benchmarks.processes import Service
+from benchmarks.report import cases_table
+from weighbridge import TrainerClient
+from weighbridge.boxes import Box
+
+SIZE = 0.004
+
+
+def expected_bytes(config: dict[str, object]) -> int:
+    """Bytes of the weights, from transformers' own model of the config."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**config))
+    return sum(2 * parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("size", [0.004, 0.02, 0.5, 2.0, 8.0])
+def test_a_model_has_the_size_that_was_asked_for(tmp_path: Path, size: float) -> None:
+    config = models.config_of(size)
+    specs = models.hugging_face_specs(models.write_config(config, tmp_path))
+    assert sum(spec.nbytes for spec in specs) == expected_bytes(config)
+    assert sum(spec.nbytes for spec in specs) == pytest.approx(size * 1e9, rel=0.07)
+
+
+@pytest.mark.parametrize("cut", ["contiguous", "columns"])
+@pytest.mark.parametrize("clients", [1, 2, 8])
+def test_shards_of_all_clients_together_are_the_model_once(tmp_path: Path, cut: str, clients: int) -> None:
+    specs = models.hugging_face_specs(models.write_config(models.config_of(SIZE), tmp_path))
+    written = {spec.name: torch.zeros(spec.shape, dtype=torch.uint8) for spec in specs}
+    for rank in range(clients):
+        for shard in cuts.shards(cut, specs, clients, rank):
+            written[shard.tensor][slices(shard.box)] += 1
+    assert all((counts == 1).all() for counts in written.values())
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))
+
+
+def test_tensors_of_a_small_pool_differ_and_each_generation_has_others() -> None:
+    shapes = [(torch.bfloat16, (64, 64)), (torch.bfloat16, (128, 64))]
+    bits = models.RandomBits([8192, 16384])
+    tensors = [*bits.tensors(shapes), *bits.tensors(shapes, generation=1)]
+    assert len({tensor.view(torch.int16).numpy().tobytes() for tensor in tensors}) == len(tensors)
+
+
+@pytest.mark.slow
+def test_bytes_that_are_reported_are_those_of_the_model_and_of_the_version(tmp_path: Path) -> None:
+    versions: list[tuple[int, set[str]]] = []
+
+    def look(service: Service) -> None:
+        with TrainerClient(service.grpc) as client:
+            version = client.version("bench/model")
+        [folder] = (tmp_path / "case" / "store").glob(f"models/bench/model/versions/*{version.number}")
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+        versions.append((sum(tensor.nbytes for tensor in tensors.values()), set(tensors)))
+
+    figures = run_case(Case(SIZE, 2, "columns", "grpc"), 1, tmp_path / "case", look, warm_up=1)
+
+    nbytes = expected_bytes(models.config_of(SIZE))
+    assert figures.nbytes == dict.fromkeys(("model", "pushed", "arrived", "asked", "pulled"), nbytes)
+    [(kept, names)] = versions
+    assert kept == nbytes
+    assert "model.embed_tokens.weight" in names
+    assert figures.verified is True
+    # a stopwatch around the push cannot show less than the push itself says
+    assert figures.seconds["called"][0] >= figures.seconds["held"][0]
+    assert all(seconds > 0 for values in figures.seconds.values() for seconds in values)
+    assert {"service", "trainer", "engine", "together"} <= figures.memory.keys()
+    assert f"{SIZE:g}, 2, columns, grpc" in cases_table([figures])
+    assert json.loads(json.dumps(figures.to_json()))["bytes"]["pulled"] == nbytes
+
+
+def test_ratios_are_those_of_rounds() -> None:
+    figures = Figures(Case(SIZE, 1, "columns", "grpc"))
+    figures.seconds = {"held": [1.0, 4.0, 9.0], "copy": [1.0, 2.0, 3.0]}
+    assert figures.median("held") == 4.0
+    assert figures.ratio("held_to_copy") == 2.0
+    assert figures.ratio("pull_to_raw") is None
+
+
+def test_a_lane_that_clients_do_not_have_is_said_and_is_no_success(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "takes_lane", lambda _client: False)
+    assert own.main(["--gb", str(SIZE), "--clients", "1", "--cuts", "columns", "--lane", "local"]) == 1
+    assert "no lane 'local'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["safetensors save_file", "DCP HF writer"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_peers_files_hold_the_weights(tmp_path: Path, name: str) -> None:
+    for folder in ("model", "tiny-model"):
+        models.write_model(SIZE, tmp_path / folder)
+    found = measure(BY_NAME[name], tmp_path, "", sampled=False)
+    assert found["bytes"] == expected_bytes(models.config_of(SIZE))
+    assert found["problems"] == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_figures_can_be_drawn(tmp_path: Path) -> None:
+    from benchmarks.plot import plot_cases, plot_peers
+
+    figures = Figures(Case(SIZE, 1, "columns", "grpc"))
+    figures.seconds = {"held": [1.0], "copy": [1.0]}
+    plot_cases([figures], tmp_path / "cases.png")
+    plot_peers({"weighbridge push": 0.1, "cp -r": 1.0}, "a title", tmp_path / "peers.png")
+    assert (tmp_path / "cases.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
