@@ -17,9 +17,8 @@ from benchmarks import processes, report
 from benchmarks.cases import Case, Figures, run_case
 from benchmarks.clients import ClientError
 from benchmarks.cuts import CUTS
-from benchmarks.lanes import LANES, takes_lane
 from benchmarks.plot import plot_cases
-from weighbridge import EngineClient, TrainerClient
+from weighbridge.local_lane import GRPC, LOCAL
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,7 +33,14 @@ def parser() -> argparse.ArgumentParser:
         "--cuts", nargs="+", default=list(CUTS), choices=CUTS, help="how shards are cut (default: all)"
     )
     options.add_argument(
-        "--lane", nargs="+", choices=LANES, help="lanes for bytes (default: grpc and local, if there is one)"
+        "--lane",
+        nargs="+",
+        default=[GRPC, LOCAL],
+        choices=(GRPC, LOCAL),
+        help="lanes for bytes (default: both)",
+    )
+    options.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where clients' tensors lie (default cpu)"
     )
     options.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
     options.add_argument("--folder", type=Path, help="where stores are made (default: a temporary folder)")
@@ -46,15 +52,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write; 1 if a case failed or bytes were not the same."""
     args = parser().parse_args(arguments)
-    has_lanes = takes_lane(TrainerClient) and takes_lane(EngineClient)
-    lanes = args.lane or (["grpc", "local"] if has_lanes else ["grpc"])
     found: list[Figures] = []
     failures: list[str] = []
-    for case in (Case(*each) for each in itertools.product(args.gb, args.clients, args.cuts, lanes)):
+    cases = itertools.product(args.gb, args.clients, args.cuts, args.lane, [args.device])
+    for case in itertools.starmap(Case, cases):
         print(f"{case.gigabytes:g} GB, {case.clients} clients, {case.cut}, {case.lane} ...", file=sys.stderr)
-        if case.lane != "grpc" and not has_lanes:
-            failures.append(f"{case}: these clients have no lane {case.lane!r}")
-            continue
         try:
             with tempfile.TemporaryDirectory(dir=args.folder, prefix="weighbridge-bench-") as name:
                 found.append(run_case(case, args.rounds, Path(name)))

@@ -42,13 +42,15 @@ class Case:
         gigabytes: about how large the model is.
         clients: how many trainer ranks push, and how many engines pull.
         cut: one of `benchmarks.cuts.CUTS`.
-        lane: one of `benchmarks.lanes.LANES`.
+        lane: ``grpc`` or ``local``.
+        device: where clients' tensors lie, ``cpu`` or ``cuda``.
     """
 
     gigabytes: float
     clients: int
     cut: str
     lane: str
+    device: str = "cpu"
 
 
 @dataclass
@@ -135,7 +137,8 @@ def run_case(
         admin.set_retention(MODEL, Retention(keep_last=1))
         start = memory_of(service.pid).proportional
         spec = ClientSpec(
-            "trainer", service.grpc, raw, str(folder / "specs.json"), case.cut, case.lane, case.clients, 0
+            "trainer", service.grpc, raw, str(folder / "specs.json"), case.cut, case.lane, case.clients, 0,
+            case.device,
         )  # fmt: skip
         pushed = _push_rounds(figures, spec, (warm_up, rounds), admin, (service.pid, start))
         pulled = _pull_rounds(figures, spec, (warm_up, rounds), (service.pid, start))

@@ -21,12 +21,11 @@ import xxhash
 from torch import Tensor
 
 from benchmarks import cuts, models, raw_grpc
-from benchmarks.lanes import lane_argument, lane_taken
 from benchmarks.memory import HighWaterMark
 from benchmarks.warm_copy import WarmCopy
 from weighbridge import EngineClient, TrainerClient, rpc
 from weighbridge.layouts import Layout
-from weighbridge.push_sources import StagingPool, StreamSource
+from weighbridge.push_sources import ShardSource, StagingPool, TensorSource
 from weighbridge.resources import VersionState
 
 MODEL = "bench/model"
@@ -46,6 +45,7 @@ class ClientSpec:
         lane: which lane to take.
         clients: number of clients with this role.
         rank: which of them, from 0.
+        device: where its tensors lie, ``cpu`` or ``cuda``.
     """
 
     role: str
@@ -56,6 +56,7 @@ class ClientSpec:
     lane: str
     clients: int
     rank: int
+    device: str = "cpu"
 
 
 def _wait_until(at: float) -> None:
@@ -88,15 +89,16 @@ class TrainerProcess:
 
     def __init__(self, spec: ClientSpec) -> None:
         self._spec = spec
-        self._client = TrainerClient(spec.server, **lane_argument(TrainerClient, spec.lane))
+        self._client = TrainerClient(spec.server, lane=spec.lane)
         specs = models.read_specs(Path(spec.specs))
         self._layout, self._space = cuts.trainer_shards(
             spec.cut, self._client, MODEL, specs, spec.clients, spec.rank
         )
-        self._bits = models.RandomBits((p.nbytes for p in self._layout.placements), seed=spec.rank)
+        sizes = (p.nbytes for p in self._layout.placements)
+        self._bits = models.RandomBits(sizes, seed=spec.rank, device=spec.device)
         self._tensors = self._bits.of_layout(self._layout)
         self._staging = StagingPool()
-        self._copy = WarmCopy(models.shapes_of(self._layout))
+        self._copy = WarmCopy(models.shapes_of(self._layout), spec.device)
         self._raw = _Raw(spec.raw, self._layout.nbytes)
         self._memory = HighWaterMark()
         self.nbytes = self._layout.nbytes
@@ -109,13 +111,13 @@ class TrainerProcess:
         """
         tensors = self._bits.of_layout(self._layout, generation=step)
 
-        def stage(indexes: Sequence[int], stream: Layout) -> StreamSource:
-            return self._staging.stage(stream, [tensors[i] for i in indexes])
+        def source(indexes: Sequence[int], stream: Layout) -> ShardSource:
+            return TensorSource(self._staging, stream, [tensors[i] for i in indexes])
 
         _wait_until(at)
         started = time.monotonic()
         handle = self._client.push_shards(
-            MODEL, self._layout, self._space, stage, step=step, rank=self._spec.rank, world_size=self._spec.clients
+            MODEL, self._layout, self._space, source, step=step, rank=self._spec.rank, world_size=self._spec.clients
         )  # fmt: skip
         called, returned = time.monotonic() - started, time.time()
         handle.wait(VersionState.READY, timeout=_WAIT_SECONDS)
@@ -132,7 +134,7 @@ class TrainerProcess:
             "ready": ready,
             "durable": version.durable_time_ms / 1e3,
             "version_bytes": version.received_bytes,
-            "lane": lane_taken(report),
+            "lane": report.lane,
         }
 
     def copy(self, at: float) -> dict[str, Any]:
@@ -158,13 +160,15 @@ class EngineProcess:
     """An engine rank with tensors of its slices, which each pull fills again."""
 
     def __init__(self, spec: ClientSpec) -> None:
-        self._client = EngineClient(spec.server, **lane_argument(EngineClient, spec.lane))
+        self._client = EngineClient(spec.server, lane=spec.lane)
         specs = models.read_specs(Path(spec.specs))
         self._request = cuts.engine_slices(spec.cut, specs, spec.clients, spec.rank)
         layout = self._client.pull(MODEL, "live", self._request).layout
-        self._copy = WarmCopy(models.shapes_of(layout))
+        self._copy = WarmCopy(models.shapes_of(layout), spec.device)
         self._raw = _Raw(spec.raw, layout.nbytes)
-        self._tensors = [torch.ones(shape, dtype=dtype) for dtype, shape in models.shapes_of(layout)]
+        self._tensors = [
+            torch.ones(shape, dtype=dtype, device=spec.device) for dtype, shape in models.shapes_of(layout)
+        ]
         self._memory = HighWaterMark()
         self.nbytes = layout.nbytes
 
@@ -173,14 +177,14 @@ class EngineProcess:
         _wait_until(at)
         pull = self._client.pull(MODEL, "live", self._request)
         came = sum(tensor.nbytes for _, tensor in pull.into(self._tensors.__getitem__))
-        return {"seconds": time.monotonic() - at, "bytes": came, "lane": lane_taken(pull)}
+        return {"seconds": time.monotonic() - at, "bytes": came, "lane": pull.lane}
 
     def view(self, at: float) -> dict[str, Any]:
         """Pull tensors wherever the client puts them, and let go of each at once; as `pull`."""
         _wait_until(at)
         pull = self._client.pull(MODEL, "live", self._request)
         came = sum(tensor.nbytes for _, tensor in pull)
-        return {"seconds": time.monotonic() - at, "bytes": came, "lane": lane_taken(pull)}
+        return {"seconds": time.monotonic() - at, "bytes": came, "lane": pull.lane}
 
     def copy(self, at: float) -> dict[str, Any]:
         """One warm copy of the slices; ``seconds``."""
@@ -204,7 +208,7 @@ class EngineProcess:
 def _digest(tensors: list[Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for tensor in tensors:
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
 
 

@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.comparing", description=__doc__)
     parser.add_argument("--gb", type=float, nargs="+", default=[0.5], help="sizes of models (default 0.5)")
     parser.add_argument("--rounds", type=int, default=3, help="(default 3)")
-    parser.add_argument("--lane", default="grpc", help="lane of our clients (default grpc)")
+    parser.add_argument("--lane", default="local", help="lane of our clients, local or grpc (default local)")
     parser.add_argument("--peers", nargs="+", default=[], choices=BY_NAME, metavar="NAME", help="only these")
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")

@@ -103,13 +103,15 @@ class RandomBits:
     Args:
         sizes: bytes of the tensors to be made.
         seed: which bits.
+        device: where the tensors lie; on a GPU they share one storage.
     """
 
-    def __init__(self, sizes: Iterable[int], seed: int = 0) -> None:
+    def __init__(self, sizes: Iterable[int], seed: int = 0, device: str = "cpu") -> None:
         all_sizes = list(sizes)
         room = max(min(sum(all_sizes), _POOL_BYTES), max(all_sizes, default=0)) + 2 * _PAGE
         words = np.random.default_rng(seed).integers(0, 2**64, room // 8 + 1, np.uint64)
         self._pool: NDArray[np.uint8] = words.view(np.uint8)
+        self._on_device = None if device == "cpu" else torch.from_numpy(self._pool).to(device)
 
     def tensors(
         self, shapes: Sequence[tuple[torch.dtype, tuple[int, ...]]], generation: int = 0
@@ -121,7 +123,11 @@ class RandomBits:
             count = int(np.prod(shape, dtype=np.int64))
             nbytes = count * dtype.itemsize
             offset = position % (len(self._pool) - nbytes) // _ALIGNMENT * _ALIGNMENT
-            made.append(torch.frombuffer(self._pool, dtype=dtype, count=count, offset=offset).reshape(shape))
+            if self._on_device is not None:
+                made.append(self._on_device[offset : offset + nbytes].view(dtype).reshape(shape))
+            else:
+                pool = self._pool
+                made.append(torch.frombuffer(pool, dtype=dtype, count=count, offset=offset).reshape(shape))
             position += nbytes
         return made
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks import __main__ as own
 from benchmarks import cuts, models
 from benchmarks.cases import Case, Figures, run_case
 from benchmarks.peer_process import measure
@@ -65,8 +64,10 @@ def test_tensors_of_a_small_pool_differ_and_each_generation_has_others() -> None
     assert len({tensor.view(torch.int16).numpy().tobytes() for tensor in tensors}) == len(tensors)
 
 
-@pytest.mark.slow
-def test_bytes_that_are_reported_are_those_of_the_model_and_of_the_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cut", "lane"), [("columns", "grpc"), ("contiguous", "local")])
+def test_bytes_that_are_reported_are_those_of_the_model_and_of_the_version(
+    tmp_path: Path, cut: str, lane: str
+) -> None:
     versions: list[tuple[int, set[str]]] = []
 
     def look(service: Service) -> None:
@@ -77,7 +78,7 @@ def test_bytes_that_are_reported_are_those_of_the_model_and_of_the_version(tmp_p
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
         versions.append((sum(tensor.nbytes for tensor in tensors.values()), set(tensors)))
 
-    figures = run_case(Case(SIZE, 2, "columns", "grpc"), 1, tmp_path / "case", look, warm_up=1)
+    figures = run_case(Case(SIZE, 2, cut, lane), 1, tmp_path / "case", look, warm_up=1)
 
     nbytes = expected_bytes(models.config_of(SIZE))
     assert figures.nbytes == dict.fromkeys(("model", "pushed", "arrived", "asked", "pulled"), nbytes)
@@ -89,7 +90,8 @@ def test_bytes_that_are_reported_are_those_of_the_model_and_of_the_version(tmp_p
     assert figures.seconds["called"][0] >= figures.seconds["held"][0]
     assert all(seconds > 0 for values in figures.seconds.values() for seconds in values)
     assert {"service", "trainer", "engine", "together"} <= figures.memory.keys()
-    assert f"{SIZE:g}, 2, columns, grpc" in cases_table([figures])
+    assert figures.lanes == {lane}
+    assert f"{SIZE:g}, 2, {cut}, {lane}" in cases_table([figures])
     assert json.loads(json.dumps(figures.to_json()))["bytes"]["pulled"] == nbytes
 
 
@@ -99,14 +101,6 @@ def test_ratios_are_those_of_rounds() -> None:
     assert figures.median("held") == 4.0
     assert figures.ratio("held_to_copy") == 2.0
     assert figures.ratio("pull_to_raw") is None
-
-
-def test_a_lane_that_clients_do_not_have_is_said_and_is_no_success(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(own, "takes_lane", lambda _client: False)
-    assert own.main(["--gb", str(SIZE), "--clients", "1", "--cuts", "columns", "--lane", "local"]) == 1
-    assert "no lane 'local'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["safetensors save_file", "DCP HF writer"])

@@ -203,7 +203,7 @@ def test_a_second_signal_ends_the_process_at_once(
     tmp_path: Path, hf_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(tmp_path / "store") as service, held_pushes(monkeypatch) as (begun, _):
-        client = TrainerClient(service.grpc, retry_seconds=0)
+        client = TrainerClient(service.grpc, retry_seconds=0, lane="grpc")
         client.register_model(MODEL, hf_folder)
         client.push_folder(MODEL, hf_folder)
         assert begun.wait(20)
@@ -218,7 +218,7 @@ def test_what_is_not_finished_in_time_is_given_up_and_the_exit_code_says_so(
     tmp_path: Path, hf_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(tmp_path / "store", drain_seconds=0.5) as service, held_pushes(monkeypatch) as (begun, _):
-        client = TrainerClient(service.grpc, retry_seconds=0)
+        client = TrainerClient(service.grpc, retry_seconds=0, lane="grpc")
         client.register_model(MODEL, hf_folder)
         client.push_folder(MODEL, hf_folder)
         assert begun.wait(20)

@@ -115,7 +115,7 @@ class CopyQueue:
 
     def write(self, shard: torch.Tensor, copies: Sequence[StridedCopy]) -> bool:
         """Copy a shard from its GPU to memory; False if it cannot be done in this way, and nothing was done."""
-        flat = shard.detach().reshape(-1)
+        flat = shard.detach().contiguous().view(-1)
         return self._copy(flat, copies, _DEVICE_TO_HOST)
 
     def read(self, shard: torch.Tensor, copies: Sequence[StridedCopy]) -> bool:

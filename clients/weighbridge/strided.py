@@ -142,7 +142,7 @@ def write_tensors(
             rest += [(shard, copies) for shard, copies in by_engine if not queue.write(shard, copies)]
         # GPUs copy meanwhile
         for shard, copies in rest:
-            flat = shard.detach().reshape(-1)
+            flat = shard.detach().contiguous().view(-1)
             for copy in copies:
                 ours, theirs = _views(copy, flat, memories[copy.memory].tensor)
                 theirs.copy_(ours)
