@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from torch import Tensor
 
+from tests.raw_clients import RawClient
 from tests.reference import tiny_config, tiny_model, tiny_value_model
 from tests.services import RunningService, running_service
 from tests.test_family_conventions import gemma3_model, llama4_model, qwen2_5_vl_model
@@ -682,19 +683,21 @@ def test_a_cast_pull_resumes_in_the_middle_of_an_element(
         message = weight_service_pb2.PullRequest(
             model=MODEL, version="1", layout=layout, dtype="bf16", offset=offset
         )
-        assert b"".join(bytes(piece.data) for piece in engine._pull(message)) == whole[offset:]
+        assert b"".join(piece.data for piece in _pulled(engine, message)) == whole[offset:]
     beyond = weight_service_pb2.PullRequest(
         model=MODEL, version="1", layout=layout, dtype="bf16", offset=len(whole) + 1
     )
     with pytest.raises(InvalidArgument, match="cannot begin"):
-        _raised(engine, beyond)
+        _pulled(engine, beyond)
 
 
-def _raised(engine: EngineClient, message: weight_service_pb2.PullRequest) -> None:
-    from weighbridge import rpc
-
-    with rpc.translated_errors(engine.server):
-        list(engine._pull(message))
+def _pulled(
+    engine: EngineClient, message: weight_service_pb2.PullRequest
+) -> list[weight_service_pb2.PullResponse]:
+    """What a message is answered with, as any client of the contract gets it."""
+    with RawClient(engine.server) as raw:
+        found: list[weight_service_pb2.PullResponse] = raw.call(raw.weights.Pull, message)
+        return found
 
 
 @pytest.mark.parametrize(
@@ -738,7 +741,7 @@ def test_a_message_that_no_client_of_ours_sends_is_refused_too(
     parts = weight_service_pb2.TensorParallel(**{"size": 1, **fields})
     layout = weight_service_pb2.LayoutRequest(tensor_parallel=parts)
     with pytest.raises(InvalidArgument):
-        _raised(engine, weight_service_pb2.PullRequest(model=MODEL, version="1", layout=layout))
+        _pulled(engine, weight_service_pb2.PullRequest(model=MODEL, version="1", layout=layout))
 
 
 def test_the_command_line_writes_the_file_of_a_stage(

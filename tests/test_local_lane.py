@@ -98,7 +98,12 @@ def cut(array: np.ndarray, box: Box) -> np.ndarray:
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements in memory of its own, none next to another."""
-    return torch.stack([tensor, torch.full_like(tensor, 9.0)], dim=-1)[..., 0]
+    return torch.stack([torch.full_like(tensor, 9.0), tensor], dim=-1)[..., 1]
+
+
+def part(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as a part of a larger tensor, as the halves of a joined matrix are."""
+    return torch.stack([torch.full_like(tensor, 9.0), tensor])[1]
 
 
 def push_ranks(
@@ -110,8 +115,8 @@ def push_ranks(
     def push(rank: int) -> None:
         layout = make(source.arrays, rank, len(clients))
         tensors = [
-            apart(torch.from_numpy(cut(source.arrays[p.shard.tensor], p.shard.box)))
-            for p in layout.placements
+            (part if number % 2 else apart)(torch.from_numpy(cut(source.arrays[p.shard.tensor], p.shard.box)))
+            for number, p in enumerate(layout.placements)
         ]
 
         def open_source(indexes: Sequence[int], stream: Layout) -> ShardSource:
@@ -202,13 +207,18 @@ def test_slices_read_where_they_lie_are_those_that_come_by_grpc(
     assert pull.lane == "local"
     into = [torch.full(tensor.shape, 7.0) for _, tensor in ours]
     filled = list(pull.into(into.__getitem__))
-    strided = [torch.full((2, *tensor.shape), 7.0).movedim(0, -1)[..., 0] for _, tensor in ours]
+    strided = [torch.full((2, *tensor.shape), 7.0).movedim(0, -1)[..., 1] for _, tensor in ours]
     list(pull.into(strided.__getitem__))
+    parts = [torch.full((3, *tensor.shape), 7.0) for _, tensor in ours]
+    list(pull.into([each[1] for each in parts].__getitem__))
+    assert all((each[0] == 7.0).all() and (each[2] == 7.0).all() for each in parts)
     with EngineClient(service.address, lane="grpc") as client:
         theirs = list(client.pull(MODEL, "live", request_of))
     assert [name for name, _ in ours] == [name for name, _ in theirs] == [name for name, _ in filled]
-    for (name, tensor), (_, other), third, fourth in zip(ours, theirs, into, strided, strict=True):
-        for found in (tensor, third, fourth):
+    for (name, tensor), (_, other), third, fourth, fifth in zip(
+        ours, theirs, into, strided, parts, strict=True
+    ):
+        for found in (tensor, third, fourth, fifth[1]):
             assert torch.equal(found, other), name
 
 

@@ -206,7 +206,8 @@ def _views(copy: StridedCopy, flat: torch.Tensor, memory: torch.Tensor) -> tuple
     if size == 1 or copy.extent[-1] % size or any(n % size for n in (*offsets, *strides)):
         flat, size = flat.view(torch.uint8), 1
     extent = (*copy.extent[:-1], copy.extent[-1] // size)
-    ours = flat.as_strided(extent, _in_elements(copy.shard_strides, size), copy.shard_offset // size)
+    # an offset that is given to as_strided counts from the beginning of the storage, of which this may be a part
+    ours = flat[copy.shard_offset // size :].as_strided(extent, _in_elements(copy.shard_strides, size))
     base = memory[copy.memory_offset : copy.memory_end].view(flat.dtype)
     return ours, base.as_strided(extent, _in_elements(copy.memory_strides, size))
 
