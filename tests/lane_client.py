@@ -25,7 +25,9 @@ def connected(server: str, client_id: str = CLIENT_ID) -> LaneConnection:
     """A connection to a service's socket, for requests that no well-behaved client makes."""
     with Client(server) as client:
         found = client._find_lane()
-    return LaneConnection(found.socket, found.service_id, client_id, lambda _key: None, lambda: None)
+    return LaneConnection(
+        found.socket, found.service_id, client_id, lambda _key: None, lambda _connection: None
+    )
 
 
 @contextmanager
@@ -52,7 +54,7 @@ def go_on(process: subprocess.Popen[str]) -> str:
 
 def main(server: str, what: str, model: str, number: str, rank: str = "0") -> None:
     """Borrow, and then: ``write``: fill the memory with garbage, and say that the loan is complete without letting go of it, and
-    write once more; ``read``: print whether the memory is still what it was."""
+    write once more; ``read``: print whether the memory is still what it was. ``hold``: the same, after ending the connection."""
     connection = connected(server)
     if what == "write":
         begin = pb.BeginWrite(model=model, number=int(number), rank=int(rank))
@@ -79,6 +81,7 @@ def main(server: str, what: str, model: str, number: str, rank: str = "0") -> No
         _say("borrowed")
         if what == "hold":
             connection.close()
+            _say("left")
         _say("same" if rpc.checksum(b"".join(view[:] for view in views)) == before else "changed")
     sys.stdin.readline()
 

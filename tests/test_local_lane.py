@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -20,7 +21,8 @@ import pytest
 import torch
 
 from tests.lane_client import CLIENT_ID, connected, go_on, lane_process
-from tests.raw_clients import Arrays, RawClient, TinyModel, rows_layout, tiny_folder
+from tests.raw_clients import Arrays, RawClient, TinyModel, rows_layout, stream_of, tiny_folder
+from tests.raw_clients import cut as pieces_of
 from tests.services import RunningService, running_service
 from weighbridge import Boxes, EngineClient, TensorParallel, TrainerClient, dtypes, lane_protocol, wire
 from weighbridge.boxes import Box
@@ -34,7 +36,7 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.layouts import Layout, Shard, TensorSpec
-from weighbridge.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge.push_sources import ShardSource, StagingPool, StreamSource, TensorSource
 from weighbridge.resources import VersionState
 from weighbridge.strided import placed_copies
 from weighbridge.trainer import PushHandle
@@ -264,6 +266,106 @@ def test_a_durable_version_without_an_image_is_read_from_the_files_of_the_store(
         assert found[name].numpy().tobytes() == array.tobytes()
 
 
+def test_tensors_outlive_the_client_that_they_came_by(
+    service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
+) -> None:
+    trainer.push_folder(MODEL, sources[0].folder).wait(timeout=20)
+    with EngineClient(service.address, lane="local") as client:
+        kept = dict(client.pull(MODEL, "live"))
+    for source in (*sources[1:], *sources[1:]):
+        trainer.push_folder(MODEL, source.folder).wait(timeout=20)
+    for name, array in sources[0].arrays.items():
+        assert kept[name].numpy().tobytes() == array.tobytes()
+    trainer.close()
+    eventually(lambda: service.service.images.usage().memory_in_use == 2 * IMAGE_BYTES)
+    kept.clear()
+    eventually(lambda: service.service.images.usage().memory_in_use == IMAGE_BYTES)
+
+
+def test_memory_of_a_reader_that_has_left_without_a_word_is_not_used_before_it_lets_go(
+    service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
+) -> None:
+    trainer.push_folder(MODEL, sources[0].folder).wait(timeout=20)
+    with lane_process(service.address, "hold", MODEL, "1") as reader:
+        go_on(reader)  # it ends its connection, and goes on looking
+        for source in (*sources[1:], *sources[1:]):
+            trainer.push_folder(MODEL, source.folder).wait(timeout=20)
+        assert go_on(reader) == "same"
+    eventually(lambda: service.service.images.usage().memory_in_use <= 2 * IMAGE_BYTES)
+
+
+def test_a_trainer_with_memory_ready_does_not_keep_others_from_pushing_by_grpc(
+    service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
+) -> None:
+    for source in sources:
+        trainer.push_folder(MODEL, source.folder).wait(timeout=20)
+    eventually(lambda: bool(trainer._lane._standby))
+    with TrainerClient(service.address, lane="grpc", run="other") as other:
+        handle = other.push_folder(MODEL, sources[0].folder)
+        handle.wait(timeout=20)
+        assert_served(service.address, handle.number, sources[0].arrays)
+
+
+def test_a_process_that_is_forked_from_a_trainer_takes_no_part_in_its_pushes(
+    service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
+) -> None:
+    for source in sources:
+        trainer.push_folder(MODEL, source.folder).wait(timeout=20)
+    eventually(lambda: bool(trainer._lane._standby))
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert trainer.push_folder(MODEL, sources[1].folder).wait(timeout=20).state is VersionState.DURABLE
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_plans_of_two_models_are_never_taken_for_each_other(
+    service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
+) -> None:
+    trainer.register_files("acme/twin", sources[0].files)
+    plans = set()
+    for model in (MODEL, "acme/twin"):
+        handle = trainer.push_folder(model, sources[1].folder)
+        handle.wait(timeout=20)
+        plans.add(trainer._lane._last_plan[model, 0])
+    assert len(plans) == 2
+
+
+def test_nobody_may_write_to_a_version_of_which_all_bytes_have_come(
+    service: RunningService, sources: list[TinyModel]
+) -> None:
+    layout = rows_layout(sources[0].arrays, 0, 1)
+    with RawClient(service.address) as raw:
+        number = raw.open(MODEL)
+        assigned = raw.declare(MODEL, number, layout)
+        raw.push(MODEL, number, pieces_of(stream_of(sources[0].arrays, layout, assigned)))
+        connection = connected(service.address, raw.client_id)
+        with pytest.raises(FailedPrecondition, match="have come"):
+            connection.ask(pb.LaneRequest(begin_write=pb.BeginWrite(model=MODEL, number=number, rank=0)))
+        connection.close()
+        raw.seal(MODEL, number)
+    assert_served(service.address, number, sources[0].arrays)
+
+
+def test_a_source_that_fails_gives_its_loan_back_and_says_why(
+    service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
+) -> None:
+    class Broken(StreamSource):
+        def read(self, start: int, stop: int) -> bytes:
+            raise DataLoss("the folder is damaged")
+
+    layout = rows_layout(sources[0].arrays, 0, 1)
+    with pytest.raises(DataLoss, match="the folder is damaged"):
+        trainer.push_shards(
+            MODEL, layout, wire.HUGGING_FACE, lambda _indexes, stream: Broken(stream), step=1, rank=0, world_size=1
+        )  # fmt: skip
+    eventually(lambda: service.service.images.usage().memory_in_use == 0)
+
+
 def test_an_image_is_not_used_again_while_a_tensor_of_it_is_there(
     service: RunningService, trainer: TrainerClient, engine: EngineClient, sources: list[TinyModel]
 ) -> None:
@@ -327,7 +429,9 @@ def test_who_keeps_memory_open_for_writing_makes_his_version_fail_and_no_other(
     number = raw.open(MODEL, ranks=1, request_id="run/6")
     raw.declare(MODEL, number, layout)
     with lane_process(service.address, "write", MODEL, str(number)) as writer:
-        assert go_on(writer) == "VersionFailed"
+        assert go_on(writer) == "ended"
+        with pytest.raises(VersionFailed, match="can still write to its memory"):
+            raw.seal(MODEL, number)
         with pytest.raises(VersionFailed, match="can still write to its memory"):
             trainer.wait_for(MODEL, number, VersionState.READY)
         # the memory that can still be written to is nobody's until then
@@ -385,18 +489,18 @@ def test_memory_that_a_model_was_promised_goes_to_another_that_needs_it(
         assert usage.memory_in_use + usage.memory_free <= 3 * IMAGE_BYTES
 
 
-def test_an_image_that_does_not_fit_into_memory_is_lent_as_a_file(
+def test_an_image_that_does_not_fit_into_memory_is_read_as_a_file_and_written_by_grpc(
     tmp_path: Path, sources: list[TinyModel]
 ) -> None:
     with running_service(tmp_path / "store", local_socket=str(tmp_path / "s"), memory_budget=0) as service:
         with (
-            TrainerClient(service.address, lane="local") as trainer,
+            TrainerClient(service.address, lane="auto") as trainer,
             EngineClient(service.address, lane="local") as engine,
         ):
             trainer.register_files(MODEL, sources[0].files)
             for source in sources:
                 handle = trainer.push_folder(MODEL, source.folder)
-                assert handle.report(20).lane == "local"
+                assert "a file on disk" in handle.report(20).lane_reason
                 handle.wait("ready", timeout=20)
                 found = dict(engine.pull(MODEL, "live"))
                 for name, array in source.arrays.items():
@@ -412,7 +516,7 @@ def test_a_lease_that_is_held_for_ever_keeps_nobody_from_pushing_and_pulling(
         running_service(
             tmp_path / "store", local_socket=str(tmp_path / "s"), memory_budget=2 * IMAGE_BYTES
         ) as service,
-        TrainerClient(service.address, lane="local") as trainer,
+        TrainerClient(service.address, lane="auto") as trainer,
         EngineClient(service.address, lane="local") as engine,
     ):
         trainer.register_files(MODEL, sources[0].files)
@@ -446,7 +550,10 @@ def test_without_a_socket_bytes_go_by_grpc_and_the_reason_is_said(
     if variable:
         monkeypatch.setenv("WEIGHBRIDGE_LOCAL_SOCKET", variable)
     with running_service(tmp_path / "store", **{"local_socket": str(tmp_path / "s"), **settings}) as service:
-        with TrainerClient(service.address) as trainer, EngineClient(service.address) as engine:
+        with (
+            TrainerClient(service.address, lane="auto") as trainer,
+            EngineClient(service.address, lane="auto") as engine,
+        ):
             trainer.register_files(MODEL, sources[0].files)
             report = trainer.push_folder(MODEL, sources[0].folder).report(20)
             assert (report.lane, reason in report.lane_reason) == ("grpc", True), report
@@ -473,7 +580,7 @@ def test_the_socket_of_another_service_is_not_used(
 ) -> None:
     with running_service(tmp_path / "other", local_socket=str(tmp_path / "other.sock")) as other:
         monkeypatch.setenv("WEIGHBRIDGE_LOCAL_SOCKET", other.lane.path)
-        with TrainerClient(service.address) as trainer:
+        with TrainerClient(service.address, lane="auto") as trainer:
             report = trainer.push_folder(MODEL, sources[0].folder).report(20)
             assert report.lane == "grpc"
             assert "belongs to another service" in report.lane_reason

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -42,7 +44,7 @@ class LaneConnection:
         service_id: str,
         client_id: str,
         on_recall: Callable[[str], None],
-        on_end: Callable[[], None],
+        on_end: Callable[[LaneConnection], None],
     ) -> None:
         self._on_recall = on_recall
         self._on_end = on_end
@@ -51,6 +53,8 @@ class LaneConnection:
         self._waiting: dict[int, Future[Answer]] = {}
         self._next_id = 1
         self._ended = False
+        self._readers = 0
+        self._closing = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(_HELLO_SECONDS)
@@ -62,6 +66,7 @@ class LaneConnection:
                 f"the service's socket {path} cannot be reached from here: {error.strerror or error}",
                 fix="containers have to mount the folder of the socket, at the same path: see --local-socket",
             ) from error
+        _open.add(self)
         self._reader = threading.Thread(target=self._read, name="local-lane", daemon=True)
         self._reader.start()
         # what is let go of by the garbage collector, which must wait for nothing
@@ -107,14 +112,36 @@ class LaneConnection:
             raise lane_protocol.error_from_proto(response.error)
         return response, descriptors
 
-    def tell(self, request: pb.LaneRequest) -> None:
-        """Send a request soon, and do not wait for its answer. May be called from anywhere, destructors included."""
+    def tell(self, request: pb.LaneRequest | None) -> None:
+        """Send a request soon, and do not wait for its answer; None to send no more than what ends the reading.
+
+        May be called from anywhere, destructors included.
+        """
         self._last_words.put(request)
 
     @property
     def ended(self) -> bool:
         """Whether nothing can be asked any more."""
         return self._ended
+
+    def reading(self) -> None:
+        """A version is being read from now on, until it is told that this has ended."""
+        with self._lock:
+            self._readers += 1
+
+    def not_reading(self) -> None:
+        """What `reading` has said does not come to pass."""
+        with self._lock:
+            self._readers -= 1
+
+    def close_when_read(self) -> None:
+        """End the connection when nothing of what was lent for reading is looked at any more."""
+        self.tell(None)
+
+    def leave(self) -> None:
+        """Close this process's end of a connection that belongs to the process it was forked from."""
+        self._ended = True
+        self._socket.close()
 
     def close(self) -> None:
         """End the connection: all that was lent goes back."""
@@ -147,15 +174,36 @@ class LaneConnection:
         self._socket.close()
         for answer in waiting:
             answer.set_exception(Unavailable("the connection to the service's socket has ended"))
-        self._on_end()
+        self._on_end(self)
 
     def _speak(self) -> None:
-        while (request := self._last_words.get()) is not None:
-            with self._lock:
-                request.id = self._next_id
-                self._next_id += 1
-            try:
-                with self._sending:
-                    lane_protocol.send(self._socket, request)
-            except OSError:
+        while not self._ended:
+            request = self._last_words.get()
+            if request is None:
+                self._closing = True
+            else:
+                self._send_unasked(request)
+            if self._closing and not self._readers:
+                self.close()
                 return
+
+    def _send_unasked(self, request: pb.LaneRequest) -> None:
+        with self._lock:
+            if request.HasField("end_read"):
+                self._readers -= 1
+            request.id = self._next_id
+            self._next_id += 1
+        with contextlib.suppress(OSError), self._sending:  # its end is told by the one who reads
+            lane_protocol.send(self._socket, request)
+
+
+_open: weakref.WeakSet[LaneConnection] = weakref.WeakSet()
+
+
+def _leave_in_child() -> None:
+    """A process that was forked must not keep its parent's connection alive."""
+    for connection in list(_open):
+        connection.leave()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

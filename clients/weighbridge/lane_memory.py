@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
+import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weighbridge.errors import ResourceExhausted
+from weighbridge.errors import FailedPrecondition, ResourceExhausted
 
 if TYPE_CHECKING:
     import torch
@@ -44,16 +46,20 @@ class MappedMemory:
         key: the memory's name.
         nbytes: its size.
         use: what for.
+        pinnable: whether GPUs may be given access. A view never is: CUDA would make a copy of every page of it.
 
     Raises:
         ResourceExhausted: it cannot be mapped.
     """
 
-    def __init__(self, descriptor: int, key: str, nbytes: int, use: Use) -> None:
+    def __init__(self, descriptor: int, key: str, nbytes: int, use: Use, *, pinnable: bool = True) -> None:
         self.key = key
+        self._pinnable = pinnable and use is not Use.VIEW
         self.nbytes = nbytes
         self._use = use
-        self._unpin: Callable[[], Any] | None = None
+        self._unpin: weakref.finalize[..., MappedMemory] | None = None
+        if use is Use.WRITE:
+            _for_writing.add(self)
         flags, protection = use.value
         try:
             self._map: mmap.mmap = mmap.mmap(descriptor, nbytes, flags, protection)
@@ -95,6 +101,8 @@ class MappedMemory:
         Raises:
             FailedPrecondition, ResourceExhausted: that cannot be; says why.
         """
+        if not self._pinnable:
+            raise FailedPrecondition("memory that is only borrowed for one pull is not registered with CUDA")
         if self._unpin is None:
             from weighbridge import cuda_copies
 
@@ -121,13 +129,22 @@ class MappedMemory:
             if code == errno.EINVAL:
                 return  # an older kernel: they are entered when they are touched
 
+    def abandon(self) -> None:
+        """Undo the mapping in a process that was forked: CUDA's registration belongs to its parent."""
+        if self._unpin is not None:
+            self._unpin.detach()
+            self._unpin = None
+        self.close()
+
     def close(self) -> None:
-        """Undo the mapping. No array, tensor or exported object may be left of it."""
+        """Undo the mapping: now if no array, tensor or exported object is left of it, and with the last of them otherwise."""
         if self._unpin is not None:
             self._unpin()
         self.__dict__.pop("bytes", None)
         self.__dict__.pop("tensor", None)
-        self._map.close()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        del self._map
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -148,3 +165,16 @@ def merged(ranges: Iterable[tuple[int, int]], gap: int = mmap.PAGESIZE) -> list[
         else:
             found.append((start, end))
     return found
+
+
+_for_writing: weakref.WeakSet[MappedMemory] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A process that was forked has no part in what its parent writes, and would keep it from becoming ready."""
+    for memory in list(_for_writing):
+        with contextlib.suppress(AttributeError):
+            memory.abandon()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

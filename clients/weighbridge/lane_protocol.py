@@ -48,7 +48,9 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
     try:
         head = b""
         while len(head) < _LENGTH.size:
-            part, found, _, _ = socket.recv_fds(connection, _LENGTH.size - len(head), MAX_DESCRIPTORS)
+            part, found, _, _ = socket.recv_fds(
+                connection, _LENGTH.size - len(head), MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
             descriptors += found
             if not part:
                 if head:

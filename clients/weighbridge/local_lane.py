@@ -11,17 +11,19 @@ import logging
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weighbridge import lane_protocol, wire
 from weighbridge.errors import (
     DataLoss,
+    DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
+    ResourceExhausted,
     Unavailable,
     VersionFailed,
     WeighbridgeError,
@@ -50,12 +52,12 @@ _KEPT_PLANS = 32
 
 
 def lane_wanted(lane: str | None) -> str:
-    """The lane that is asked for: as given, from ``WEIGHBRIDGE_LANE``, or ``auto``.
+    """The lane that is asked for: as given, from ``WEIGHBRIDGE_LANE``, or ``grpc``.
 
     Raises:
         InvalidArgument: there is no such lane.
     """
-    wanted = lane or os.environ.get(LANE_VARIABLE) or AUTO
+    wanted = lane or os.environ.get(LANE_VARIABLE) or GRPC
     if wanted not in (AUTO, GRPC, LOCAL):
         raise InvalidArgument(f"there is no lane {wanted[:40]!r}", fix=f"use {AUTO}, {GRPC} or {LOCAL}")
     return wanted
@@ -85,7 +87,11 @@ class WriteLoan:
     def fill(self, source: ShardSource) -> None:
         """Copy the shards to where they belong; afterwards they may change."""
         if self._memory is not None:
-            source.write(self._copies, [self._memory])
+            try:
+                source.write(self._copies, [self._memory])
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they hold arrays over the memory
+                raise
 
     def end(self, *, complete: bool) -> None:
         """Let go of the memory.
@@ -162,12 +168,18 @@ class _Holder:
     """Is there as long as something of a version is."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Kept:
-    """Memory that was lent for reading, and may be used again for later versions."""
+    """Memory that was lent for reading, and may be used again for later versions.
 
-    descriptor: int
-    mapping: MappedMemory
+    Args:
+        descriptor: closed with this object.
+        mapping: stays as long as somebody copies from it.
+    """
+
+    def __init__(self, descriptor: int, mapping: MappedMemory) -> None:
+        self.descriptor = descriptor
+        self.mapping = mapping
+        weakref.finalize(self, os.close, descriptor)
 
 
 class LocalLane:
@@ -184,14 +196,16 @@ class LocalLane:
         self._client_id = client_id
         self._find = find
         self._lock = threading.RLock()
+        self._mapping = threading.Lock()
+        self._recalls = 0
         self._connection: LaneConnection | None = None
         self._closed = False
-        self._refused: tuple[float, WeighbridgeError] | None = None
+        self._refused: tuple[float, type[WeighbridgeError], str, str] | None = None
         self._standby: dict[str, MappedMemory] = {}
         self._kept: dict[str, _Kept] = {}
         self._plans: OrderedDict[str, pb.LanePlan] = OrderedDict()
         self._placed: OrderedDict[Any, list[list[StridedCopy]]] = OrderedDict()
-        self._last_plan: dict[Any, str] = {}
+        self._last_plan: OrderedDict[Any, str] = OrderedDict()
         self._written: dict[str, list[tuple[int, int]]] = {}
         self._pin_ahead: set[str] = set()  # models whose shards lie on GPUs
 
@@ -218,34 +232,32 @@ class LocalLane:
             WeighbridgeError: that cannot be done; says why.
         """
         connection = self._connected()
-        with self._lock:
-            known = self._last_plan.get((model, rank), "")
-        asked = pb.BeginWrite(model=model, number=number, rank=rank, plan_id=known)
-        answer, descriptors = connection.ask(pb.LaneRequest(begin_write=asked))
-        loan = answer.write
-        memory: MappedMemory | None = None
-        try:
-            with self._lock:
-                memory = self._standby.pop(loan.memory.key, None)
-            if descriptors:
+        plan_id, plan = self._known_plan((model, rank))
+        with self._mapping:  # what is being prepared may be what this needs
+            begin = pb.BeginWrite(
+                model=model, number=number, rank=rank, plan_id=plan_id, held=[*self._standby]
+            )
+            answer, descriptors = connection.ask(pb.LaneRequest(begin_write=begin))
+            loan = answer.write
+            memory: MappedMemory | None = None
+            try:
+                with self._lock:
+                    memory = self._standby.pop(loan.memory.key, None)
+                if memory is None:
+                    memory = _map(descriptors, loan.memory, Use.WRITE)
+                copies = self._copies(loan, plan, [memory.nbytes], stream, (model, rank))
+                touched = merged((c.memory_offset, c.memory_end) for shard in copies for c in shard)
+                self._written[model] = touched
+                if descriptors:
+                    memory.populate(touched)
+                return WriteLoan(connection, loan.loan, memory, copies, lambda: self._pin_ahead.add(model))
+            except BaseException:
                 if memory is not None:
                     memory.close()
-                memory = self._map(descriptors[0], loan.memory, Use.WRITE)
-            elif memory is None:
-                raise DataLoss("the service lent memory without its descriptor")
-            copies = self._copies(loan, [memory.nbytes], stream, (model, rank))
-            touched = merged((c.memory_offset, c.memory_end) for shard in copies for c in shard)
-            self._written[model] = touched
-            if descriptors:
-                memory.populate(touched)
-            return WriteLoan(connection, loan.loan, memory, copies, lambda: self._pin_ahead.add(model))
-        except BaseException:
-            if memory is not None:
-                memory.close()
-            connection.tell(pb.LaneRequest(end_write=pb.EndWrite(loan=loan.loan, complete=False)))
-            raise
-        finally:
-            lane_protocol.close_all(descriptors)
+                connection.tell(pb.LaneRequest(end_write=pb.EndWrite(loan=loan.loan, complete=False)))
+                raise
+            finally:
+                lane_protocol.close_all(descriptors)
 
     def prepare(self, model: str) -> bool:
         """Map what a model's next version will probably be written to; whether there was something.
@@ -254,28 +266,30 @@ class LocalLane:
             WeighbridgeError: that cannot be done; says why.
         """
         connection = self._connected()
-        asked = pb.LaneRequest(prepare_write=pb.PrepareWrite(model=model))
-        answer, descriptors = connection.ask(asked)
-        try:
-            lent = answer.write.memory
-            if not descriptors:
-                return lent.key in self._standby
-            memory = self._map(descriptors[0], lent, Use.WRITE)
-        finally:
-            lane_protocol.close_all(descriptors)
-        memory.populate(self._written.get(model, ()))
-        if model in self._pin_ahead:
-            with contextlib.suppress(WeighbridgeError):  # the push will try it again, and say why it fails
-                memory.pin()
-        with self._lock:
-            if connection.ended:
-                memory.close()
-                return False
-            before = self._standby.pop(lent.key, None)
-            self._standby[lent.key] = memory
-        if before is not None:
-            before.close()
-        return True
+        with self._mapping:
+            recalls = self._recalls
+            asked = pb.PrepareWrite(model=model, held=[*self._standby])
+            answer, descriptors = connection.ask(pb.LaneRequest(prepare_write=asked))
+            try:
+                lent = answer.write.memory
+                if not descriptors:
+                    return lent.key in self._standby
+                memory = _map(descriptors, lent, Use.WRITE)
+            finally:
+                lane_protocol.close_all(descriptors)
+            memory.populate(self._written.get(model, ()))
+            if model in self._pin_ahead:
+                with contextlib.suppress(
+                    WeighbridgeError
+                ):  # the push will try it again, and say why it fails
+                    memory.pin()
+            with self._lock:
+                there = connection is self._connection and not connection.ended
+                if there and self._recalls == recalls:
+                    self._standby[lent.key] = memory
+                    return True
+            memory.close()
+            return False
 
     def read(self, model: str, version: int, request: LayoutRequest, layout: Layout) -> ReadLoan:
         """Borrow a version, to read slices of it where they lie.
@@ -286,42 +300,57 @@ class LocalLane:
         connection = self._connected()
         asked = wire.request_to_proto(request)
         what = (model, asked.SerializeToString())
+        plan_id, plan = self._known_plan(what)
         with self._lock:
-            known = self._last_plan.get(what, "")
-        begin = pb.BeginRead(model=model, version=str(version), layout=asked, plan_id=known)
-        answer, descriptors = connection.ask(pb.LaneRequest(begin_read=begin))
+            held, recalls = dict(self._kept), self._recalls
+        begin = pb.BeginRead(model=model, version=str(version), layout=asked, plan_id=plan_id, held=[*held])
+        connection.reading()
+        try:
+            answer, descriptors = connection.ask(pb.LaneRequest(begin_read=begin))
+        except BaseException:
+            connection.not_reading()
+            raise
         loan = answer.read
         end = pb.LaneRequest(end_read=pb.EndRead(loan=loan.loan))
         try:
             private: list[MappedMemory] = []
-            kept: list[MappedMemory] = []
-            sent = iter(descriptors)
-            with self._lock:
-                for memory in loan.memories:
-                    each = next(sent, -1) if memory.descriptor_sent else self._kept[memory.key].descriptor
-                    private.append(self._map(each, memory, Use.VIEW))
-                    if memory.keep and memory.key not in self._kept:
-                        own = os.dup(each)
-                        self._kept[memory.key] = _Kept(own, self._map(own, memory, Use.READ))
-                    kept.append(self._kept[memory.key].mapping if memory.keep else private[-1])
-                copies = self._copies(loan, [memory.nbytes for memory in private], layout, what)
+            copied_from: list[MappedMemory] = []
+            sent = list(descriptors)
+            for memory in loan.memories:
+                kept = held.get(memory.key)
+                each = [sent.pop(0)] if sent and memory.descriptor_sent else []
+                if not each and kept is not None:
+                    each = [kept.descriptor]
+                private.append(_map(each, memory, Use.VIEW))
+                if kept is None:
+                    kept = _Kept(_duplicate(each[0]), _map(each, memory, Use.READ, pinnable=memory.keep))
+                    if memory.keep:
+                        self._keep(connection, kept, recalls)
+                copied_from.append(kept.mapping)
+            copies = self._copies(loan, plan, [memory.nbytes for memory in private], layout, what)
             found = wire.version_from_proto(loan.version)
-            return ReadLoan(found, layout, copies, private, kept, lambda: connection.tell(end))
-        except BaseException as error:
+            return ReadLoan(found, layout, copies, private, copied_from, lambda: connection.tell(end))
+        except BaseException:
             connection.tell(end)
-            if isinstance(error, KeyError):
-                raise DataLoss("the service lent memory without its descriptor") from error
             raise
         finally:
             lane_protocol.close_all(descriptors)
 
     def close(self) -> None:
-        """Give everything back, and connect no more."""
+        """Give everything back but versions that tensors are views of, and connect no more."""
         with self._lock:
             self._closed = True
             connection = self._connection
         if connection is not None:
-            connection.close()
+            self._lost(connection)
+            connection.close_when_read()
+
+    def _keep(self, connection: LaneConnection, kept: _Kept, recalls: int) -> None:
+        """Have memory ready for later pulls, unless the service has asked for some since, or is gone."""
+        with self._lock:
+            there = connection is self._connection and not connection.ended and not self._closed
+            if there and kept.mapping.key not in self._kept and self._recalls == recalls:
+                self._kept[kept.mapping.key] = kept
 
     def _connected(self) -> LaneConnection:
         with self._lock:
@@ -330,11 +359,18 @@ class LocalLane:
             if self._closed:
                 raise Unavailable("the client has been closed")
             if self._refused is not None and time.monotonic() < self._refused[0]:
-                raise self._refused[1]
+                _, kind, message, fix = self._refused
+                raise kind(message, fix=fix)
+            if self._connection is not None:
+                self._lost(self._connection)
             try:
                 self._connection = self._connect()
             except WeighbridgeError as error:
-                self._refused = (time.monotonic() + _TRY_AGAIN_SECONDS, error)
+                if isinstance(error, Unavailable | DeadlineExceeded):
+                    raise  # the service may be there in a moment
+                # not the error itself: it holds on to the frames it went through, and so to tensors
+                until = time.monotonic() + _TRY_AGAIN_SECONDS
+                self._refused = (until, type(error), error.message, error.fix)
                 raise
             self._refused = None
             return self._connection
@@ -342,6 +378,8 @@ class LocalLane:
     def _connect(self) -> LaneConnection:
         try:
             found = self._find()
+        except (Unavailable, DeadlineExceeded):
+            raise
         except WeighbridgeError as error:
             raise FailedPrecondition(
                 f"the service does not say where its socket is: {error.message}"
@@ -353,45 +391,74 @@ class LocalLane:
 
     def _recalled(self, key: str) -> None:
         with self._lock:
+            self._recalls += 1
             standby, kept = self._standby.pop(key, None), self._kept.pop(key, None)
         if standby is not None:
             standby.close()
-        if kept is not None:
-            os.close(kept.descriptor)  # its mapping goes with the last tensor that is being copied from it
+        del kept  # its mapping goes with the last tensor that is being copied from it
 
-    def _lost(self) -> None:
+    def _lost(self, connection: LaneConnection) -> None:
+        """Forget what came by a connection."""
         with self._lock:
-            keys = {*self._standby, *self._kept}
-        for key in keys:
-            self._recalled(key)
+            if connection is not self._connection:
+                return
+            standby, self._standby = list(self._standby.values()), {}
+            self._kept = {}
+        for memory in standby:
+            memory.close()
 
-    def _map(self, descriptor: int, memory: pb.SharedMemory, use: Use) -> MappedMemory:
-        if os.fstat(descriptor).st_size < memory.bytes:
-            raise DataLoss("the service lent memory that is shorter than it says")
-        return MappedMemory(descriptor, memory.key, memory.bytes, use)
+    def _known_plan(self, what: Any) -> tuple[str, pb.LanePlan | None]:
+        """The plan that was used last for something, if it is still known."""
+        with self._lock:
+            plan_id = self._last_plan.get(what, "")
+            plan = self._plans.get(plan_id)
+            return (plan_id, plan) if plan is not None else ("", None)
 
     def _copies(
-        self, loan: pb.WriteLoan | pb.ReadLoan, sizes: list[int], stream: Layout, what: Any
+        self,
+        loan: pb.WriteLoan | pb.ReadLoan,
+        known: pb.LanePlan | None,
+        sizes: list[int],
+        stream: Layout,
+        what: Any,
     ) -> list[list[StridedCopy]]:
         """The copies of a loan; from earlier ones if nothing has changed."""
         places: Mapping[str, tuple[int, int]] = {file.name: (file.memory, file.offset) for file in loan.files}
         if any(number >= len(sizes) for number, _ in places.values()):
             raise DataLoss("the service says that a file lies in memory that it has not lent")
+        plan = loan.plan if loan.HasField("plan") else known
+        if plan is None:
+            raise DataLoss("the service counts on a plan that is not known here")
         key = (loan.plan_id, tuple(sorted(places.items())), tuple(sizes))
         with self._lock:
-            if loan.HasField("plan"):
-                self._plans[loan.plan_id] = loan.plan
-                _bound(self._plans)
+            self._plans[loan.plan_id] = plan
             self._last_plan[what] = loan.plan_id
-            if key not in self._placed:
-                if loan.plan_id not in self._plans:
-                    del self._last_plan[what]
-                    raise Unavailable("the service counts on a plan that is no longer known here")
-                self._placed[key] = placed_copies(self._plans[loan.plan_id], stream, places, sizes)
-                _bound(self._placed)
-            return self._placed[key]
+            copies = self._placed.get(key)
+            if copies is None:
+                copies = self._placed[key] = placed_copies(plan, stream, places, sizes)
+            for cache in (self._plans, self._last_plan, self._placed):
+                while len(cache) > _KEPT_PLANS:
+                    cache.popitem(last=False)
+        return copies
 
 
-def _bound(cache: OrderedDict[Any, Any]) -> None:
-    while len(cache) > _KEPT_PLANS:
-        cache.popitem(last=False)
+def _map(
+    descriptors: Sequence[int], memory: pb.SharedMemory, use: Use, *, pinnable: bool = True
+) -> MappedMemory:
+    """Map memory by the first of the descriptors."""
+    if not descriptors:
+        raise DataLoss("the service lent memory without its descriptor")
+    try:
+        size = os.fstat(descriptors[0]).st_size
+    except OSError as error:
+        raise DataLoss(f"the descriptor of lent memory is of no use: {error}") from error
+    if size < memory.bytes:
+        raise DataLoss("the service lent memory that is shorter than it says")
+    return MappedMemory(descriptors[0], memory.key, memory.bytes, use, pinnable=pinnable)
+
+
+def _duplicate(descriptor: int) -> int:
+    try:
+        return os.dup(descriptor)
+    except OSError as error:
+        raise ResourceExhausted(f"there is no descriptor left: {error}") from error

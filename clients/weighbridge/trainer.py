@@ -164,6 +164,7 @@ class TrainerClient(Client):
         self._running: list[PushHandle] = []
         self._slots = threading.BoundedSemaphore(_PUSHES_AT_ONCE)
         self._closing = threading.Event()
+        self._preparing: set[str] = set()
 
     @cached_property
     def _checkpoints(self) -> checkpoint_service_pb2_grpc.CheckpointServiceStub:
@@ -431,14 +432,23 @@ class TrainerClient(Client):
             delivery.give_up()
             self._slots.release()
         if delivery.loan is not None:
-            self._prepare_next(header.model)
+            # a daemon: nothing is lost if it does not get to its end
+            threading.Thread(target=self._prepare_next, args=(header.model,), daemon=True).start()
 
     def _prepare_next(self, model: str) -> None:
         """Map the memory of the next version while the trainer trains; if that fails, the next push will do it."""
-        with contextlib.suppress(WeighbridgeError):
-            for pause in _PREPARE_PAUSES:
-                if self._closing.wait(pause) or self._lane.prepare(model):
-                    return
+        with self._lock:
+            if model in self._preparing:
+                return
+            self._preparing.add(model)
+        try:
+            with contextlib.suppress(WeighbridgeError):
+                for pause in _PREPARE_PAUSES:
+                    if self._closing.wait(pause) or self._lane.prepare(model):
+                        return
+        finally:
+            with self._lock:
+                self._preparing.discard(model)
 
     def _stream(self, header: pb.PushHeader, source: StreamSource, total: int) -> None:
         """Stream all bytes; where it breaks, ask what has arrived and go on from there."""

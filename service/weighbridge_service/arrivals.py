@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from weighbridge.errors import FailedPrecondition
 from weighbridge_storage.regions import Region
 
 
@@ -12,7 +13,8 @@ class Arrivals:
     """The files that a replica puts together for one version. Not thread-safe: its user holds a lock.
 
     A file of which all bytes have come is only shown as filled when no other process can write to it any more: as long as memory
-    is lent, or still open somewhere although it should not be, it could be changed behind our back.
+    is lent, will be lent to a further rank, or is still open somewhere although it should not be, it could be changed behind our
+    back. So if memory is lent at all, files are shown when the bytes of all of them have come.
 
     Args:
         to_come: how many bytes go into each file.
@@ -27,6 +29,7 @@ class Arrivals:
         self._region = region
         self._whole = [file for file, nbytes in to_come.items() if not nbytes]
         self._lent: Counter[int] = Counter()
+        self._was_lent = False
         self.filled: list[str] = []
         self.show()
 
@@ -41,14 +44,22 @@ class Arrivals:
 
     def show(self) -> bool:
         """Enter complete files into `filled` if nobody can change them any more; whether there are new ones."""
-        if not self._whole or self.is_lent or self.can_be_changed:
+        early = self._was_lent and not self.all_here
+        if not self._whole or early or self.is_lent or self.can_be_changed:
             return False
         self.filled += self._whole
         self._whole = []
         return True
 
     def lend(self, rank: int) -> None:
-        """A rank's process is going to write to the files."""
+        """A rank's process is going to write to the files.
+
+        Raises:
+            FailedPrecondition: some of them are being published already, and must not change.
+        """
+        if self.filled:
+            raise FailedPrecondition("files of the version are complete already, and must not be changed")
+        self._was_lent = True
         self._lent[rank] += 1
 
     def give_back(self, rank: int) -> None:
@@ -64,6 +75,11 @@ class Arrivals:
     def can_be_changed(self) -> bool:
         """Whether another process can still write to the files, whatever it has said."""
         return self._region.written_elsewhere()
+
+    @property
+    def all_here(self) -> bool:
+        """Whether the bytes of all files have come."""
+        return not any(self._to_come.values())
 
     @property
     def held_back(self) -> bool:

@@ -8,6 +8,7 @@ import socket
 import stat
 import tempfile
 import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 AUTO, OFF = "auto", "off"
 _BACKLOG = 128
+_MOST_CLIENTS = 1024
+_ACCEPT_PAUSE = 0.5
 _LONGEST_PATH = 107
 """Bytes of a Unix socket's path; Linux's limit."""
 
@@ -49,8 +52,9 @@ class LaneServer:
         self._lock = threading.Lock()
         self._sessions: dict[LaneSession, threading.Thread] = {}
         self._socket: socket.socket | None = None
+        self._stopping = False
         service.intake.standbys.when_recalled(self._recall)
-        service.images.on_discard = self._recall
+        service.images.ask_back = self._recall
         if where == OFF:
             self.unavailable = "the service was started with --local-socket off"
             return
@@ -80,6 +84,7 @@ class LaneServer:
         """End all connections; what is lent comes back."""
         if self._socket is None:
             return
+        self._stopping = True
         Path(self.path).unlink(missing_ok=True)
         self._socket.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
@@ -95,15 +100,29 @@ class LaneServer:
         while True:
             try:
                 connection, _ = listening.accept()
-            except OSError:
-                return  # it was shut down
+            except OSError as error:
+                if self._stopping:
+                    return
+                log.warning("a client could not connect to %s: %s", self.path, error)
+                time.sleep(_ACCEPT_PAUSE)
+                continue
+            if self.clients >= _MOST_CLIENTS:
+                log.warning("%d clients are connected to %s: no more", _MOST_CLIENTS, self.path)
+                connection.close()
+                continue
             session = LaneSession(self._service, connection, self.service_id)
             thread = threading.Thread(
                 target=self._run, args=(session,), name="local-lane-client", daemon=True
             )
             with self._lock:
                 self._sessions[session] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("a client of %s cannot be served: %s", self.path, error)
+                with self._lock:
+                    del self._sessions[session]
+                connection.close()
 
     def _run(self, session: LaneSession) -> None:
         try:
@@ -169,8 +188,11 @@ def _listen(path: Path, mode: int) -> socket.socket:
 
 def _is_served(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
         try:
             probe.connect(str(path))
+        except TimeoutError:
+            return True
         except OSError:
             return False
         return True

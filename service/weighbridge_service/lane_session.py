@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -144,23 +144,14 @@ class LaneSession:
             raise InvalidArgument("this service does not know that request of the local lane")
 
     def _begin_write(self, asked: pb.BeginWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
-        _check_lendable()
         receiving, lent = self._service.intake.lend_image(
             asked.model, asked.number, asked.rank, self._client_id
         )
         with self._undone_on_error(_Writing(receiving, asked.rank, lent)) as number:
             reply.loan = number
-            self._lend_writable(lent.image, reply, attach)
+            self._lend_writable(lent.image, asked.held, reply, attach)
             stream = lent.prepared.streams[asked.rank]
-            files_digest = lent.prepared.files_digest
-            _fill_plan(
-                reply,
-                asked.plan_id,
-                f"{files_digest}/{stream.digest}",
-                lent.prepared.transfer,
-                stream,
-                str(asked.rank),
-            )
+            _fill_plan(reply, asked.plan_id, lent.prepared.transfer, stream, str(asked.rank))
 
     def _end_write(self, asked: pb.EndWrite) -> None:
         with self._lock:
@@ -172,21 +163,26 @@ class LaneSession:
         self._end_writing(loan, complete=asked.complete)
 
     def _prepare_write(self, asked: pb.PrepareWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
-        _check_lendable()
         image = self._service.intake.prepare_image(asked.model)
-        if image is not None:
-            try:
-                self._lend_writable(image, reply, attach)
-            except FailedPrecondition:
-                reply.Clear()  # a version has just begun with it, and has ended
+        # not if a version has just begun with it: its memory is lent to its own ranks
+        with self._service.intake.standbys.waiting(image) as there:
+            if there is not None:
+                self._lend_writable(there, asked.held, reply, attach)
 
-    def _lend_writable(self, image: Image, reply: pb.WriteLoan, attach: _Attach) -> None:
+    def _lend_writable(self, image: Image, held: Iterable[str], reply: pb.WriteLoan, attach: _Attach) -> None:
         region = image.region
+        if not region.in_memory:
+            raise FailedPrecondition(
+                "the version is put together in a file on disk, which is not lent for writing"
+            )
+        why = why_not_lent()
+        if why:
+            raise FailedPrecondition(why)
         reply.memory.key, reply.memory.bytes = region.key, region.capacity
         with self._lock:
-            if region.key not in self._writable:
+            if region.key not in held:
                 attach(reply.memory, lambda: region.reopen(writable=True))
-                self._writable[region.key] = region
+            self._writable[region.key] = region
         for name, offset in image.offsets.items():
             reply.files.add(name=name, memory=0, offset=offset)
 
@@ -195,11 +191,13 @@ class LaneSession:
         with self._undone_on_error(lent) as number:
             reply.loan = number
             reply.version.CopyFrom(wire.version_to_proto(lent.opened.version))
-            _fill_plan(reply, asked.plan_id, lent.plan_id, lent.transfer, lent.layout, STREAM)
-            self._lend_readable(lent.places, reply, attach)
+            _fill_plan(reply, asked.plan_id, lent.transfer, lent.layout, STREAM)
+            self._lend_readable(lent.places, asked.held, reply, attach)
         self._service.serving.count_lent(lent.layout.nbytes)
 
-    def _lend_readable(self, places: Mapping[str, Place], reply: pb.ReadLoan, attach: _Attach) -> None:
+    def _lend_readable(
+        self, places: Mapping[str, Place], held: Iterable[str], reply: pb.ReadLoan, attach: _Attach
+    ) -> None:
         numbers: dict[str, int] = {}
         for name, place in places.items():
             if place.key not in numbers:
@@ -210,10 +208,10 @@ class LaneSession:
                 numbers[place.key] = len(numbers)
                 memory = reply.memories.add(key=place.key, bytes=place.nbytes, keep=place.lasting)
                 with self._lock:
-                    if place.key not in self._readable:
+                    if place.key not in held:
                         attach(memory, place.open)
-                        if place.lasting:
-                            self._readable.add(place.key)
+                    if place.lasting:
+                        self._readable.add(place.key)
             reply.files.add(name=name, memory=numbers[place.key], offset=place.offset)
 
     def _end_read(self, asked: pb.EndRead) -> None:
@@ -268,6 +266,8 @@ class LaneSession:
             self._readable.clear()
         self._connection.close()
         for loan in loans:
+            if isinstance(loan, LentVersion):
+                loan.leave_open()  # the client may be there all the same, and still look at it
             try:
                 self._end(loan)
             except Exception:  # the others have to come back, too
@@ -279,22 +279,11 @@ class LaneSession:
 _Attach = Callable[[pb.SharedMemory, Callable[[], int]], None]
 
 
-def _check_lendable() -> None:
-    why = why_not_lent()
-    if why:
-        raise FailedPrecondition(why)
-
-
 def _fill_plan(
-    reply: pb.WriteLoan | pb.ReadLoan,
-    known: str,
-    plan_id: str,
-    transfer: Transfer,
-    stream: Layout,
-    buffer: str,
+    reply: pb.WriteLoan | pb.ReadLoan, known: str, transfer: Transfer, stream: Layout, buffer: str
 ) -> None:
-    reply.plan_id = plan_id
-    if plan_id != known:
+    reply.plan_id = f"{transfer.identity}/{buffer}"
+    if reply.plan_id != known:
         reply.plan.CopyFrom(plan_to_proto(transfer, stream, buffer))
 
 

@@ -23,7 +23,6 @@ class PreparedPush:
         streams: for each rank, the layout of its stream.
         transfer: from the streams, in buffers named like the ranks, to the files.
         fills: how many bytes the streams bring to each file.
-        files_digest: digest of the files' layout.
         spread: who writes which file, if the ranks push to several replicas of the service; None otherwise.
     """
 
@@ -31,7 +30,6 @@ class PreparedPush:
     streams: Mapping[int, Layout]
     transfer: Transfer
     fills: Mapping[str, int]
-    files_digest: str
     spread: Spread | None = None
 
 
@@ -88,8 +86,7 @@ def prepare_push(
         assigned = share_out(by_rank, shares.prefer)
         streams, plan = plan_for(assigned)
         spread = Spread(tuple(homes), shares.owners, routes_of(plan, shares.owners))
-    transfer = Transfer(plan, scatter=True)
-    return PreparedPush(assigned, streams, transfer, _fills(plan, files), files.layout.digest, spread)
+    return PreparedPush(assigned, streams, Transfer(plan, scatter=True), _fills(plan, files), spread)
 
 
 def _fills(plan: Plan, files: FilesLayout) -> dict[str, int]:

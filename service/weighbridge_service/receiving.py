@@ -358,14 +358,14 @@ class Receiving:
             self._check_receiving()
             self._declarations.check_client(rank, client_id)
             agreed = self._agreed
-            if self._ranks[rank].sealed:
-                raise FailedPrecondition(f"rank {rank} of {self._name} is sealed")
             if agreed is None or self.image is None or self._arrivals is None:
                 raise _NotBegun(f"not all ranks of {self._name} have declared their layouts")
+            if self._ranks[rank].received.size == agreed.prepared.streams[rank].nbytes:
+                raise FailedPrecondition(f"all bytes of rank {rank} of {self._name} have come")
             if not agreed.alone:
                 raise FailedPrecondition(f"{self._name} is received by several replicas of the service")
-            lent = LentImage(self.image, self.image.lease(), agreed.prepared)
             self._arrivals.lend(rank)
+            lent = LentImage(self.image, self.image.lease(), agreed.prepared)
             self._touch()
             return lent
 
@@ -377,7 +377,6 @@ class Receiving:
             complete: whether it has written all of its stream.
 
         Raises:
-            VersionFailed: a process can still write to the image.
             FailedPrecondition: the version is no longer being received.
         """
         with self._changed:
@@ -385,27 +384,36 @@ class Receiving:
                 self._arrivals.give_back(rank)
         if complete:
             with self._writing(rank) as agreed:
-                self._wait_let_go()
                 self._take_written(agreed, rank)
         else:
             self.look_again()
 
     def _wait_let_go(self) -> None:
-        """Wait until no process can write to the image, unless ranks are still to write to it."""
+        """When all bytes are here, wait until no process can write to the image.
+
+        Raises:
+            VersionFailed: one still can, though all that were lent it have said that they are done; the version has failed.
+        """
         recalled = False
         deadline = time.monotonic() + _LET_GO_SECONDS
         while True:
             with self._changed:
                 arrivals, image = self._arrivals, self.image
-                if arrivals is None or image is None or arrivals.is_lent or not arrivals.can_be_changed:
+                if arrivals is None or image is None or not arrivals.all_here or arrivals.is_lent:
+                    return
+                if not arrivals.can_be_changed:
+                    if arrivals.show():
+                        self._changed.notify_all()
                     return
             if time.monotonic() > deadline:
-                raise VersionFailed(
+                error = VersionFailed(
                     f"{self._name} was given up: a process can still write to its memory, although all that were lent it "
                     "have said that they are done",
                     fix="close every mapping of the memory, and its descriptor, before the end of the loan; push the step "
                     "again",
                 )
+                self.fail(error)
+                raise error
             if not recalled:
                 self._recall(image.region)
                 recalled = True
@@ -537,6 +545,7 @@ class Receiving:
             except VersionFailed as error:
                 self.fail(error)
                 raise
+        self._wait_let_go()
         with self._changed:
             if self._may_be_sealed(rank, client_id):
                 return

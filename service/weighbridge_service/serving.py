@@ -46,14 +46,17 @@ class LentVersion:
         layout: the slices.
         transfer: where their bytes lie in the files.
         places: where the files lie.
-        plan_id: the same for versions and slices that lie alike.
     """
 
     opened: OpenVersion
     layout: Layout
     transfer: Transfer
     places: Mapping[str, Place]
-    plan_id: str
+
+    def leave_open(self) -> None:
+        """Who reads it has gone without a word: use its memory for nothing else before it is mapped nowhere any more."""
+        for place in self.places.values():
+            place.leave_open()
 
 
 class Serving:
@@ -133,8 +136,7 @@ class Serving:
             if None in places.values():
                 raise FailedPrecondition(f"{opened.version} lies in a remote store, and not on this machine")
             here = {file: place for file, place in places.items() if place is not None}
-            plan_id = f"{opened.files.layout.digest}/{layout.digest}"
-            return LentVersion(opened, layout, transfer, here, plan_id)
+            return LentVersion(opened, layout, transfer, here)
         except BaseException:
             opened.close()
             raise

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
+from weighbridge.errors import WeighbridgeError
 from weighbridge_storage.images import Image, ImagePool
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.regions import Region
+
+log = logging.getLogger(__name__)
 
 _RETURN_SECONDS = 2.0
 """How long a push waits for memory that was lent ahead, before it takes other memory."""
@@ -52,19 +57,38 @@ class Standbys:
             if model in self._making:
                 return None
             self._making.add(model)
-        image: Image | None = None
-        try:
-            image = self._images.reuse(sizes)
-            if image is None and may_make and self._images.fits(sizes):
-                image = self._images.acquire(sizes)
-        finally:
-            with self._lock:
-                self._making.discard(model)
-                if image is not None:
-                    waiting, self._waiting[model] = self._waiting.get(model), image
-        if image is not None and waiting is not None:
-            self._drop(waiting)
-        return image
+        image = self._images.reuse(sizes)
+        if image is not None or not may_make or not self._images.fits(sizes):
+            self._enter(model, image)
+            return image
+
+        def make() -> None:
+            made: Image | None = None
+            try:
+                made = self._images.acquire(sizes)
+            except WeighbridgeError as error:
+                log.info("no memory was made ahead for %s: %s", model, error.message)
+            finally:
+                self._enter(model, made)
+
+        # fresh memory takes seconds; whoever has asked asks again
+        threading.Thread(target=make, name=f"standby-{model}", daemon=True).start()
+        return None
+
+    def _enter(self, model: ModelName, image: Image | None) -> None:
+        with self._lock:
+            self._making.discard(model)
+            before = self._waiting.get(model) if image is not None else None
+            if image is not None:
+                self._waiting[model] = image
+        if before is not None:
+            self._drop(before)
+
+    @contextmanager
+    def waiting(self, image: Image | None) -> Iterator[Image | None]:
+        """Gives the image, which no version takes meanwhile; None if one has it already."""
+        with self._lock:
+            yield image if any(image is each for each in self._waiting.values()) else None
 
     def take(self, model: ModelName, sizes: Mapping[str, int]) -> Image | None:
         """The model's image, for a version that begins now; None if there is none, or it is for other files."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -77,6 +78,7 @@ class Transfer:
 
     Attributes:
         parts: copies in the plan.
+        identity: tells it from all other transfers of all processes.
     """
 
     def __init__(self, plan: Plan, *, scatter: bool) -> None:
@@ -86,6 +88,7 @@ class Transfer:
         for copy in plan.copies:
             self._copies[copy.source if scatter else copy.target].append(copy)
         self.parts = len(plan.copies)
+        self.identity = uuid.uuid4().hex
         self._has_zeros = bool(plan.zeros)
         self._order: dict[str, list[int]] = {}
         for index, placement in enumerate(self._stream.placements):

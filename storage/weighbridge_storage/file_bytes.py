@@ -44,6 +44,7 @@ class Place:
         offset: of the file's first byte in it.
         open: gives a descriptor for reading it, which the caller closes. Raises OSError or NotFound if it is gone.
         lasting: whether it is memory that is used again for later versions, and not a file.
+        leave_open: says that a process that was given a descriptor has gone without a word.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Place:
     offset: int
     open: Callable[[], int]
     lasting: bool
+    leave_open: Callable[[], None]
 
 
 class FileBytes(ABC):

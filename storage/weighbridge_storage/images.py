@@ -118,7 +118,9 @@ class Image:
 
         def place(name: str) -> Place:
             reopen = functools.partial(region.reopen, writable=False)
-            return Place(region.key, region.capacity, self.offsets[name], reopen, lasting=region.in_memory)
+            return Place(
+                region.key, region.capacity, self.offsets[name], reopen, region.in_memory, region.left_open
+            )
 
         return {name: MappedBytes(data, place(name)) for name, data in self._cut(region.readable).items()}
 
@@ -196,7 +198,8 @@ class ImagePool:
         InvalidArgument: the budget is negative.
 
     Attributes:
-        on_discard: is called with each region that is given back to the system, before that.
+        ask_back: is called with each region that is to be used again, or given back to the system, and that other processes may
+            have mapped.
     """
 
     def __init__(self, budget_bytes: int, spill_folder: str | os.PathLike[str] | None = None) -> None:
@@ -205,7 +208,7 @@ class ImagePool:
         self._budget = budget_bytes
         self._folder = None if spill_folder is None else os.fspath(spill_folder)
         self._lock = threading.Lock()
-        self.on_discard: Callable[[Region], None] = lambda _region: None
+        self.ask_back: Callable[[Region], None] = lambda _region: None
         self._free: list[Region] = []  # the longest unused first
         self._written: list[
             Region
@@ -358,17 +361,20 @@ class ImagePool:
         with self._lock:
             self._written.append(region)
             self._take_back()
+            in_use = region in self._written
+        if in_use:
+            self.ask_back(region)
 
     def _take_back(self) -> None:
         """Use those regions again that no other process can write to any more."""
-        written = [region for region in self._written if region.written_elsewhere()]
+        written = [region for region in self._written if region.in_use_elsewhere()]
         self._free += [region for region in self._written if region not in written]
         self._written = written
 
     def _close_all(self, regions: list[Region]) -> int:
         """Close regions; returns their bytes."""
         for region in regions:
-            self.on_discard(region)
+            self.ask_back(region)
             region.close()
         return sum(region.capacity for region in regions)
 

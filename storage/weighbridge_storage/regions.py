@@ -16,6 +16,7 @@ import os
 import signal
 import tempfile
 import threading
+import uuid
 import weakref
 from contextlib import suppress
 
@@ -29,6 +30,8 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14's; Python has no name for it yet."""
 _POPULATE_PIECE = 8 << 20
 _serials = itertools.count(1)
+_BOOT = uuid.uuid4().hex
+"""Clients may have seen keys of an earlier process."""
 
 
 class Region:
@@ -42,12 +45,12 @@ class Region:
         ResourceExhausted: memory or disk has no room for it.
 
     Attributes:
-        key: names it among all regions of this process.
+        key: names it among all regions of all processes.
         in_memory: whether it is shared memory.
     """
 
     def __init__(self, capacity: int, folder: str | None) -> None:
-        self.key = f"region-{next(_serials)}"
+        self.key = f"{_BOOT}-{next(_serials)}"
         self.capacity = capacity
         self.in_memory = folder is None
         what = f"making an image of {capacity} bytes in {'memory' if folder is None else folder}"
@@ -56,6 +59,7 @@ class Region:
             self._release = weakref.finalize(self, os.close, self.fd)
             self._asking = threading.Lock()
             self._lent = False
+            self._left_open = False
             try:
                 # Without this, a disk that is full would be a SIGBUS in the middle of a copy.
                 os.posix_fallocate(self.fd, 0, capacity)
@@ -102,18 +106,35 @@ class Region:
         """
         with self._asking:
             if self._lent:
-                self._lent = self._is_open_elsewhere()
+                self._lent = self._is_open_elsewhere(fcntl.F_RDLCK)
             return self._lent
 
-    def _is_open_elsewhere(self) -> bool:
-        if not self.in_memory:
-            return not _can_be_leased(self.fd, fcntl.F_WRLCK)
-        # the descriptor that memory was made with is not counted as a writer's; one opened later is
-        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    def left_open(self) -> None:
+        """A process that was reading it has gone away without a word, and may still have it mapped."""
+        self._left_open = True
+
+    def in_use_elsewhere(self) -> bool:
+        """Whether it must not be used for something else: it can be written to, or is still read by one who has `left_open`."""
+        if self.written_elsewhere():
+            return True
+        with self._asking:
+            if self._left_open:
+                self._left_open = self._is_open_elsewhere(fcntl.F_WRLCK)
+            return self._left_open
+
+    def _is_open_elsewhere(self, kind: int) -> bool:
+        """Whether others can write to it (F_RDLCK), or have it open at all (F_WRLCK)."""
         try:
-            return not _can_be_leased(fd, fcntl.F_RDLCK)
-        finally:
-            os.close(fd)
+            if not self.in_memory:
+                return not _can_be_leased(self.fd, fcntl.F_WRLCK)
+            # the descriptor that memory was made with is not counted; those that are opened later are
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return not _can_be_leased(fd, kind)
+            finally:
+                os.close(fd)
+        except OSError:
+            return True  # who cannot be asked about is taken for being there; it is asked again
 
     def close(self) -> None:
         """Give it back to the system; an array over it that somebody kept still keeps its memory."""

@@ -107,7 +107,7 @@ class _Reader:
     def place(self, name: str) -> Place:
         """Where other processes find a file that the store maps."""
         key = self._key(name)
-        return Place(key, self._sizes[name], 0, lambda: self._store.open(key), lasting=False)
+        return Place(key, self._sizes[name], 0, lambda: self._store.open(key), False, lambda: None)
 
     def head(self, name: str, tensors: Sequence[tuple[str, TensorEntry]]) -> ByteArray:
         """A file's first bytes up to where its first tensor begins."""

@@ -233,11 +233,16 @@ class BeginWrite(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     PLAN_ID_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     rank: _builtins.int
     plan_id: _builtins.str
     """Of a plan that the client still has from an earlier version."""
+    @_builtins.property
+    def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keys of memory that it has mapped for writing."""
+
     def __init__(
         self,
         *,
@@ -245,10 +250,11 @@ class BeginWrite(_message.Message):
         number: _builtins.int = ...,
         rank: _builtins.int = ...,
         plan_id: _builtins.str = ...,
+        held: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "number", b"number", "plan_id", b"plan_id", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "model", b"model", "number", b"number", "plan_id", b"plan_id", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -286,15 +292,19 @@ class PrepareWrite(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    @_builtins.property
+    def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        held: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -308,12 +318,17 @@ class BeginRead(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     PLAN_ID_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A number or a ref."""
     plan_id: _builtins.str
     @_builtins.property
     def layout(self) -> _weight_service_pb2.LayoutRequest: ...
+    @_builtins.property
+    def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keys of memory of which it has a descriptor for reading."""
+
     def __init__(
         self,
         *,
@@ -321,10 +336,11 @@ class BeginRead(_message.Message):
         version: _builtins.str = ...,
         layout: _weight_service_pb2.LayoutRequest | None = ...,
         plan_id: _builtins.str = ...,
+        held: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model", "plan_id", b"plan_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "layout", b"layout", "model", b"model", "plan_id", b"plan_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -365,8 +381,8 @@ class SharedMemory(_message.Message):
     """Names it within the service; the same memory always has the same key."""
     bytes: _builtins.int
     descriptor_sent: _builtins.bool
-    """Whether its descriptor comes with this message. Descriptors come in the order in which they are mentioned. One is not sent
-    again to a client that has it and has not been asked to give it back.
+    """Whether its descriptor comes with this message: not if the request says that the client has it. Descriptors come in the order
+    in which they are mentioned.
     """
     keep: _builtins.bool
     """Whether a client may keep a mapping for reading after its loan, to use it again: until it is recalled."""
