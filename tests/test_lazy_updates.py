@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -378,3 +379,36 @@ def test_a_recording_of_another_format_is_refused() -> None:
     for text in ("{}", "[]", "", '{"format":99}', '{"format":1,"specs":3}'):
         with pytest.raises(WeighbridgeError, match="recording"):
             lazy.Recording.from_json(text)
+
+
+def test_a_loader_that_was_recorded_does_not_run_again_for_the_same_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHBRIDGE_CACHE", str(tmp_path))
+    model = Loaders()
+    runs = []
+
+    def load(weights: Tensors) -> None:
+        runs.append(1)
+        for name, tensor in weights:
+            model.targets["p" if name == "a" else "q"].copy_(tensor)
+
+    def recorded(specs: list[TensorSpec] = one(), configuration: str = "tp 2") -> lazy.Recording:  # noqa: B008
+        return lazy.remembered(specs, load, model.targets, configuration)
+
+    first = recorded()
+    assert recorded() == first
+    assert len(runs) == 1
+    recorded(configuration="tp 4")
+    recorded(one((4, 1)))
+    model.targets["q"] = model.q = torch.zeros(4, 6).bfloat16()
+    recorded()
+    assert len(runs) == 4
+    [file, *_] = sorted(tmp_path.rglob("*.json"))
+    for damaged in ("", file.read_text()[:-9], "{}"):
+        for each in tmp_path.rglob("*.json"):
+            each.write_text(damaged)
+        recorded()
+    assert len(runs) == 7
+    monkeypatch.setenv("WEIGHBRIDGE_CACHE", "/proc/nowhere")
+    assert recorded().specs == first.specs
