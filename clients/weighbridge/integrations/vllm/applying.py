@@ -35,7 +35,7 @@ class Applier:
         model_config: vLLM's configuration of it.
     """
 
-    def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
+    def __init__(self, model: Any, model_config: Any) -> None:
         self._model = model
         self._model_config = model_config
         self._unprocessed: WeakSet[torch.nn.Module] = WeakSet()
@@ -55,7 +55,7 @@ class Applier:
         filled: list[torch.nn.Module] = []
         with layers.reloading(self._model, self._model_config), _borrowed_loaders() as borrowed:
             if rest:
-                self._model.load_weights(iter(rest))  # type: ignore[operator]  # a method of vLLM's models
+                self._model.load_weights(iter(rest))
             for prefix, layer in self._model.named_modules():
                 names = {
                     name: full
@@ -189,7 +189,9 @@ def _state(layer: torch.nn.Module, method: object) -> list[Any]:
 class _AnyOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Whether any operation on a tensor is carried out."""
 
-    seen = False
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen = True

@@ -87,7 +87,7 @@ def without_storage(model: torch.nn.Module, model_config: Any) -> Iterator[Tenso
                 if key not in bare:
                     bare[key] = _bare(tensor)
                 # not by setattr: what vLLM leaves as it is may be a tensor that modules do not take for a parameter
-                where = layer._parameters if name in layer._parameters else layer._buffers
+                where: Any = layer._parameters if name in layer._parameters else layer._buffers
                 where[name] = bare[key]
         yield tensors_of(model)
 

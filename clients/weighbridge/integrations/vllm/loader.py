@@ -36,7 +36,7 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
         with settings.connect() as client:
             yield from lazy.Source(client, settings.model, settings.version).tensors()
 
-    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+    def load_weights(self, model: Any, model_config: Any) -> None:
         """Bring the version to a model that has just been made."""
         settings = self._settings(model_config)
         started = time.monotonic()
@@ -59,7 +59,7 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
             settings.model, source.version.number, nbytes / 1e6, time.monotonic() - started,
         )  # fmt: skip
 
-    def _fetch_while_loading(self, model: torch.nn.Module, model_config: Any, source: lazy.Source) -> int:
+    def _fetch_while_loading(self, model: Any, model_config: Any, source: lazy.Source) -> int:
         """Run the loader once, on tensors that are fetched when it copies them."""
         loaded = model.load_weights(source.tensors())
         if loaded is not None:

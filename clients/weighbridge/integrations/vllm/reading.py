@@ -23,9 +23,20 @@ _FIX = "start the engine with the configuration of this model"
 
 
 def record(
-    model: torch.nn.Module, model_config: Any, client: EngineClient, source: lazy.Source
+    model: Any,
+    model_config: Any,
+    client: EngineClient,
+    source: lazy.Source,
+    configuration: str | None = None,
 ) -> lazy.Recording:
     """Let the loader of a model that has just been made, or is without storage, say what it takes.
+
+    Args:
+        model: vLLM's.
+        model_config: vLLM's configuration of it.
+        client: of the service.
+        source: a version; all versions of a model have the same tensors.
+        configuration: all else that the loader's choice depends on, if what was recorded before may be used; None runs the loader.
 
     Raises:
         FailedPrecondition: the model is configured otherwise than this one of the service, its loader does not take one of the
@@ -41,7 +52,10 @@ def record(
         return model.load_weights(_watched(tensors, source.specs, last))
 
     try:
-        recording = lazy.record(source.specs, load, layers.tensors_of(model))
+        if configuration is None:
+            recording = lazy.record(source.specs, load, layers.tensors_of(model))
+        else:
+            recording = lazy.remembered(source.specs, load, layers.tensors_of(model), configuration)
     except WeighbridgeError:
         raise
     except Exception as error:
@@ -53,6 +67,30 @@ def record(
         ) from error
     _check_complete(model, model_config, recording)
     return recording
+
+
+def configuration_of(vllm_config: Any) -> str:
+    """All that decides about what a rank of vLLM takes of a version, besides the model's tensors and its own parameters."""
+    import vllm
+    from vllm.distributed.parallel_state import get_world_group
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    known = {
+        "vllm": vllm.__version__,
+        "rank": get_world_group().rank_in_group,
+        "config": model.hf_config.to_dict(),
+        "quantization": model.quantization,
+        "parallel": [
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.data_parallel_size,
+            parallel.data_parallel_rank,
+            parallel.enable_expert_parallel,
+            parallel.enable_eplb,
+            str(parallel.expert_placement_strategy),
+        ],
+    }
+    return json.dumps(known, sort_keys=True, default=str)
 
 
 def check_configuration(model_config: Any, registered: dict[str, Any]) -> None:

@@ -79,15 +79,15 @@ class ServingRank:
 
     Args:
         model: vLLM's, after loading.
-        model_config: vLLM's configuration of it.
+        vllm_config: the engine's configuration.
         tell: how ranks hear of each other.
     """
 
-    def __init__(self, model: torch.nn.Module, model_config: Any, tell: ranks.Share = ranks.share) -> None:
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, tell: ranks.Share = ranks.share) -> None:
         self._model = model
-        self._model_config = model_config
+        self._vllm_config = vllm_config
         self._tell = tell
-        self._applier = Applier(model, model_config)
+        self._applier = Applier(model, vllm_config.model_config)
         self._origin = origins.of(model)
         self._client: EngineClient | None = None
         self._settings = self._origin.settings if self._origin else None
@@ -121,14 +121,21 @@ class ServingRank:
             if self._settings is not None and settings.model != self._settings.model:
                 self._recording, self._serving = None, None
             if self._recording is None:
-                source = lazy.Source(client, settings.model, self._serving or settings.version)
-                with layers.without_storage(self._model, self._model_config):
-                    self._recording = reading.record(self._model, self._model_config, client, source)
+                self._recording = self._record(client, settings)
         except BaseException:
             client.close()
             raise
         self.close()
         self._client, self._settings = client, settings
+
+    def _record(self, client: EngineClient, settings: Settings) -> lazy.Recording:
+        from vllm.config import set_current_vllm_config
+
+        config = self._vllm_config.model_config
+        source = lazy.Source(client, settings.model, settings.version)
+        known = reading.configuration_of(self._vllm_config)
+        with set_current_vllm_config(self._vllm_config), layers.without_storage(self._model, config):
+            return reading.record(self._model, config, client, source, known)
 
     def prepare(self, version: int) -> None:
         """Begin to bring a version to this machine; `status` tells when it is there.

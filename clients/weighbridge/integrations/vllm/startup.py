@@ -9,7 +9,6 @@ has no hook so early. ``HF_ENDPOINT`` pointing at the service does the same for 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from vllm.logger import init_logger
 
 from weighbridge.integrations.vllm import NAME
 from weighbridge.integrations.vllm.settings import Settings
+from weighbridge.lazy.remembered import cache_folder
 
 logger = init_logger(f"vllm.plugins.{__name__}")
 
@@ -75,7 +75,7 @@ def _take_from_service(arguments: Any) -> None:
     with settings.connect() as client:
         version = client.version(settings.model, settings.version)
         files = client.model_files(settings.model, version.number)
-    folder = _folder_of(files, arguments.download_dir)
+    folder = _folder_of(files)
     logger.info("%s@%d: config and tokenizer are in %s", version.model, version.number, folder)
     name = arguments.model
     arguments.served_model_name = arguments.served_model_name or name
@@ -87,15 +87,14 @@ def _take_from_service(arguments: Any) -> None:
     ).write()
 
 
-def _folder_of(files: Mapping[str, bytes], download_dir: str | None) -> Path:
+def _folder_of(files: Mapping[str, bytes]) -> Path:
     """A folder with exactly these files, the same for the same files; other processes may be making it too."""
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
         if Path(name).name != name:
             raise ValueError(f"{name!r} is no name of a file of a model")
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    cache = Path(download_dir or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "weighbridge" / "vllm" / digest.hexdigest()[:32]
+    folder = cache_folder() / "vllm" / digest.hexdigest()[:32]
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.rank = ServingRank(model, vllm_config.model_config)
+        self.rank = ServingRank(model, vllm_config)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the service, and find out what this rank takes of a version."""
