@@ -82,6 +82,10 @@ test-hub: $(STAMP) ## test the Hub endpoint with the oldest and the newest clien
 		WEIGHBRIDGE_HUB_PYTHON=$$PWD/$$environment/bin/python $(BIN)/python -m pytest -q tests/test_hub.py $(ARGS) || exit 1; \
 	done
 
+test-vllm: $(STAMP) $(VLLM_STAMP) ## test the plug-in for vLLM inside vLLM
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS) tests/test_vllm_*.py $(ARGS)
+
 # What benchmarks compare with and draw with; nothing else needs it.
 $(BENCH_STAMP): $(STAMP)
 	@echo "== what benchmarks need besides"

@@ -103,12 +103,12 @@ def check_configuration(model_config: Any, registered: dict[str, Any]) -> None:
     Raises:
         FailedPrecondition: says what differs.
     """
-    mine = model_config.hf_config.to_dict()
-    differ = [
-        f"{key}: the engine has {mine[key]}, the model {registered[key]}"
-        for key in _COMPARED
-        if mine.get(key) is not None and registered.get(key) is not None and mine[key] != registered[key]
-    ]
+    differ = []
+    for key in _COMPARED:
+        # by name of attribute: newer releases of transformers write some under another name
+        mine, wanted = getattr(model_config.hf_config, key, None), registered.get(key)
+        if mine is not None and wanted is not None and mine != wanted:
+            differ.append(f"{key}: the engine has {mine}, the model {wanted}")
     if differ:
         raise FailedPrecondition("the engine is configured for another model", fix=_FIX, details=differ)
 
