@@ -63,6 +63,9 @@ demo: $(STAMP) ## train, push, pull and generate, on this machine
 demo-s3: $(STAMP) ## the same, with SeaweedFS as the object store
 	@$(BIN)/python -m tests.s3_server $(BIN)/weighbridge demo $(ARGS) --store
 
+demo-vllm: $(STAMP) $(VLLM_STAMP) ## real vLLM servers on this CPU start from the service and follow what Megatron ranks push
+	@$(BIN)/weighbridge demo --vllm $(VLLM_BIN)/python $(ARGS)
+
 serve: $(STAMP) ## run the service on localhost, keeping versions in .weighbridge (STORE=...)
 	@$(BIN)/weighbridge serve --grpc 127.0.0.1:50051 --http 127.0.0.1:8080 --store $(STORE) $(ARGS)
 
