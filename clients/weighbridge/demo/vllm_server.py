@@ -34,6 +34,12 @@ _ENVIRONMENT = {
 }
 
 
+EAGER = ("--enforce-eager",)
+"""Arguments that let it compute as it is written: it need not compile what is asked a few times."""
+TRACED = ("--compilation-config", '{"mode": 3, "backend": "eager"}')
+"""The same, for pipeline stages: on a CPU they do not work with `EAGER`, as the buffers between them are made when it warms up."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """How a prompt goes on, greedily.
@@ -79,10 +85,10 @@ class VllmServer:
         self.url = f"http://127.0.0.1:{port}"
         # what the command `vllm serve` runs: in builds of vLLM that have another name, the command itself does not start
         command = [
-            str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1",
+            str(python.absolute()), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1",
             "--port", str(port), "--load-format", "weighbridge",
             "--model-loader-extra-config", json.dumps({"server": server, "version": "latest", **(extra or {})}),
-            "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", *_memory(), *arguments,
+            "--dtype", "float32", "--max-model-len", "256", *_memory(), *arguments,
         ]  # fmt: skip
         with log.open("w") as out:
             self._process = subprocess.Popen(

@@ -26,7 +26,7 @@ from weighbridge.demo.ranks import run_ranks, start_server
 from weighbridge.demo.report import Check, Report
 from weighbridge.demo.service_process import ServiceProcess
 from weighbridge.demo.trainer_ranks import TrainerJob
-from weighbridge.demo.vllm_server import Answer, VllmServer
+from weighbridge.demo.vllm_server import EAGER, TRACED, Answer, VllmServer
 from weighbridge.errors import Unavailable
 from weighbridge.trainer import TrainerClient
 
@@ -54,11 +54,14 @@ class Part:
     engines: Mapping[str, tuple[str, ...]]
 
 
-SMOL = Part("acme/smol", Parallel(tp=3, pp=2), {"vLLM TP 1": ()})
+SMOL = Part("acme/smol", Parallel(tp=3, pp=2), {"vLLM TP 1": EAGER})
 TINY = Part(
     "acme/tiny",
     Parallel(tp=2, pp=1),
-    {"vLLM TP 2": ("--tensor-parallel-size", "2"), "vLLM PP 2": ("--pipeline-parallel-size", "2")},
+    {
+        "vLLM TP 2": (*EAGER, "--tensor-parallel-size", "2"),
+        "vLLM PP 2": (*TRACED, "--pipeline-parallel-size", "2"),
+    },
 )
 
 

@@ -12,6 +12,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,7 @@ def _take_from_service(arguments: Any) -> None:
     arguments.tokenizer = str(folder) if arguments.tokenizer in (None, name) else arguments.tokenizer
     arguments.model = str(folder)
     arguments.revision = None
-    arguments.model_loader_extra_config = Settings(
-        settings.model, str(version.number), settings.server, settings.lane
-    ).write()
+    arguments.model_loader_extra_config = replace(settings, version=str(version.number)).write()
 
 
 def _folder_of(files: Mapping[str, bytes]) -> Path:

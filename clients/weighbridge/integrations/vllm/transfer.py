@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -76,7 +76,7 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
             return
         same = known if known is not None and known.model == model else Settings(model)
         self.rank.connect(
-            Settings(model, same.version, init_info.server or same.server, init_info.lane or same.lane)
+            replace(same, server=init_info.server or same.server, lane=init_info.lane or same.lane)
         )
 
     def start_weight_update(self) -> None:
