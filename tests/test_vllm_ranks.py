@@ -71,7 +71,7 @@ class Ranks:
             timeout=SECONDS + 60,
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        found: list[list[Any]] = json.loads(done.stdout)
+        found: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])  # vLLM's log goes there too
         return found
 
 

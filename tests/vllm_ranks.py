@@ -294,7 +294,7 @@ def main() -> None:
             sys.exit(f"rank {rank}: {said[-1]}")
     for rank in ranks:
         rank.join()
-    json.dump([list(of_job) for of_job in zip(*said, strict=True)], sys.stdout)
+    print("\n" + json.dumps([list(of_job) for of_job in zip(*said, strict=True)]))
 
 
 if __name__ == "__main__":

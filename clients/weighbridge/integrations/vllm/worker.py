@@ -47,6 +47,8 @@ class WorkerExtension:
                 rank.apply(int(version))
             torch.accelerator.synchronize()
             self.model_runner.reset_lora_state()
+            # a session that somebody has begun and left: vLLM would refuse the next one, on every worker
+            self._weight_update_active = False
 
         return self._weighbridge_do(apply)
 
