@@ -155,3 +155,19 @@ def test_writing_to_a_view_shows_in_the_others() -> None:
     real_copy[0] = 7
     for mine, theirs in ((row, real[1]), (column, real_column), (found, real), (copy, real_copy)):
         assert torch.empty(theirs.shape).copy_(mine).equal(theirs)
+
+
+def test_what_takes_only_the_shape_reads_nothing() -> None:
+    reader = Memory({"w": torch.ones(3, 4)})
+    found = lazy.LazyTensor.of(TensorSpec("w", from_torch(torch.float32), (3, 4)), reader)
+    assert torch.zeros_like(found).equal(torch.zeros(3, 4))
+    assert found.new_ones(2, dtype=torch.float64).equal(torch.ones(2, dtype=torch.float64))
+    assert torch.empty_like(found.t()).shape == (4, 3)
+    assert reader.copied == 0
+
+
+@pytest.mark.parametrize("way", ["data_ptr", "numpy", "tolist", "share_memory_"])
+def test_what_would_look_at_memory_that_is_not_there_says_so(way: str) -> None:
+    found = lazy.LazyTensor.of(TensorSpec("w", from_torch(torch.float32), (3, 4)), Memory({}))
+    with pytest.raises(RuntimeError):
+        getattr(found, way)()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,9 +241,6 @@ class Loaders:
     def joined(self, a: torch.Tensor) -> None:
         self.p.copy_(torch.cat([a[2:], a[:2]]))
 
-    def swapped(self, a: torch.Tensor) -> None:
-        self.p.data = torch.empty(4, 6).copy_(a)
-
 
 @pytest.mark.parametrize("way", [name for name in vars(Loaders) if not name.startswith("_")])
 def test_what_cannot_be_repeated_by_copying_is_named_and_nothing_else_is(way: str) -> None:
@@ -257,6 +255,20 @@ def test_what_cannot_be_repeated_by_copying_is_named_and_nothing_else_is(way: st
     assert len(recording.unrecorded["a"]) > 10
     assert recording.specs.keys() == {"b"}
     assert recording.by_target.keys() <= {"q", "p"}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_parameter_that_is_replaced_by_who_knows_what_leaves_nothing_recorded(copied: bool) -> None:
+    model = Loaders()
+
+    def load(weights: Tensors) -> None:
+        for name, tensor in weights:
+            if name == "a":
+                model.p.data = torch.empty(4, 6).copy_(tensor) if copied else tensor
+            else:
+                model.q.copy_(tensor)
+
+    assert lazy.record(one(), load, model.targets).unrecorded.keys() == {"a", "b"}
 
 
 def test_what_nothing_goes_to_is_named() -> None:
@@ -367,3 +379,36 @@ def test_a_recording_of_another_format_is_refused() -> None:
     for text in ("{}", "[]", "", '{"format":99}', '{"format":1,"specs":3}'):
         with pytest.raises(WeighbridgeError, match="recording"):
             lazy.Recording.from_json(text)
+
+
+def test_a_loader_that_was_recorded_does_not_run_again_for_the_same_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHBRIDGE_CACHE", str(tmp_path))
+    model = Loaders()
+    runs = []
+
+    def load(weights: Tensors) -> None:
+        runs.append(1)
+        for name, tensor in weights:
+            model.targets["p" if name == "a" else "q"].copy_(tensor)
+
+    def recorded(specs: list[TensorSpec] = one(), configuration: str = "tp 2") -> lazy.Recording:  # noqa: B008
+        return lazy.remembered(specs, load, model.targets, configuration)
+
+    first = recorded()
+    assert recorded() == first
+    assert len(runs) == 1
+    recorded(configuration="tp 4")
+    recorded(one((4, 1)))
+    model.targets["q"] = model.q = torch.zeros(4, 6).bfloat16()
+    recorded()
+    assert len(runs) == 4
+    [file, *_] = sorted(tmp_path.rglob("*.json"))
+    for damaged in ("", file.read_text()[:-9], "{}"):
+        for each in tmp_path.rglob("*.json"):
+            each.write_text(damaged)
+        recorded()
+    assert len(runs) == 7
+    monkeypatch.setenv("WEIGHBRIDGE_CACHE", "/proc/nowhere")
+    assert recorded().specs == first.specs

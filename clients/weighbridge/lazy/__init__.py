@@ -6,8 +6,9 @@ where it puts it; from then on an `Update` is one pull straight to the parameter
 
 from weighbridge.lazy.recorder import Load, record
 from weighbridge.lazy.recording import Recording
+from weighbridge.lazy.remembered import remembered
 from weighbridge.lazy.source import Source
 from weighbridge.lazy.tensor import LazyTensor
 from weighbridge.lazy.update import Update
 
-__all__ = ["LazyTensor", "Load", "Recording", "Source", "Update", "record"]
+__all__ = ["LazyTensor", "Load", "Recording", "Source", "Update", "record", "remembered"]

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from weighbridge.layouts import TensorSpec
 from weighbridge.lazy.joined import JoinedTensor
 from weighbridge.lazy.recording import Constant, Copy, Recording, Shape, Step
-from weighbridge.lazy.tensor import LazyTensor, changed_by
+from weighbridge.lazy.tensor import SHAPE_ONLY, LazyTensor, changed_by
 from weighbridge.lazy.views import Strided
 
 log = logging.getLogger(__name__)
@@ -31,10 +31,6 @@ Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 
 _OVERWRITES = frozenset({aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
 """Write to their first argument and do not read it."""
-_BLIND = frozenset(
-    {aten.empty_like.default, aten.new_empty.default, aten.zeros_like.default, aten.ones_like.default}
-)
-"""Take nothing but the shape of their first argument."""
 
 
 def record(specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.Tensor]) -> Recording:
@@ -126,7 +122,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             names: tensors of the version that it computes from anyway.
         """
         result = func(*args, **kwargs)
-        if func in _BLIND or (func.is_view and not names):
+        if func in SHAPE_ONLY or (func.is_view and not names):
             return result
         changed = _tensors(changed_by(func, args, kwargs))
         read_from = _tensors((args[1:], kwargs) if func in _OVERWRITES else (args, kwargs))
@@ -147,7 +143,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if found is not None and func in (aten.fill_.Scalar, aten.zero_.default):
             self._steps.append(Constant(*found, args[1] if len(args) > 1 else 0))
         elif (known := self._targets.get(_memory(tensor))) is not None:
-            self._own[known[0]] = f"the loader uses {func} on where it goes to"
+            self._own[known[0]] = f"the loader uses {func} on {known[0]}, where it goes to"
 
     def _place(self, tensor: torch.Tensor) -> tuple[str, Strided] | None:
         """Which part of which target a tensor is."""
@@ -174,7 +170,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._give_up((name for name, kept in self._handed if kept()), "the loader has kept it")
         for key, (name, _) in self._targets.items():
             if _memory(self._given[name]) != key:
-                self._own[name] = "the loader has put other memory in place of where it goes to"
+                self._own[name] = f"the loader has put other memory in place of {name}"
+                if not self._written[name]:  # and nobody knows whose
+                    self._give_up((spec.name for spec in specs), self._own[name])
         for step in self._steps:
             if isinstance(step, Copy) and step.target in self._own:
                 self._give_up({step.tensor}, self._own[step.target])
@@ -198,7 +196,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 def _memory(tensor: torch.Tensor) -> int:
     """Names the memory of a tensor, also where it has no address."""
-    return int(tensor.untyped_storage()._cdata)
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # of a kind without a storage, such as a sparse one
+        return -id(tensor)
 
 
 def _tensors(found: Any) -> list[torch.Tensor]:

@@ -25,6 +25,22 @@ _COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_
 """Give the same elements again, in another dtype perhaps."""
 
 
+SHAPE_ONLY = frozenset(
+    {
+        aten.empty_like.default,
+        aten.full_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+        aten.new_full.default,
+        aten.new_ones.default,
+        aten.new_zeros.default,
+        aten.ones_like.default,
+        aten.zeros_like.default,
+    }
+)
+"""Take nothing but shape, dtype and device of a tensor."""
+
+
 class Reader(Protocol):
     """What becomes of lazy tensors."""
 
@@ -133,6 +149,8 @@ class LazyTensor(torch.Tensor):
                 found = first._viewed(func, args, kwargs)
                 if found is not None:
                     return found
+            if func in SHAPE_ONLY:
+                return func(first._logical, *args[1:], **{"device": first.device, **kwargs})
             if not others and func in _COPIES:
                 return first._copied(func, args, kwargs)
         if func is aten.copy_.default and not isinstance(first, LazyTensor):
@@ -148,6 +166,14 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: object) -> LazyTensor:
         return self
+
+    def data_ptr(self) -> int:
+        """Raises RuntimeError: there are no bytes to point to."""
+        raise RuntimeError(f"{self!r} has no memory, and no address: copy from it")
+
+    def share_memory_(self) -> LazyTensor:
+        """Raises RuntimeError: there are no bytes to share."""
+        raise RuntimeError(f"{self!r} has no memory to share")
 
     @property
     def kept(self) -> Callable[[], object]:
