@@ -33,11 +33,11 @@ AFTER = (
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_joined_tensors_have_the_same_bits_as_real_ones(seed: int, inference: bool) -> None:
     chance = random.Random(seed)
     with torch.inference_mode(inference):
-        for _ in range(200):
+        for _ in range(150):
             shape = [chance.choice((1, 2, 3, 4)) for _ in range(chance.randint(1, 3))]
             real = torch.randn(shape)
             spec = TensorSpec("w", from_torch(real.dtype), tuple(shape))
@@ -80,6 +80,17 @@ def test_a_loader_that_joins_tensors_is_recorded_with_each_ones_own_box(turned: 
     assert not recording.unwritten
     assert recording.nbytes == target.numel() * 2
     assert sorted(name for name, _ in recording.boxes) == sorted(spec.name for spec in EXPERTS)
+
+
+def test_a_loader_that_joins_them_with_tensors_of_its_own_is_not_recorded() -> None:
+    target = torch.empty((8, 4), dtype=torch.bfloat16, device="meta")
+
+    def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        gate = dict(tensors)["experts.0.gate"]
+        target.copy_(torch.cat([gate, torch.ones(2, 4, dtype=torch.bfloat16)]))
+
+    recording = lazy.record(EXPERTS, load, {"padded": target})
+    assert list(recording.unrecorded) == ["experts.0.gate"]
 
 
 def test_writing_to_what_was_joined_shows_in_its_views_and_nowhere_else() -> None:

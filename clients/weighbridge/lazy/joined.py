@@ -19,13 +19,15 @@ aten = torch.ops.aten
 
 JOINS = frozenset({aten.cat.default, aten.stack.default})
 """What makes a joined tensor of lazy ones."""
+_REAL = (torch.Tensor, torch.nn.Parameter)
+"""Joined with these, lazy tensors are fetched: a recording could not say what they had in them."""
 _TURNS = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
 _SAME = frozenset({aten.detach.default, aten.alias.default})
 _COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default})
 
 
 class Piece(NamedTuple):
-    """A tensor, lazy or real, and where it lies in a joined one."""
+    """A lazy tensor, and where it lies in a joined one."""
 
     box: Box
     tensor: torch.Tensor
@@ -67,9 +69,9 @@ class JoinedTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in JOINS:
+        if func in JOINS and all(type(each) not in _REAL for each in args[0]):
             return joined(func, args, kwargs)
-        if func._can_decompose():
+        if func not in JOINS and func._can_decompose():
             return func.decompose(*args, **kwargs)
         first = args[0]
         if isinstance(first, JoinedTensor):
@@ -109,7 +111,7 @@ class JoinedTensor(torch.Tensor):
 
 
 def joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> JoinedTensor:
-    """What ``aten.cat`` or ``aten.stack`` makes of tensors, some of them lazy."""
+    """What ``aten.cat`` or ``aten.stack`` makes of lazy and joined tensors."""
     tensors = [_real(t) if isinstance(t, JoinedTensor) and t._memory.real is not None else t for t in args[0]]
     axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     logical = func([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors], axis)
