@@ -45,7 +45,7 @@ _live: weakref.WeakKeyDictionary[Any, LiveModel] = weakref.WeakKeyDictionary()
 
 def from_weighbridge(
     name: str,
-    server: str | None = None,
+    server: str | EngineClient | None = None,
     *,
     model_class: Any = None,
     config: PretrainedConfig | None = None,
@@ -61,7 +61,8 @@ def from_weighbridge(
 
     Args:
         name: ``namespace/name@version``; without a version the latest.
-        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which stays open as long
+            as the model is to be updated.
         model_class: a class of models or an auto class; by default the one that the version's config.json names.
         config: used instead of the version's.
         dtype: of the parameters; None is the config's.
@@ -77,7 +78,7 @@ def from_weighbridge(
         FailedPrecondition: the version does not fit the model; names the tensors. Or the model is quantised.
         WeighbridgeError: the service could not be reached, or has gone.
     """
-    client = EngineClient(server, lane=lane)
+    client = server if isinstance(server, EngineClient) else EngineClient(server, lane=lane)
     model_name, _, asked = name.partition("@")
     ranks = _Ranks(tp_plan is not None)
     version = ranks.first_says(lambda: client.version(model_name, asked or "latest"))
