@@ -21,7 +21,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install demo demo-s3 serve test test-hub bench bench-peers bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
+.PHONY: help install demo demo-s3 serve test test-hub test-transformers bench bench-peers bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -68,6 +68,15 @@ test-hub: $(STAMP) ## test the Hub endpoint with the oldest and the newest clien
 		WEIGHBRIDGE_HUB_PYTHON=$$PWD/$$environment/bin/python $(BIN)/python -m pytest -q tests/test_hub.py $(ARGS) || exit 1; \
 	done
 
+# The service needs the transformers in constraints.txt; the models run beside it, in an environment with the newest.
+test-transformers: $(STAMP) ## test transformers models that start from the service with the newest transformers
+	@environment=.venv-transformers && $(PYTHON) -m venv $$environment && \
+		$$environment/bin/python -m pip --disable-pip-version-check install -qq --upgrade transformers accelerate \
+			torch==$(TORCH_VERSION) --editable . && \
+		$$environment/bin/python -m pip --disable-pip-version-check list 2>/dev/null | grep -iE '^(transformers|torch) ' && \
+		OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		WEIGHBRIDGE_TRANSFORMERS_PYTHON=$$PWD/$$environment/bin/python $(BIN)/python -m pytest -q tests/test_transformers.py $(ARGS)
+
 # What benchmarks compare with and draw with; nothing else needs it.
 $(BENCH_STAMP): $(STAMP)
 	@echo "== what benchmarks need besides"
@@ -113,5 +122,5 @@ protos-check: $(STAMP) ## fail if the stubs do not match the contract
 	@$(BIN)/python protos/generate.py --check
 
 clean: ## remove caches and build output; the environment and stores stay
-	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv-hub-*
+	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv-hub-* .venv-transformers
 	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""A proxy in front of a service that dies, for its clients, when so many bytes have come from it."""
+"""A proxy in front of a service that dies, for its clients, when so many bytes have gone through."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MortalProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def die_after(self, nbytes: int) -> None:
-        """Let so many bytes more come from the service."""
+        """Let so many bytes more through, both ways together."""
         self._left = nbytes
 
     def close(self) -> None:
@@ -40,13 +40,13 @@ class MortalProxy:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(self._target)
                 self._sockets += [client, server]
-                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
-                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
+                threading.Thread(target=self._pump, args=(client, server), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(16384):
-                if counted and self._left is not None:
+                if self._left is not None:
                     self._left -= len(data)
                     if self._left < 0:
                         self.close()

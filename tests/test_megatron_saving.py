@@ -19,11 +19,14 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from tests.megatron_ranks import RankError, run_ranks
+from tests.mortal_proxy import MortalProxy
 from tests.reference import load_with_mbridge, tiny_config, tiny_model
 from tests.services import RunningService, running_service
 from weighbridge import EngineClient, TrainerClient
 from weighbridge.demo.megatron_cpu import Parallel, build_model
-from weighbridge.integrations.megatron_saving import push_on_save
+from weighbridge.integrations.megatron_saving import follow, push_on_save, step_of
+
+pytestmark = pytest.mark.xdist_group("saving")
 
 PARALLEL = Parallel(tp=2, dp=2)
 FEW = Parallel(tp=2)
@@ -177,7 +180,7 @@ class Training:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    with running_service(tmp_path_factory.mktemp("store")) as running:
+    with running_service(tmp_path_factory.mktemp("store"), drain_seconds=0.5) as running:
         yield running
 
 
@@ -269,6 +272,19 @@ def test_a_push_that_fails_ends_a_strict_save_before_anything_is_written(
     assert not any((tmp_path / "iter_0000040").iterdir())
 
 
+def test_a_push_that_fails_behind_the_trainers_back_is_logged(
+    training: Training, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_model(CONFIG, seed=6).save_pretrained(tmp_path)
+    proxy = MortalProxy(training.address)
+    with TrainerClient(proxy.address, retry_seconds=0.5) as trainer:
+        trainer.model("tests/saved")
+        proxy.die_after(200_000)
+        follow(trainer.push_folder("tests/saved", tmp_path), step=50, rank=1)
+    assert "rank 1: the push of tests/saved@" in caplog.text
+    assert "(step 50) has failed: the service at" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("state_dict", "folder", "step"),
     [({"iteration": 7}, "iter_0000009", 7), ({}, "iter_0000009", 9), ({}, "/runs/5/step-12", 12)],
@@ -276,6 +292,4 @@ def test_a_push_that_fails_ends_a_strict_save_before_anything_is_written(
 def test_the_step_is_the_iteration_or_the_folders_number(
     state_dict: dict[str, Any], folder: str, step: int
 ) -> None:
-    from weighbridge.integrations.megatron_saving import step_of
-
     assert step_of(state_dict, folder) == step

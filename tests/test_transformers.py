@@ -156,7 +156,7 @@ def test_a_live_model_that_does_not_fit_is_left_alone(
 def test_a_live_model_from_elsewhere_goes_to_a_version(
     service: RunningService, models: dict[str, Model]
 ) -> None:
-    model = tiny_model(tiny_config("llama", tied=False), 3).bfloat16()
+    model = tiny_model(tiny_config("llama", tied=False, torch_dtype="bfloat16"), 3).bfloat16()
     with pytest.raises(FailedPrecondition, match="does not come from the service"):
         update(model)
     live = attach(model, "tests/llama", service.address)

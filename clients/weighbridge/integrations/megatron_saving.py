@@ -170,7 +170,7 @@ class PushOnSave:
         if self._strict:
             handle.wait(VersionState.READY)
         # not a daemon: a trainer that ends after its last save must still say that it was not pushed
-        threading.Thread(target=_follow, args=(handle, step, rank), name=f"follow-{handle.number}").start()
+        threading.Thread(target=follow, args=(handle, step, rank), name=f"follow-{handle.number}").start()
 
     def _prepare(
         self, state_dict: Mapping[str, Any], folder: str, rank: int, world_size: int
@@ -231,7 +231,7 @@ def _of_all_ranks(value: str, world_size: int) -> list[str]:
     return values
 
 
-def _follow(handle: PushHandle, step: int, rank: int) -> None:
+def follow(handle: PushHandle, step: int, rank: int) -> None:
     """Say in the log what became of a push: each rank of its own part, rank 0 of the version."""
     what = f"{handle.model}@{handle.number} (step {step})"
     try:

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -247,8 +248,10 @@ class LiveModel:
     ) -> tuple[Update, dict[str, torch.Tensor]]:
         source = Source(self._client, self.name, version.number)
         known = self._recording
-        # it may have been cast, or moved, since
         if known is None or any(Shape.of(weights[name]) != shape for name, shape in known.targets.items()):
+            # it comes from elsewhere, or was cast since: weights shall not be rounded to a dtype that it does not have
+            dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+            self._recipe = replace(self._recipe, options={**self._recipe.options, "dtype": dtype})
             known = self._recording = self._recipe.record(source.specs, weights)
         planned, rest = self._planned(source, weights, known)
         planned.prepare(pin=any(tensor.is_cuda for tensor in weights.values()))
