@@ -192,7 +192,7 @@ def training(service: RunningService, tmp_path_factory: pytest.TempPathFactory) 
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     folder = tmp_path_factory.mktemp("checkpoints") / "run"
     arguments = (service.address, CONFIG, weights, str(hf_dir), str(folder))
-    ranks = run_ranks(PARALLEL, _train, *arguments)
+    ranks = run_ranks(PARALLEL, _train, *arguments, timeout=240)
     del weights["lm_head.weight"]
     return Training(service.address, ranks, folder, weights)
 
