@@ -26,7 +26,7 @@ def connected(server: str, client_id: str = CLIENT_ID) -> LaneConnection:
     with Client(server) as client:
         found = client._find_lane()
     return LaneConnection(
-        found.socket, found.service_id, client_id, lambda _key: None, lambda _connection: None
+        found.socket, False, found.service_id, client_id, lambda _key: None, lambda _connection: None
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
@@ -44,6 +45,13 @@ _WATCH_PAUSE_SECONDS = 0.5
 """Longest pause of a watch between tries: engines are waiting for news."""
 
 
+def _called(method: weakref.WeakMethod[Callable[[], T]]) -> T:
+    there = method()
+    if there is None:
+        raise Unavailable("the client has been closed")
+    return there()
+
+
 class Client:
     """Connections to the service. Connects when first used; safe to use from several threads, and after a fork only
     if it was not used before.
@@ -72,7 +80,10 @@ class Client:
         self.server = rpc.server_address(server)
         self.retry_seconds = retry_seconds
         self._client_id = str(uuid.uuid4())
-        self._lane = LocalLane(lane_wanted(lane), self._client_id, self._find_lane)
+        # its threads would keep a client that nobody has closed for ever
+        find_lane = weakref.WeakMethod(self._find_lane)
+        self._lane = LocalLane(lane_wanted(lane), self._client_id, lambda: _called(find_lane))
+        weakref.finalize(self, self._lane.close).atexit = False
         self._bulk = bulk.Connections(
             self.server, default_connections() if connections is None else connections
         )

@@ -81,9 +81,9 @@ class MappedMemory:
         if not self.bytes.flags.writeable:
             # torch would warn of an array that is not writable, and only that can be told it
             view: Any = (ctypes.c_ubyte * self.nbytes).from_address(self.bytes.ctypes.data)
-            view.mapping = self._map
+            view.mapping = self.bytes  # which keeps it from being undone
             return torch.frombuffer(view, dtype=torch.uint8)
-        return torch.frombuffer(self._map, dtype=torch.uint8)
+        return torch.from_numpy(self.bytes)
 
     @property
     def address(self) -> int:

@@ -133,7 +133,8 @@ class ReadLoan:
         self._memories = kept
         self._exported = [memory.exported() for memory in private]
         holder = _Holder()
-        weakref.finalize(holder, end)
+        # not at the interpreter's exit: tensors may be in use until the process ends, and then the loan does, too
+        weakref.finalize(holder, end).atexit = False
         for each in self._exported:
             each.holder = holder  # whatever keeps one of them keeps the loan
 
@@ -208,6 +209,7 @@ class LocalLane:
         self._last_plan: OrderedDict[Any, str] = OrderedDict()
         self._written: dict[str, list[tuple[int, int]]] = {}
         self._pin_ahead: set[str] = set()  # models whose shards lie on GPUs
+        _lanes.add(self)
 
     @property
     def wanted(self) -> bool:
@@ -311,7 +313,12 @@ class LocalLane:
             connection.not_reading()
             raise
         loan = answer.read
-        end = pb.LaneRequest(end_read=pb.EndRead(loan=loan.loan))
+        forks = _forks.count
+
+        def end() -> None:
+            left_open = _forks.count != forks
+            connection.tell(pb.LaneRequest(end_read=pb.EndRead(loan=loan.loan, left_open=left_open)))
+
         try:
             private: list[MappedMemory] = []
             copied_from: list[MappedMemory] = []
@@ -329,9 +336,9 @@ class LocalLane:
                 copied_from.append(kept.mapping)
             copies = self._copies(loan, plan, [memory.nbytes for memory in private], layout, what)
             found = wire.version_from_proto(loan.version)
-            return ReadLoan(found, layout, copies, private, copied_from, lambda: connection.tell(end))
+            return ReadLoan(found, layout, copies, private, copied_from, end)
         except BaseException:
-            connection.tell(end)
+            end()
             raise
         finally:
             lane_protocol.close_all(descriptors)
@@ -345,6 +352,12 @@ class LocalLane:
             self._lost(connection)
             connection.close_when_read()
 
+    def leave(self) -> None:
+        """Let go of what was kept for later pulls, in a process that was forked and will make none."""
+        kept, self._kept = self._kept, {}
+        for each in kept.values():
+            each.mapping.abandon()
+
     def _keep(self, connection: LaneConnection, kept: _Kept, recalls: int) -> None:
         """Have memory ready for later pulls, unless the service has asked for some since, or is gone."""
         with self._lock:
@@ -354,10 +367,10 @@ class LocalLane:
 
     def _connected(self) -> LaneConnection:
         with self._lock:
-            if self._connection is not None and not self._connection.ended:
-                return self._connection
             if self._closed:
                 raise Unavailable("the client has been closed")
+            if self._connection is not None and not self._connection.ended:
+                return self._connection
             if self._refused is not None and time.monotonic() < self._refused[0]:
                 _, kind, message, fix = self._refused
                 raise kind(message, fix=fix)
@@ -384,10 +397,18 @@ class LocalLane:
             raise FailedPrecondition(
                 f"the service does not say where its socket is: {error.message}"
             ) from error
-        path = os.environ.get(SOCKET_VARIABLE) or found.socket
+        named = os.environ.get(SOCKET_VARIABLE, "")
+        path = named or found.socket
         if not path:
             raise FailedPrecondition(f"the service has no local socket: {found.unavailable}")
-        return LaneConnection(path, found.service_id, self._client_id, self._recalled, self._lost)
+        return LaneConnection(
+            path,
+            found.private and not named,
+            found.service_id,
+            self._client_id,
+            self._recalled,
+            self._lost,
+        )
 
     def _recalled(self, key: str) -> None:
         with self._lock:
@@ -462,3 +483,25 @@ def _duplicate(descriptor: int) -> int:
         return os.dup(descriptor)
     except OSError as error:
         raise ResourceExhausted(f"there is no descriptor left: {error}") from error
+
+
+class _Forks:
+    """How often this process was forked: children have all that it has mapped."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def take_note(self) -> None:
+        self.count += 1
+
+
+_forks = _Forks()
+_lanes: weakref.WeakSet[LocalLane] = weakref.WeakSet()
+
+
+def _leave_in_child() -> None:
+    for lane in list(_lanes):
+        lane.leave()
+
+
+os.register_at_fork(before=_forks.take_note, after_in_child=_leave_in_child)

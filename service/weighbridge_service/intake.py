@@ -362,20 +362,27 @@ class Intake:
             self.bytes_in += nbytes
             self.bytes_in_locally += nbytes
 
-    def prepare_image(self, name: str) -> Image | None:
+    def prepare_image(self, name: str, client_id: str) -> Image | None:
         """The image that a model's next version will probably be written to; None if there is none now.
 
         A model has two images at most by this: the one that is `live`, and one for the next version.
 
         Raises:
             NotFound: the model is not registered.
+            FailedPrecondition: the client has not pushed the model lately. Who could keep the memory open without ever pushing
+                would make the versions of others fail.
         """
         model_name = ModelName.parse(name)
         state = self._catalog.state(model_name)
         if self.draining:
             return None
         with self._catalog.changed:
-            held = sum(live.receiving.image is not None for live in state.versions.values())
+            versions = [live.receiving for live in state.versions.values()]
+        if not any(receiving.takes_part(client_id) for receiving in reversed(versions)):
+            raise FailedPrecondition(
+                f"{name}: memory is prepared only for those who have just pushed a version"
+            )
+        held = sum(receiving.image is not None for receiving in versions)
         sizes = dict(state.model.files.file_sizes)
         return self.standbys.get(model_name, sizes, may_make=held < _IMAGES_OF_A_MODEL)
 

@@ -401,6 +401,7 @@ class Receiving:
                 arrivals, image = self._arrivals, self.image
                 if arrivals is None or image is None or not arrivals.all_here or arrivals.is_lent:
                     return
+                region = image.region
                 if not arrivals.can_be_changed:
                     if arrivals.show():
                         self._changed.notify_all()
@@ -415,7 +416,7 @@ class Receiving:
                 self.fail(error)
                 raise error
             if not recalled:
-                self._recall(image.region)
+                self._recall(region)
                 recalled = True
             time.sleep(_LET_GO_PAUSE)
 
@@ -429,14 +430,18 @@ class Receiving:
     def look_again(self) -> None:
         """Go on if a process that could still write to the image has let go of it, or has ended."""
         with self._changed:
-            if (
-                self._state is not VersionState.RECEIVING
-                or self._arrivals is None
-                or not self._arrivals.show()
-            ):
+            arrivals, image = self._arrivals, self.image
+            if self._state is not VersionState.RECEIVING or arrivals is None or image is None:
                 return
-            self._changed.notify_all()
-            complete = self._complete_if_all_is_here()
+            region = image.region
+            shown = arrivals.show()
+            held_back = arrivals.held_back and arrivals.all_here and not arrivals.is_lent
+            complete = shown and self._complete_if_all_is_here()
+            if shown:
+                self._changed.notify_all()
+        if held_back:
+            # whoever was lent it ahead of the version may not be one of its ranks; there may be no rank that waits here
+            self._recall(region)
         if complete:
             self._become_ready()
 

@@ -113,6 +113,11 @@ class Region:
         """A process that was reading it has gone away without a word, and may still have it mapped."""
         self._left_open = True
 
+    @property
+    def was_left_open(self) -> bool:
+        """Whether that was said of it, and not seen to be over."""
+        return self._left_open
+
     def in_use_elsewhere(self) -> bool:
         """Whether it must not be used for something else: it can be written to, or is still read by one who has `left_open`."""
         if self.written_elsewhere():
@@ -179,25 +184,28 @@ def _can_be_leased(fd: int, kind: int) -> bool:
 
 @functools.cache
 def why_not_lent() -> str:
-    """Why regions cannot be given to other processes for writing on this machine; empty if they can.
+    """Why regions cannot be given to other processes on this machine; empty if they can.
 
-    Tried out once: a second descriptor has to be noticed, and its end as well.
+    Tried out once: a second descriptor has to be noticed, and its end as well, be it for writing or for reading.
     """
     try:
         region = Region(PAGE, None)
         try:
-            seen = [region.written_elsewhere()]
-            fd = region.reopen(writable=True)
-            with mmap.mmap(fd, PAGE):
-                os.close(fd)
-                seen.append(region.written_elsewhere())
-            seen.append(region.written_elsewhere())
+            seen = [region.in_use_elsewhere()]
+            for writable in (True, False):
+                protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+                fd = region.reopen(writable=writable)
+                region.left_open()
+                with mmap.mmap(fd, PAGE, prot=protection):
+                    os.close(fd)
+                    seen.append(region.in_use_elsewhere())
+                seen.append(region.in_use_elsewhere())
         finally:
             region.close()
     except OSError as error:
-        return f"this system cannot say who may still write to shared memory: {error}"
+        return f"this system cannot say who may still use shared memory: {error}"
     return (
         ""
-        if seen == [False, True, False]
-        else "this system does not say truthfully who may write to shared memory"
+        if seen == [False, True, False, True, False]
+        else "this system does not say truthfully who may still use shared memory"
     )
