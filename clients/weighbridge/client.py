@@ -61,7 +61,7 @@ class Client:
         retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
         lane: how weights travel: ``local`` by memory that is shared with the service, ``grpc`` by its gRPC face, ``auto`` by the
             first if this process runs on the service's machine and by the second otherwise. By default ``WEIGHBRIDGE_LANE``, or
-            ``grpc``.
+            ``auto``.
         connections: over how many connections a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
             machine with fewer than four processors. All other calls have a connection of their own.
 

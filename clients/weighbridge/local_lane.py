@@ -52,12 +52,12 @@ _KEPT_PLANS = 32
 
 
 def lane_wanted(lane: str | None) -> str:
-    """The lane that is asked for: as given, from ``WEIGHBRIDGE_LANE``, or ``grpc``.
+    """The lane that is asked for: as given, from ``WEIGHBRIDGE_LANE``, or ``auto``.
 
     Raises:
         InvalidArgument: there is no such lane.
     """
-    wanted = lane or os.environ.get(LANE_VARIABLE) or GRPC
+    wanted = lane or os.environ.get(LANE_VARIABLE) or AUTO
     if wanted not in (AUTO, GRPC, LOCAL):
         raise InvalidArgument(f"there is no lane {wanted[:40]!r}", fix=f"use {AUTO}, {GRPC} or {LOCAL}")
     return wanted
