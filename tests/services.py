@@ -54,7 +54,7 @@ def running_service(store: Path | str, **settings: Any) -> Iterator[RunningServi
         running.stop()
 
 
-def eventually(condition: Callable[[], bool]) -> None:
+def eventually(condition: Callable[[], object]) -> None:
     """Wait until something holds that must come to hold."""
     deadline = time.monotonic() + 60
     while not condition():

@@ -276,7 +276,10 @@ def test_clients_that_do_not_read_hold_one_message_each_and_the_others_go_on(
             raw = stack.enter_context(RawClient(service.address))
             calls.append(raw.weights.Pull(request))
             next(calls[-1])
-        with EngineClient(service.address, lane="grpc") as engine, TrainerClient(service.address, lane="grpc") as trainer:
+        with (
+            EngineClient(service.address, lane="grpc") as engine,
+            TrainerClient(service.address, lane="grpc") as trainer,
+        ):
             assert_equal(engine, MODEL, "latest", model.arrays)
             number = trainer.push_folder(MODEL, model.folder, step=2).wait(timeout=60).number
             assert_equal(engine, MODEL, number, model.arrays)

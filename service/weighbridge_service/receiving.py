@@ -394,18 +394,12 @@ class Receiving:
         Raises:
             VersionFailed: one still can, though all that were lent it have said that they are done; the version has failed.
         """
-        recalled = False
+        region = self._show_arrivals()
+        if region is None:
+            return
+        self._recall(region)
         deadline = time.monotonic() + _LET_GO_SECONDS
-        while True:
-            with self._changed:
-                arrivals, image = self._arrivals, self.image
-                if arrivals is None or image is None or not arrivals.all_here or arrivals.is_lent:
-                    return
-                region = image.region
-                if not arrivals.can_be_changed:
-                    if arrivals.show():
-                        self._changed.notify_all()
-                    return
+        while self._show_arrivals() is not None:
             if time.monotonic() > deadline:
                 error = VersionFailed(
                     f"{self._name} was given up: a process can still write to its memory, although all that were lent it "
@@ -415,10 +409,19 @@ class Receiving:
                 )
                 self.fail(error)
                 raise error
-            if not recalled:
-                self._recall(region)
-                recalled = True
             time.sleep(_LET_GO_PAUSE)
+
+    def _show_arrivals(self) -> Region | None:
+        """Let those who wait have the files that are complete; gives the image's region if all bytes are here, all that it was lent
+        have given it back, and a process can still write to it."""
+        with self._changed:
+            arrivals, image = self._arrivals, self.image
+            if self._state is not VersionState.RECEIVING or arrivals is None or image is None:
+                return None
+            if arrivals.show():
+                self._changed.notify_all()
+            held_back = arrivals.held_back and arrivals.all_here and not arrivals.is_lent
+            return image.region if held_back else None
 
     def _take_written(self, agreed: Agreement, rank: int) -> None:
         """All of a rank's stream was written to the image by its own process."""
@@ -429,19 +432,12 @@ class Receiving:
 
     def look_again(self) -> None:
         """Go on if a process that could still write to the image has let go of it, or has ended."""
-        with self._changed:
-            arrivals, image = self._arrivals, self.image
-            if self._state is not VersionState.RECEIVING or arrivals is None or image is None:
-                return
-            region = image.region
-            shown = arrivals.show()
-            held_back = arrivals.held_back and arrivals.all_here and not arrivals.is_lent
-            complete = shown and self._complete_if_all_is_here()
-            if shown:
-                self._changed.notify_all()
-        if held_back:
-            # whoever was lent it ahead of the version may not be one of its ranks; there may be no rank that waits here
+        region = self._show_arrivals()
+        if region is not None:
+            # whoever was lent it ahead of the version may not be one of its ranks, and there may be no rank that waits
             self._recall(region)
+        with self._changed:
+            complete = self._complete_if_all_is_here()
         if complete:
             self._become_ready()
 

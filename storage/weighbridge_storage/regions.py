@@ -22,13 +22,11 @@ from contextlib import suppress
 
 import numpy as np
 
+from weighbridge.paging import POPULATE_WRITE, enter_pages
 from weighbridge_storage.objects import ByteArray, error_for
 
 PAGE = mmap.PAGESIZE
 
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14's; Python has no name for it yet."""
-_POPULATE_PIECE = 8 << 20
 _serials = itertools.count(1)
 _BOOT = uuid.uuid4().hex
 """Clients may have seen keys of an earlier process."""
@@ -77,10 +75,11 @@ class Region:
                 raise
         except OSError as error:
             raise error_for(error, what) from error
+        self.writable: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
         if self.in_memory:
             # A file's pages are not touched: an image there is larger than what memory should hold.
-            self._populate()
-        self.writable: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
+            with suppress(OSError):  # an older kernel: the first copies will fault the pages in
+                enter_pages(self.writable.ctypes.data, capacity, POPULATE_WRITE)
         self.readable: ByteArray = np.frombuffer(memoryview(self._map).toreadonly(), dtype=np.uint8)
 
     def reopen(self, *, writable: bool) -> int:
@@ -145,12 +144,6 @@ class Region:
         """Give it back to the system; an array over it that somebody kept still keeps its memory."""
         del self.writable, self.readable, self._map
         self._release()
-
-    def _populate(self) -> None:
-        # In pieces: the call holds Python's global lock, and other threads want to run.
-        with suppress(OSError):  # an older kernel: the first copies will fault the pages in
-            for start in range(0, self.capacity, _POPULATE_PIECE):
-                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_PIECE, self.capacity - start))
 
 
 def _open_memory() -> int:

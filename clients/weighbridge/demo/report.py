@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from weighbridge.demo.megatron_cpu import Parallel
     from weighbridge.demo.tp_engine import Served
     from weighbridge.demo.trainer_ranks import Restored, Trained
+    from weighbridge.push_handle import PushReport
     from weighbridge.resources import Version
-    from weighbridge.trainer import PushReport
 
 
 @dataclass(frozen=True)
