@@ -12,6 +12,7 @@ import grpc
 from weighbridge import bulk, dtypes, hf_folder, pieces, safetensors_files, wire
 from weighbridge.client import Client
 from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
+from weighbridge.host_slices import HostSlices, Slices
 from weighbridge.lane_loans import ReadLoan
 from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.local_lane import GRPC, LOCAL
@@ -85,6 +86,23 @@ class Pull:
             tensor = tensor_for(index)
             loan.fill(index, tensor)
             yield placement.shard.tensor, tensor
+
+    def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> Slices:
+        """Bring all slices to this machine, and read them later, in any order.
+
+        On the service's machine they are there: the service holds the version as long as the result is.
+
+        Args:
+            buffer: of a `HostSlices` that this gave before, to be used again: what it holds is lost.
+            pin: whether GPUs will copy from them.
+        """
+        loan = self._borrow()
+        if loan is not None:
+            return loan
+        slices = HostSlices(self.layout, buffer, pin=pin)
+        for _ in self._stream_into(slices.tensor):
+            pass
+        return slices
 
     def _borrow(self) -> ReadLoan | None:
         """The version where it lies, if this process can read it there."""
