@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 _RETURN_SECONDS = 2.0
 """How long a push waits for memory that was lent ahead, before it takes other memory."""
 _RETURN_PAUSE = 0.005
+_MAKE_SECONDS = 1.0
+"""How long a model that has been given memory ahead waits for some that others will let go of, before it is given more."""
 
 
 class Standbys:
@@ -32,6 +34,8 @@ class Standbys:
         self._lock = threading.Lock()
         self._waiting: dict[ModelName, Image] = {}
         self._making: set[ModelName] = set()
+        self._given: set[ModelName] = set()  # that new memory was made for
+        self._asked: dict[ModelName, float] = {}  # since when there has been none
         self._on_recall: Callable[[Region], None] = lambda _region: None
 
     def when_recalled(self, call: Callable[[Region], None]) -> None:
@@ -57,8 +61,10 @@ class Standbys:
             if model in self._making:
                 return None
             self._making.add(model)
+            asked = self._asked.setdefault(model, time.monotonic())
+            soon = model in self._given and time.monotonic() - asked < _MAKE_SECONDS
         image = self._images.reuse(sizes)
-        if image is not None or not may_make or not self._images.fits(sizes):
+        if image is not None or not may_make or soon or not self._images.fits(sizes):
             self._enter(model, image)
             return image
 
@@ -69,6 +75,8 @@ class Standbys:
             except WeighbridgeError as error:
                 log.info("no memory was made ahead for %s: %s", model, error.message)
             finally:
+                with self._lock:
+                    self._given.add(model)
                 self._enter(model, made)
 
         # fresh memory takes seconds; whoever has asked asks again
@@ -81,6 +89,7 @@ class Standbys:
             before = self._waiting.get(model) if image is not None else None
             if image is not None:
                 self._waiting[model] = image
+                self._asked.pop(model, None)
         if before is not None:
             self._drop(before)
 
@@ -94,6 +103,7 @@ class Standbys:
         """The model's image, for a version that begins now; None if there is none, or it is for other files."""
         with self._lock:
             image = self._waiting.pop(model, None)
+            self._asked.pop(model, None)
         if image is not None and image.sizes != sizes:
             self._drop(image)
             return None
