@@ -22,13 +22,14 @@ import numpy as np
 import pytest
 
 from tests.lane_client import connected
-from tests.raw_clients import TinyModel, tiny_folder
+from tests.raw_clients import RawClient, TinyModel, cut, rows_layout, stream_of, tiny_folder
 from tests.services import RunningService, eventually, running_service
 from weighbridge import EngineClient, TrainerClient, lane_protocol
 from weighbridge.client import Client
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.lane_connection import LaneConnection
 from weighbridge.lane_memory import MappedMemory, Use
+from weighbridge.resources import VersionState
 from weighbridge.v1 import local_lane_pb2 as pb
 from weighbridge_service.lane_server import LaneServer
 from weighbridge_storage.regions import PAGE, Region
@@ -284,6 +285,29 @@ def test_memory_is_prepared_only_for_those_who_push(
     with pytest.raises(FailedPrecondition, match="just pushed"):
         stranger.ask(pb.LaneRequest(prepare_write=pb.PrepareWrite(model=MODEL)))
     stranger.close()
+
+
+def test_memory_is_asked_back_when_the_last_loan_ends_after_the_last_seal(
+    service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
+) -> None:
+    for source in sources:
+        trainer.push_folder(MODEL, source.folder).wait(timeout=20)
+    eventually(lambda: bool(trainer._lane._standby))  # which the next version will lie in
+    layout = rows_layout(sources[0].arrays, 0, 1)
+    with RawClient(service.address) as raw:
+        number = raw.open(MODEL)
+        assigned = raw.declare(MODEL, number, layout)
+        lane = connected(service.address, raw.client_id)
+        begin = pb.LaneRequest(begin_write=pb.BeginWrite(model=MODEL, number=number, rank=0))
+        answer, descriptors = lane.ask(begin)
+        lane_protocol.close_all(descriptors)
+        raw.push(MODEL, number, cut(stream_of(sources[0].arrays, layout, assigned)))
+        raw.seal(MODEL, number)
+        assert trainer.version(MODEL, number).state is VersionState.RECEIVING
+        lane.ask(pb.LaneRequest(end_write=pb.EndWrite(loan=answer.write.loan, complete=False)))
+        lane.close()
+    assert trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+    assert trainer.verify(MODEL, number).problems == ()
 
 
 def test_a_client_that_has_not_heard_yet_of_a_recall_is_given_the_memory_anew(
