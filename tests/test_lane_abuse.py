@@ -9,6 +9,7 @@ import gc
 import mmap
 import os
 import random
+import signal
 import socket
 import tempfile
 import termios
@@ -21,7 +22,7 @@ from typing import Self
 import numpy as np
 import pytest
 
-from tests.lane_client import connected
+from tests.lane_client import CLIENT_ID, connected, lane_process
 from tests.raw_clients import RawClient, TinyModel, cut, rows_layout, stream_of, tiny_folder
 from tests.services import RunningService, eventually, running_service
 from weighbridge import EngineClient, TrainerClient, lane_protocol
@@ -308,6 +309,26 @@ def test_memory_is_asked_back_when_the_last_loan_ends_after_the_last_seal(
         lane.close()
     assert trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
     assert trainer.verify(MODEL, number).problems == ()
+
+
+def test_a_trainer_that_stands_still_disturbs_no_other_trainer_of_its_model(
+    service: RunningService, sources: list[TinyModel]
+) -> None:
+    layout = rows_layout(sources[0].arrays, 0, 1)
+    with RawClient(service.address) as raw:
+        raw.client_id = CLIENT_ID
+        number = raw.open(MODEL)
+        assigned = raw.declare(MODEL, number, layout)
+        raw.push(MODEL, number, cut(stream_of(sources[0].arrays, layout, assigned)))
+        raw.seal(MODEL, number)
+    with lane_process(service.address, "prepare", MODEL, "0") as still:
+        still.send_signal(signal.SIGSTOP)
+        for lane in ("grpc", "local", "local"):
+            with TrainerClient(service.address, lane=lane, run=lane) as trainer:
+                for source in sources:
+                    handle = trainer.push_folder(MODEL, source.folder)
+                    assert handle.wait(timeout=20).state is VersionState.DURABLE
+                    assert trainer.verify(MODEL, handle.number).problems == ()
 
 
 def test_a_client_that_has_not_heard_yet_of_a_recall_is_given_the_memory_anew(

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weighbridge.errors import (
@@ -183,7 +183,7 @@ class Intake:
             entry.request_id,
             home=self.home,
             prepare=model.prepare,
-            acquire_image=lambda files: self._acquire_image(model, files),
+            acquire_image=lambda files, clients: self._acquire_image(model, files, clients),
             forwarding=Forwarding(self._peers, str(model.name), entry.number),
             confirm=lambda: self._confirm(model.name, entry.number),
             known=model.known_set,
@@ -220,11 +220,11 @@ class Intake:
         else:
             check_not_given_up(head, number)
 
-    def _acquire_image(self, model: RegisteredModel, names: Sequence[str]) -> Image:
+    def _acquire_image(self, model: RegisteredModel, names: Sequence[str], clients: Collection[str]) -> Image:
         files = [file for file in model.files.files if file.name in set(names)]
         sizes = {file.name: file.nbytes for file in files}
         deadline = time.monotonic() + self._config.image_wait
-        image = self.standbys.take(model.name, sizes)
+        image = self.standbys.take(model.name, sizes, clients)
         while image is None:
             self.standbys.make_room(sizes)
             try:

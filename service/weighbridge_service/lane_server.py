@@ -60,7 +60,7 @@ class LaneServer:
         self._socket: socket.socket | None = None
         self._stopping = False
         self._most_clients = _most_clients()
-        service.intake.standbys.when_recalled(self._recall)
+        service.intake.standbys.lent_by(self._recall, self._holders)
         service.images.ask_back = self._recall
         if where == OFF:
             self.unavailable = "the service was started with --local-socket off"
@@ -140,6 +140,12 @@ class LaneServer:
         finally:
             with self._lock:
                 del self._sessions[session]
+
+    def _holders(self, region: Region) -> set[str]:
+        """The clients that may have a region mapped for writing."""
+        with self._lock:
+            sessions = list(self._sessions)
+        return {session.client_id for session in sessions if session.may_write(region)}
 
     def _recall(self, region: Region) -> None:
         with self._lock:

@@ -48,13 +48,16 @@ class LaneSession:
         service: whose memory is lent.
         connection: the client's; closed in the end.
         service_id: tells this process from others.
+
+    Attributes:
+        client_id: who it says it is; empty as long as it has not.
     """
 
     def __init__(self, service: Weighbridge, connection: socket.socket, service_id: str) -> None:
         self._service = service
         self._connection = connection
         self._service_id = service_id
-        self._client_id = ""
+        self.client_id = ""
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._recalls: deque[str] = deque()  # keys of memory that the client is still to be asked for
@@ -85,6 +88,11 @@ class LaneSession:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             self._connection.close()
+
+    def may_write(self, region: Region) -> bool:
+        """Whether the client may have a region mapped for writing."""
+        with self._lock:
+            return region.key in self._writable
 
     def recall(self, region: Region) -> None:
         """Ask the client to let go of a region, unless it is writing a version there. Waits for nothing."""
@@ -140,9 +148,9 @@ class LaneSession:
     def _do(self, request: pb.LaneRequest, response: pb.LaneResponse, attach: _Attach) -> None:
         kind = request.WhichOneof("request")
         if kind == "hello":
-            self._client_id = request.hello.client_id
+            self.client_id = request.hello.client_id
             response.hello.service_id = self._service_id
-        elif not self._client_id:
+        elif not self.client_id:
             raise InvalidArgument(
                 "the client has not said who it is", fix="say hello first, with a client_id"
             )
@@ -161,7 +169,7 @@ class LaneSession:
 
     def _begin_write(self, asked: pb.BeginWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
         receiving, lent = self._service.intake.lend_image(
-            asked.model, asked.number, asked.rank, self._client_id
+            asked.model, asked.number, asked.rank, self.client_id
         )
         with self._undone_on_error(_Writing(receiving, asked.rank, lent)) as number:
             reply.loan = number
@@ -179,7 +187,7 @@ class LaneSession:
         self._end_writing(loan, complete=asked.complete)
 
     def _prepare_write(self, asked: pb.PrepareWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
-        image = self._service.intake.prepare_image(asked.model, self._client_id)
+        image = self._service.intake.prepare_image(asked.model, self.client_id)
         # not if a version has just begun with it: its memory is lent to its own ranks
         with self._service.intake.standbys.waiting(image) as there:
             if there is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -77,7 +77,8 @@ class Receiving:
         request_id: which request opened it.
         home: this process.
         prepare: makes a `PreparedPush` from the digests of all ranks and the numbers of their replicas.
-        acquire_image: gives an image of these files of the version, with headers written, when the first rank is about to push.
+        acquire_image: gives an image of these files of the version, with headers written, when the first rank is about to push; is
+            told which clients have declared so far.
         forwarding: passes bytes on to other replicas.
         confirm: raises VersionFailed if the version was given up elsewhere; is asked before it becomes ready.
         known: declarations of the push before, if any.
@@ -95,7 +96,7 @@ class Receiving:
         *,
         home: Home,
         prepare: Callable[[Sequence[str], Sequence[int]], PreparedPush],
-        acquire_image: Callable[[Sequence[str]], Image],
+        acquire_image: Callable[[Sequence[str], Collection[str]], Image],
         forwarding: Forwarding,
         confirm: Callable[[], None],
         known: KnownSet | None,
@@ -255,9 +256,10 @@ class Receiving:
         with self._changed:
             self._declarations.agreed = agreed
             self._changed.notify_all()
+            clients = {declaration.client_id for declaration in self._declarations.here.values()}
         to_come = agreed.to_come_to(self.home)
         try:
-            image = self._acquire_image(list(to_come))
+            image = self._acquire_image(list(to_come), clients)
         except WeighbridgeError as error:
             self.fail(error)
             return
