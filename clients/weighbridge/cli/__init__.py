@@ -28,6 +28,7 @@ _MODULE_OF = {
     "show": "looking",
     "tag": "looking",
     "watch": "looking",
+    "follow": "following",
     "verify": "looking",
     "retention": "keeping",
     "collect": "keeping",

@@ -202,13 +202,24 @@ def serve_command(
     help="Where the service keeps versions.  [default: a folder in --dir]",
 )
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps.")
+@click.option(
+    "--vllm",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="PYTHON",
+    help="Let real vLLM servers follow the trainer: the Python of vLLM's environment.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def demo_command(
-    ctx: click.Context, work_dir: Path | None, store: str | None, steps: int, as_json: bool
+    ctx: click.Context,
+    work_dir: Path | None,
+    store: str | None,
+    steps: int,
+    vllm: Path | None,
+    as_json: bool,
 ) -> None:
     """Train, push, pull and generate, on this machine."""
     with needs_extra("demo"):
         from weighbridge.demo.run import run_demo
 
-    ctx.exit(run_demo(work_dir, steps, as_json, store))
+    ctx.exit(run_demo(work_dir, steps, as_json, store, vllm))

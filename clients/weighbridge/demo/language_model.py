@@ -49,14 +49,21 @@ def convert_gguf(gguf: Path, folder: Path) -> tuple[PreTrainedModel, PreTrainedT
         The model in float32, and its tokenizer.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
     be_quiet()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     ).eval()
     # Not "legacy" is what transformers would do by itself for a tokenizer that says nothing, but for a warning.
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, legacy=False)
+    read = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, legacy=False)
+    # It is read as a LlamaTokenizer, as which transformers 5 would make another one of the folder: one that splits as Llama does.
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=read.backend_tokenizer,
+        model_input_names=read.model_input_names,
+        **read.special_tokens_map,
+    )
+    tokenizer.chat_template = read.chat_template
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model, tokenizer

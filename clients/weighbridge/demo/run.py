@@ -22,7 +22,9 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeE
 _NEEDED = ("torch", "megatron", "mbridge", "transformers", "gguf", "accelerate", "fastapi")
 
 
-def run_demo(work_dir: Path | None, steps: int, as_json: bool, store: str | None = None) -> int:
+def run_demo(
+    work_dir: Path | None, steps: int, as_json: bool, store: str | None = None, vllm: Path | None = None
+) -> int:
     """Train, push, pull and generate with a real language model on this machine.
 
     Starts processes of its own (a service, trainer ranks, engine ranks) and ends them, whatever happens.
@@ -32,6 +34,7 @@ def run_demo(work_dir: Path | None, steps: int, as_json: bool, store: str | None
         steps: optimizer steps of the trainer, at least one.
         as_json: print one JSON document and nothing else.
         store: where the service keeps versions, a folder or ``s3://bucket/prefix``; in ``work_dir`` if None.
+        vllm: the Python of an environment with vLLM: its servers follow the trainer, instead of engines of the demo's own.
 
     Returns:
         The exit code: 0 if everything was as it had to be.
@@ -57,7 +60,11 @@ def run_demo(work_dir: Path | None, steps: int, as_json: bool, store: str | None
             os.environ.setdefault("TQDM_DISABLE", "1")
             with warnings.catch_warnings(action="ignore"):  # megatron-core lists what a CPU machine lacks
                 from weighbridge.demo.story import Story
-            Story(work, steps, say, report, store).tell()
+                from weighbridge.demo.vllm_story import VllmStory
+            if vllm is None:
+                Story(work, steps, say, report, store).tell()
+            else:
+                VllmStory(work, steps, vllm, say, report).tell()
     except KeyboardInterrupt:
         report.error = "interrupted"
     except WeighbridgeError as error:

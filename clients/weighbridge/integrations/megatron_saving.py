@@ -21,8 +21,9 @@ from typing import Any, Self
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
 from weighbridge.integrations.megatron import sharded_tensors
+from weighbridge.push_handle import PushHandle
 from weighbridge.resources import Version, VersionState
-from weighbridge.trainer import PushHandle, TrainerClient
+from weighbridge.trainer import TrainerClient
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,154 @@
+"""When does an engine go to another version, and what if that fails?"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from weighbridge.engine import EngineClient
+from weighbridge.errors import WeighbridgeError
+from weighbridge.follow.engines import Engine, EngineFailed, Prepared
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+TRIES = 3
+"""How often a version is tried, before the agent waits for the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """One update, or an attempt at one.
+
+    Attributes:
+        model: ``namespace/name``.
+        version: to which the engine was to be taken.
+        serves: what it says it serves now; None if it serves no version, or could not be asked.
+        nbytes: bytes that its ranks have fetched.
+        prepare_seconds: while it served.
+        pause_seconds: from asking it to pause until it went on; waiting for requests under way is a part of it.
+        error: why it failed; empty if it did not.
+    """
+
+    model: str
+    version: int
+    serves: int | None
+    nbytes: int = 0
+    prepare_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+class Follower:
+    """Takes one engine along with one ref.
+
+    Args:
+        client: of the service.
+        model: ``namespace/name``.
+        engine: the engine.
+        ref: which ref to follow.
+        retry_seconds: pause before a version is tried again, twice as long each time.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        model: str,
+        engine: Engine,
+        ref: str = "latest",
+        retry_seconds: float = 2.0,
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._engine = engine
+        self._ref = ref
+        self._retry_seconds = retry_seconds
+
+    def run(self) -> Iterator[Followed]:
+        """Follow for ever. Gives the version that the engine has at the start, if that is the ref's, and then each update or failure.
+
+        Raises:
+            NotFound: the model is not registered.
+            EngineFailed: the engine cannot be reached, or takes no updates.
+        """
+        self._engine.connect()
+        for version in self._client.watch(self._model, self._ref):
+            if self._engine_has(version.number):
+                self._engine.label(self._label(version.number))
+                yield Followed(self._model, version.number, version.number)
+                continue
+            yield from self._insist(version.number)
+
+    def _insist(self, number: int) -> Iterator[Followed]:
+        """Try a version until the engine has it, it is no longer the one to have, or it has failed too often."""
+        pause = self._retry_seconds
+        for last in [False] * (TRIES - 1) + [True]:
+            done = self.take_to(number)
+            yield done
+            if last or not done.error:
+                return
+            time.sleep(pause)
+            pause *= 2
+            if self._named() not in (number, None):
+                return
+
+    def take_to(self, number: int) -> Followed:
+        """Take the engine to a version. It keeps the one that it has, or gets it back, if that fails."""
+        prepared, pause, problem = Prepared(0, 0.0), 0.0, ""
+        try:
+            self._engine.connect()
+            prepared = self._engine.prepare(number)
+            started = time.monotonic()
+            try:
+                self._engine.pause()
+                self._engine.apply(number, self._label(number))
+            finally:
+                self._let_go_on()
+                pause = time.monotonic() - started
+        except WeighbridgeError as error:
+            problem = str(error)
+            self._quietly(self._engine.discard)
+        serving = self._quietly(self._engine.serving)
+        return Followed(
+            self._model,
+            number,
+            serving.version if serving else None,
+            prepared.nbytes,
+            round(prepared.seconds, 3),
+            round(pause, 3),
+            problem,
+        )
+
+    def _let_go_on(self) -> None:
+        """End the pause, unless the engine has half of one version and half of another: that shall not answer anybody."""
+        serving = self._quietly(self._engine.serving)
+        if serving is None or not serving.broken:
+            self._engine.resume()
+
+    def _engine_has(self, number: int) -> bool:
+        try:
+            return self._engine.serving().version == number
+        except EngineFailed:
+            return False
+
+    def _named(self) -> int | None:
+        """What the ref names now; None if the service cannot be asked."""
+        return self._quietly(lambda: self._client.version(self._model, self._ref).number)
+
+    def _label(self, number: int) -> str:
+        return f"{self._model}@{number}"
+
+    @staticmethod
+    def _quietly(ask: Callable[[], T]) -> T | None:
+        try:
+            return ask()
+        except WeighbridgeError as error:
+            log.debug("while ending an update: %s", error)
+            return None

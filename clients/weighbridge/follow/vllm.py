@@ -1,0 +1,158 @@
+"""A vLLM server, over the routes that it has with ``VLLM_SERVER_DEV_MODE=1``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.engines import EngineFailed, Prepared, Serving
+
+PauseMode = Literal["wait", "keep", "abort"]
+_POLL_SECONDS = 0.1
+_START_AGAIN_SECONDS = 1.0
+_PREPARE_SECONDS = 3600.0
+
+
+class VllmServer:
+    """One server, with all its ranks.
+
+    Args:
+        url: of the server, such as ``http://127.0.0.1:8000``.
+        model: ``namespace/name`` at the service.
+        server: the service's gRPC address as the engine's workers reach it.
+        lane: how weights travel to them; None leaves what the engine was started with.
+        pause_mode: what becomes of requests that are being answered: ``wait`` for them, ``keep`` them where they are, to go on
+            with the new weights, or ``abort`` them.
+        timeout: seconds that one call may take.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        server: str,
+        *,
+        lane: str | None = None,
+        pause_mode: PauseMode = "wait",
+        timeout: float = 600.0,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._init_info = {"server": server, "model": model} | ({"lane": lane} if lane else {})
+        self._pause_mode = pause_mode
+        self._timeout = timeout
+
+    def connect(self) -> None:
+        """Tell all workers where versions come from; they find out what they take of one, if they do not know."""
+        self._post("/init_weight_transfer_engine", {"init_info": self._init_info})
+
+    def serving(self) -> Serving:
+        """What all workers say they have."""
+        workers = self._ask_workers("weighbridge_status")
+        versions = {worker["serving"] for worker in workers}
+        return Serving(
+            versions.pop() if len(versions) == 1 else None,
+            next((w["broken"] for w in workers if w["broken"]), ""),
+        )
+
+    def prepare(self, version: int) -> Prepared:
+        """Ask all workers to prepare, and wait until they have."""
+        deadline = time.monotonic() + _PREPARE_SECONDS
+        workers = self._ask_workers("weighbridge_prepare", str(version))
+        while True:
+            problems = [f"rank {rank}: {w['problem']}" for rank, w in enumerate(workers) if w["problem"]]
+            if problems:
+                raise FailedPrecondition(f"version {version} could not be prepared", details=problems)
+            if all(worker["prepared"] == version for worker in workers):
+                return Prepared(sum(w["nbytes"] for w in workers), max(w["seconds"] for w in workers))
+            if any(worker["preparing"] != version != worker["prepared"] for worker in workers):
+                raise FailedPrecondition(
+                    f"someone else has asked this engine for another version than {version}",
+                    fix="let one agent update an engine",
+                )
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"version {version} was not prepared within {_PREPARE_SECONDS:g} s")
+            time.sleep(_POLL_SECONDS)
+            workers = self._ask_workers("weighbridge_status")
+
+    def discard(self) -> None:
+        """Ask all workers to give back what they have prepared."""
+        self._ask_workers("weighbridge_discard")
+
+    def pause(self) -> None:
+        """Returns when nothing is being computed, and caches of the old weights are empty."""
+        self._post(f"/pause?mode={self._pause_mode}")
+
+    def apply(self, version: int, label: str) -> None:
+        """One weight update of vLLM's."""
+        self._start()
+        try:
+            self._post("/update_weights", {"update_info": {"version": version}})
+        except EngineFailed:
+            self._finish_quietly()
+            raise
+        self._post("/finish_weight_update", {"weight_version": label})
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._post("/resume")
+
+    def label(self, label: str) -> None:
+        """Set vLLM's ``weight_version``, if it is another one."""
+        if self._call("/weight_info").get("weight_version") != label:
+            self._post("/update_weight_version", {"new_version": label})
+
+    def _start(self) -> None:
+        try:
+            self._post("/start_weight_update")
+        except EngineFailed:
+            # Some workers take an update for begun that has ended long ago: an agent died in its middle, or others failed.
+            time.sleep(_START_AGAIN_SECONDS)
+            self._finish_quietly()
+            self._post("/start_weight_update")
+
+    def _finish_quietly(self) -> None:
+        with contextlib.suppress(EngineFailed):
+            self._post("/finish_weight_update")
+
+    def _ask_workers(self, method: str, *arguments: str) -> list[Any]:
+        answer = self._post("/collective_rpc", {"method": method, "args": arguments})
+        found: list[Any] = answer.get("results", [])
+        return found
+
+    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return self._call(path, body or {})
+
+    def _call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """One call; a GET without a body."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(  # noqa: S310  # the user names the server
+            self.url + path, data, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as answer:  # noqa: S310
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            raise _refused(path, error.code, error.read()) from error
+        except (OSError, TimeoutError) as error:
+            raise EngineFailed(
+                f"the engine at {self.url} cannot be reached: {error}",
+                fix="start it, or name its address with --url",
+            ) from error
+        return json.loads(text) if text else {}
+
+
+def _refused(path: str, status: int, body: bytes) -> EngineFailed:
+    if status == 404:
+        return EngineFailed(f"the engine has no {path}", fix="start it with VLLM_SERVER_DEV_MODE=1")
+    text = body.decode(errors="replace")
+    with contextlib.suppress(ValueError):
+        said = json.loads(text)
+        said = said.get("error", said) if isinstance(said, dict) else said
+        text = str(said.get("message", said) if isinstance(said, dict) else said)
+    return EngineFailed(f"the engine refused {path}: {text.strip() or f'HTTP status {status}'}")

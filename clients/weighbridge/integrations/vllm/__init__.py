@@ -1,0 +1,23 @@
+"""Weighbridge inside vLLM 0.32 and 0.33: a load format and a weight-transfer engine, both called ``weighbridge``.
+
+vLLM finds `register` by the entry point group ``vllm.general_plugins`` and calls it in each of its processes. What does the work is
+imported when vLLM asks for it by name: a vLLM that does not use weighbridge pays nothing for having it installed.
+"""
+
+from __future__ import annotations
+
+NAME = "weighbridge"
+"""Of the load format, and of the weight-transfer backend."""
+
+
+def register() -> None:
+    """Make the load format and the transfer engine known to vLLM. Calling it again changes nothing."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from weighbridge.integrations.vllm import startup
+
+    if NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            NAME, "weighbridge.integrations.vllm.transfer", "WeighbridgeTransferEngine"
+        )
+    startup.install()

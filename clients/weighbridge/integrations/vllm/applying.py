@@ -1,0 +1,198 @@
+"""Bring an update to the layers of a model that may be computing with repacked or derived weights.
+
+A layer whose weights vLLM processes after loading goes through vLLM's own layerwise reloading: it is made anew in the format of checkpoints,
+filled, processed, and copied to where the kernels read. A layer of which it was seen that processing does nothing to it is filled in
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.platforms import current_platform
+
+from weighbridge import lazy
+from weighbridge.integrations.vllm import layers
+
+Fill = Callable[[torch.Tensor], None]
+Borrowed = list[tuple[torch.Tensor, dict[str, Any]]]
+"""Parameters, and the attributes that they had."""
+
+
+class Applier:
+    """Brings updates to one model.
+
+    Args:
+        model: vLLM's, after loading.
+        model_config: vLLM's configuration of it.
+    """
+
+    def __init__(self, model: Any, model_config: Any) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._unprocessed: WeakSet[torch.nn.Module] = WeakSet()
+        """Layers that vLLM's processing was seen to leave alone."""
+
+    @torch.no_grad()
+    def apply(
+        self, update: lazy.Update, recording: lazy.Recording, rest: Sequence[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Fill the model's parameters.
+
+        Args:
+            update: prepared.
+            recording: that it was made of.
+            rest: tensors of the version for which the model's loader has to run.
+        """
+        filled: list[torch.nn.Module] = []
+        with layers.reloading(self._model, self._model_config), _borrowed_loaders() as borrowed:
+            if rest:
+                self._model.load_weights(iter(rest))
+            for prefix, layer in self._model.named_modules():
+                names = {
+                    name: full
+                    for name in layers.own_tensors(layer)
+                    if (full := f"{prefix}.{name}" if prefix else name) in recording.targets
+                }
+                if names:
+                    fills = {name: _filler(update, recording, full) for name, full in names.items()}
+                    self._fill(layer, fills, borrowed)
+                    filled.append(layer)
+        self._process_shared(filled)
+
+    def _fill(self, layer: torch.nn.Module, fills: Mapping[str, Fill], borrowed: Borrowed) -> None:
+        if self._is_as_loaded(layer):
+            live = _live_tensors(layer)
+            for name, fill in fills.items():
+                fill(live[name])
+            return
+        with self._watched(layer):
+            for name, fill in fills.items():
+                if name in SKIP_LOAD_TENSORS:  # vLLM leaves them in place
+                    fill(layers.own_tensors(layer)[name])
+                else:
+                    _load(layer, name, fill, borrowed)
+
+    def _is_as_loaded(self, layer: torch.nn.Module) -> bool:
+        """Whether the tensors that the layer computes with are those that a loader fills."""
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and layer not in self._unprocessed:
+            return False
+        live, loaded = _live_tensors(layer), layers.own_tensors(layer)
+        return live.keys() == loaded.keys() and all(
+            _lies(live[name]) == _lies(tensor) for name, tensor in loaded.items()
+        )
+
+    @contextmanager
+    def _watched(self, layer: torch.nn.Module) -> Iterator[None]:
+        """See what vLLM's processing does to a layer, if it comes to that meanwhile."""
+        method = getattr(layer, "quant_method", None)
+        if not isinstance(method, QuantizeMethodBase):
+            yield
+            return
+        if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
+            # vLLM's CPU kernel of experts packs its weights only when it is made
+            method.moe_kernel = None
+        process = method.process_weights_after_loading
+
+        def watched(processed: torch.nn.Module) -> None:
+            before = _state(processed, method)
+            with _AnyOperation() as operations:
+                process(processed)
+            if not operations.seen and _state(processed, method) == before:
+                self._unprocessed.add(processed)
+
+        method.process_weights_after_loading = watched
+        try:
+            yield
+        finally:
+            del method.process_weights_after_loading
+
+    def _process_shared(self, filled: Sequence[torch.nn.Module]) -> None:
+        """Process layers that were not filled themselves but share a tensor with one that was, as a tied output layer does."""
+        owners = {id(tensor): layer for layer in filled for tensor in layers.own_tensors(layer).values()}
+        for layer in self._model.modules():
+            method = getattr(layer, "quant_method", None)
+            if not isinstance(method, QuantizeMethodBase) or layer in self._unprocessed:
+                continue
+            if any(owners.get(id(t), layer) is not layer for t in layers.own_tensors(layer).values()):
+                method.process_weights_after_loading(layer)
+
+
+def _filler(update: lazy.Update, recording: lazy.Recording, full: str) -> Fill:
+    wanted = recording.targets[full]
+
+    def fill(param: torch.Tensor) -> None:
+        if param.is_meta:  # vLLM counts the elements that a loader copies, to know when a layer is complete
+            torch.empty_like(param).copy_(param)
+        elif param.dtype == wanted.dtype:
+            update.fill(full, param.data)
+        else:  # processing has cast what vLLM leaves in place
+            loaded = torch.empty_strided(wanted.size, wanted.stride, dtype=wanted.dtype, device=param.device)
+            update.fill(full, loaded)
+            param.data.copy_(loaded)
+
+    return fill
+
+
+def _load(layer: torch.nn.Module, name: str, fill: Fill, borrowed: Borrowed) -> None:
+    """Let vLLM call a function, with the parameter, when it makes the layer anew."""
+    parameter: Any = getattr(layer, name)
+    borrowed.append((parameter, dict(vars(parameter))))
+    loader = layers.original_loader(getattr(parameter, "weight_loader", None))
+
+    def fill_or_load(param: Any, *loaded: Any, **options: Any) -> Any:
+        return loader(param, *loaded, **options) if loaded or options else fill(param)
+
+    parameter.weight_loader = fill_or_load
+    parameter.weight_loader = make_online_process_loader(layer, name)
+    parameter.weight_loader(parameter)
+
+
+@contextmanager
+def _borrowed_loaders() -> Iterator[Borrowed]:
+    """Parameters whose loaders are replaced meanwhile; vLLM uses the same ones in the next update."""
+    borrowed: Borrowed = []
+    try:
+        yield borrowed
+    finally:
+        for parameter, attributes in borrowed:
+            vars(parameter).clear()
+            vars(parameter).update(attributes)
+
+
+def _live_tensors(layer: torch.nn.Module) -> layers.Tensors:
+    """What a layer computes with, while it is in the format of checkpoints."""
+    kept = get_layerwise_info(layer).kernel_tensors
+    return {**kept[0], **kept[1]} if kept is not None else {}
+
+
+def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+def _state(layer: torch.nn.Module, method: object) -> list[Any]:
+    """What processing could change, other than by operations on tensors."""
+    tensors = [(name, id(t), t.data_ptr(), _lies(t)) for name, t in layers.own_tensors(layer).items()]
+    attributes = [(key, id(value)) for owner in (layer, method) for key, value in vars(owner).items()]
+    return [tensors, attributes]
+
+
+class _AnyOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Whether any operation on a tensor is carried out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = True
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,108 @@
+"""The layers of a vLLM model, in the format of checkpoints and in that of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors_of(model: torch.nn.Module) -> Tensors:
+    """Parameters and buffers that loaders write to, by name; what is shared has one name.
+
+    Those of attention layers (scales of the KV cache) are not among them: vLLM loads them in a way of its own.
+    """
+    found: Tensors = {}
+    seen: set[int] = set()
+    for prefix, layer in model.named_modules():
+        if is_deferred_attention_layer(layer):
+            continue
+        for name, tensor in own_tensors(layer).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def own_tensors(layer: torch.nn.Module) -> Tensors:
+    """Parameters and buffers of one layer, without those of layers inside it."""
+    both = [*layer._parameters.items(), *layer._buffers.items()]
+    return {name: tensor for name, tensor in both if tensor is not None}
+
+
+def quantizes_while_loading(model: torch.nn.Module) -> bool:
+    """Whether vLLM quantizes weights as they are loaded: then there are no parameters to load into."""
+    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
+    return any(getattr(method, "uses_meta_device", False) for method in methods)
+
+
+@contextmanager
+def reloading(model: torch.nn.Module, model_config: Any) -> Iterator[None]:
+    """For as long as the layers are in the format of checkpoints, without storage.
+
+    Layers that are filled meanwhile are processed and copied to where the kernels read; the others are as before in the end. So are
+    those that were not complete when an error came.
+    """
+    initialize_layerwise_reload(model)
+    try:
+        yield
+    except BaseException:
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = info.load_numel_total = 0
+        finalize_layerwise_reload(model, model_config)
+        raise
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and not info.load_numel:
+            info.load_numel_total = 0  # nothing goes to it, or it was filled in place: vLLM need not warn
+    finalize_layerwise_reload(model, model_config)
+
+
+@contextmanager
+def without_storage(model: torch.nn.Module, model_config: Any) -> Iterator[Tensors]:
+    """The tensors of a model as its own loader finds them when it has just been made, but without storage.
+
+    The model cannot compute meanwhile, and is as before in the end.
+    """
+    shared = {(layer, name): id(t) for layer in model.modules() for name, t in own_tensors(layer).items()}
+    bare: dict[int, torch.Tensor] = {}
+    with reloading(model, model_config):
+        for layer in model.modules():
+            for name, tensor in own_tensors(layer).items():
+                key = shared.get((layer, name), id(tensor))
+                if key not in bare:
+                    bare[key] = _bare(tensor)
+                # not by setattr: what vLLM leaves as it is may be a tensor that modules do not take for a parameter
+                where: Any = layer._parameters if name in layer._parameters else layer._buffers
+                where[name] = bare[key]
+        yield tensors_of(model)
+
+
+def _bare(tensor: Any) -> Any:
+    """A tensor without storage, with the loader that it had when the model was made."""
+    found = tensor if tensor.is_meta else to_meta_tensor(tensor)
+    loader = getattr(found, "weight_loader", None)
+    if getattr(loader, "__name__", "") == "online_process_loader":
+        found.weight_loader = original_loader(loader)
+    return found
+
+
+def original_loader(loader: Any) -> Any:
+    """A loader without what vLLM wraps it in to process layers when they are complete."""
+    while getattr(loader, "__name__", "") == "online_process_loader":
+        loader = loader.__wrapped__
+    return loader

@@ -1,0 +1,109 @@
+"""How does ``vllm serve acme/smol --load-format weighbridge`` come by config and tokenizer?
+
+vLLM reads them before it has a loader, from a folder or from the Hugging Face Hub. So the engine's arguments are completed just before
+vLLM makes its configuration of them: the ref becomes a number, the same for all ranks; the files besides the weights are laid into a
+folder, which takes the model's place; and the engine gets what updates need. This is the one place where vLLM's own code is wrapped: it
+has no hook so early. ``HF_ENDPOINT`` pointing at the service does the same for the files, without this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+
+from weighbridge.integrations.vllm import NAME
+from weighbridge.integrations.vllm.settings import Settings
+from weighbridge.lazy.remembered import cache_folder
+
+logger = init_logger(f"vllm.plugins.{__name__}")
+
+_WORKER_EXTENSION = "weighbridge.integrations.vllm.worker.WorkerExtension"
+_MARK = "_weighbridge_completes"
+
+
+def install() -> None:
+    """Let vLLM's arguments be completed, in this process, and make the load format known."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    if hasattr(EngineArgs, _MARK):
+        return
+    setattr(EngineArgs, _MARK, True)
+    _register_loader()
+    made, configured = EngineArgs.__post_init__, EngineArgs.create_engine_config
+
+    def post_init(self: Any) -> None:
+        _complete(self, WeightTransferConfig)
+        made(self)
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # again: arguments may be changed after they were made, and those that were made first have loaded this plug-in
+        _complete(self, WeightTransferConfig)
+        return configured(self, *args, **kwargs)
+
+    EngineArgs.__post_init__, EngineArgs.create_engine_config = post_init, create_engine_config
+
+
+def _register_loader() -> None:
+    from vllm.model_executor.model_loader import register_model_loader
+
+    from weighbridge.integrations.vllm.loader import WeighbridgeLoader
+
+    register_model_loader(NAME)(WeighbridgeLoader)
+
+
+def _complete(arguments: Any, transfer_config: Any) -> None:
+    """Fill in what the user of load format weighbridge, or of its updates, need not write."""
+    if arguments.load_format == NAME and not Path(arguments.model).is_dir():
+        _take_from_service(arguments)
+        if arguments.weight_transfer_config is None:
+            arguments.weight_transfer_config = transfer_config(backend=NAME)
+    transfer = arguments.weight_transfer_config
+    backend = transfer.get("backend") if isinstance(transfer, dict) else getattr(transfer, "backend", None)
+    if backend == NAME and not arguments.worker_extension_cls:
+        arguments.worker_extension_cls = _WORKER_EXTENSION
+
+
+def _take_from_service(arguments: Any) -> None:
+    settings = Settings.read(arguments.model_loader_extra_config or {}, arguments.model)
+    with settings.connect() as client:
+        version = client.version(settings.model, settings.version)
+        files = client.model_files(settings.model, version.number)
+    folder = _folder_of(files)
+    logger.info("%s@%d: config and tokenizer are in %s", version.model, version.number, folder)
+    name = arguments.model
+    arguments.served_model_name = arguments.served_model_name or name
+    arguments.tokenizer = str(folder) if arguments.tokenizer in (None, name) else arguments.tokenizer
+    arguments.model = str(folder)
+    arguments.revision = None
+    arguments.model_loader_extra_config = replace(settings, version=str(version.number)).write()
+
+
+def _folder_of(files: Mapping[str, bytes]) -> Path:
+    """A folder with exactly these files, the same for the same files; other processes may be making it too."""
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no name of a file of a model")
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    folder = cache_folder() / "vllm" / digest.hexdigest()[:32]
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(dir=folder.parent))
+    for name, content in files.items():
+        (new / name).write_bytes(content)
+    try:
+        new.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(new)
+        if not folder.is_dir():
+            raise
+    return folder

@@ -1,0 +1,97 @@
+"""vLLM's weight-transfer engine ``weighbridge``: vLLM's calls, as what a rank does about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from weighbridge.errors import InvalidArgument
+from weighbridge.integrations.vllm.serving import ServingRank
+from weighbridge.integrations.vllm.settings import Settings
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is seen as untyped
+    """Which service and which model. An engine that was loaded from weighbridge need not be told.
+
+    Attributes:
+        server: ``host:port`` of the service's gRPC face.
+        model: ``namespace/name``.
+        lane: how weights travel: ``grpc``, ``local`` or ``auto``.
+    """
+
+    server: str | None = None
+    model: str | None = None
+    lane: str | None = None
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is seen as untyped
+    """Which version.
+
+    Attributes:
+        version: its number. Not a ref: ranks that look at different moments may see it name different versions.
+        phase: ``prepare`` begins to bring the bytes to this machine and returns at once; ``apply`` brings them to the parameters, and
+            prepares them before if nobody has.
+    """
+
+    version: int
+    phase: Literal["prepare", "apply"] = "apply"
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for what is neither."""
+        if type(self.version) is not int:
+            raise InvalidArgument(f"update_info names version {self.version!r}", fix="name it by its number")
+        if self.phase not in ("prepare", "apply"):
+            raise InvalidArgument(f"update_info has no phase {self.phase!r}", fix="use prepare or apply")
+
+
+class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is seen as untyped
+    """Takes the model of one worker from version to version.
+
+    Starting and finishing do nothing by themselves: parameters are touched in one call, when all bytes are here.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.rank = ServingRank(model, vllm_config)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Connect to the service, and find out what this rank takes of a version."""
+        known = self.rank.settings
+        model = init_info.model or (known.model if known else None)
+        if model is None:
+            self.rank.connect(None)
+            return
+        same = known if known is not None and known.model == model else Settings(model)
+        self.rank.connect(
+            replace(same, server=init_info.server or same.server, lane=init_info.lane or same.lane)
+        )
+
+    def start_weight_update(self) -> None:
+        """Nothing is touched yet."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Prepare a version, or bring it to the parameters."""
+        if update_info.phase == "prepare":
+            self.rank.prepare(update_info.version)
+        else:
+            self.rank.apply(update_info.version)
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do."""
+
+    def shutdown(self) -> None:
+        """End the connection to the service."""
+        self.rank.close()

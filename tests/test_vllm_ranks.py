@@ -1,0 +1,146 @@
+"""Does each rank of a real vLLM fetch exactly what it holds, and have the same bits as by vLLM's own loader, at once and after updates?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reference import tiny_config, tiny_model
+from tests.services import RunningService, running_service
+from tests.vllm_environment import PYTHON, environment, needs_vllm
+from weighbridge import TrainerClient
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(600)]
+
+SECONDS = 400
+_SIZES = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 32}
+"""vLLM's attention on CPU wants heads of 32 at least."""
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "tied": False, **_SIZES},
+    "llama_padded": {"family": "llama", "tied": False, **_SIZES, "vocab_size": 100},
+    "qwen2_tied": {"family": "qwen2", "tied": True, **_SIZES},
+    "qwen2_untied": {"family": "qwen2", "tied": False, **_SIZES},
+    "qwen3": {"family": "qwen3", "tied": False, **_SIZES},
+    "qwen3_moe": {"family": "qwen3_moe", "tied": False, **_SIZES},
+    "mixtral": {"family": "mixtral", "tied": False, **_SIZES},
+}
+EXPERTS = ("qwen3_moe", "mixtral")
+
+Job = dict[str, Any]
+
+
+class Ranks:
+    """Runs jobs of `tests.vllm_ranks` on two versions of each model."""
+
+    def __init__(self, server: str, folders: Path) -> None:
+        self._server = server
+        self._folders = folders
+
+    def run(self, tp: int, jobs: list[Job]) -> list[list[Any]]:
+        """For each job what each rank says."""
+        asked = {
+            "tp": tp,
+            "seconds": SECONDS,
+            "work": str(self._folders),
+            "jobs": [
+                {
+                    "server": self._server,
+                    "model": f"tests/{job['of']}",
+                    "folder": str(self._folders / f"{job['of']}-1"),
+                    "folder2": str(self._folders / f"{job['of']}-2"),
+                    **job,
+                }
+                for job in jobs
+            ],
+        }
+        done = subprocess.run(
+            [PYTHON, "-m", "tests.vllm_ranks"],
+            input=json.dumps(asked),
+            env={
+                **environment(),
+                "VLLM_LOGGING_LEVEL": "ERROR",
+                "WEIGHBRIDGE_CACHE": str(self._folders / "cache"),
+            },
+            capture_output=True,
+            text=True,
+            timeout=SECONDS + 60,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found: list[list[Any]] = json.loads(done.stdout)
+        return found
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    with running_service(tmp_path_factory.mktemp("store")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def ranks(service: RunningService, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    folders = tmp_path_factory.mktemp("models")
+    with TrainerClient(service.address) as trainer:
+        for name, fields in MODELS.items():
+            for number in (1, 2):
+                folder = folders / f"{name}-{number}"
+                tiny_model(tiny_config(**fields), seed=number).save_pretrained(folder)
+                if number == 1:
+                    trainer.register_model(f"tests/{name}", folder)
+                trainer.push_folder(f"tests/{name}", folder, step=number).wait(timeout=60)
+    return Ranks(service.address, folders)
+
+
+def jobs_of(do: str, tp: int) -> list[Job]:
+    """One for each model, and where there are experts, one more with experts spread over two ranks."""
+    jobs = [{"do": do, "of": name} for name in MODELS]
+    return jobs + [{"do": do, "of": name, "ep": True} for name in EXPERTS if tp == 2]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_rank_fetches_what_it_holds_and_has_the_bits_of_vllms_own_loader(ranks: Ranks, tp: int) -> None:
+    jobs = jobs_of("load", tp)
+    for job, said in zip(jobs, ranks.run(tp, jobs), strict=True):
+        assert len(said) == tp
+        for rank in said:
+            assert rank["different"] == [], job
+            assert rank["unrecorded"] == {}, job
+            assert abs(rank["fetched"] - rank["held"]) <= 0.01 * rank["held"], job
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_updated_ranks_compute_as_if_they_had_been_loaded_anew(ranks: Ranks, tp: int) -> None:
+    """Packed by vLLM's CPU kernels: linear layers out of sight, experts and the embedding where they lie."""
+    jobs = jobs_of("update", tp)
+    jobs += [{"do": "update", "of": "qwen2_tied", "dtype": "bfloat16"}]
+    jobs += [{"do": "update", "of": "qwen3_moe", "dtype": "bfloat16"}]
+    jobs += [{"do": "update", "of": name, "started_elsewhere": True} for name in ("qwen2_untied", "mixtral")]
+    for job, said in zip(jobs, ranks.run(tp, jobs), strict=True):
+        for rank in said:
+            assert set(map(tuple, rank["different"].values())) == {()}, (job, rank)
+            assert rank["moved"] == [], job  # a captured graph reads where it has always read
+            assert rank["serving"] == 2
+
+
+def test_a_version_that_does_not_fit_the_engine_is_refused_by_what_differs(ranks: Ranks) -> None:
+    jobs = [
+        {"do": "refuse", "of": "llama"},
+        {"do": "refuse", "of": "llama", "overrides": {"vocab_size": 256}},
+        {"do": "refuse", "of": "qwen3_moe", "overrides": {"num_experts": 4}},
+        {"do": "refuse", "of": "qwen3_moe", "overrides": {"num_experts": 16}},
+        {"do": "refuse", "of": "llama", "without": "model.layers.1.mlp.up_proj.weight"},
+        {"do": "refuse", "of": "mixtral", "without": "model.layers.2.block_sparse_moe.experts.3.w2.weight"},
+        {"do": "refuse", "of": "llama", "without": "model.norm.weight"},
+    ]
+    [[fits], [vocabulary], [fewer], [more], [gate], [expert], [norm]] = ranks.run(1, jobs)
+    assert fits == ""
+    assert "vocab_size: the engine has 256, the model 128" in vocabulary
+    assert "num_experts: the engine has 4, the model 8" in fewer
+    assert "num_experts: the engine has 16, the model 8" in more
+    assert "model.layers.1.mlp.gate_up_proj.weight: 32768 of 65536 elements" in gate
+    assert "model.layers.2.block_sparse_moe.experts" in expert
+    assert "model.norm.weight" in norm

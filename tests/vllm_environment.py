@@ -1,0 +1,29 @@
+"""Where is vLLM? In an environment of its own, which `make install-vllm` makes; tests that need it run there, or say why not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+PYTHON = Path(
+    os.environ.get("WEIGHBRIDGE_VLLM_PYTHON", Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python")
+)
+
+needs_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM here: make install-vllm")
+
+
+def environment() -> dict[str, str]:
+    """What vLLM's processes are started with: no network but loopback, and nothing of the user's caches."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "VLLM_"))}
+    root = str(Path(__file__).parent.parent)
+    return mine | {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": root,
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }
