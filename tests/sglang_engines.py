@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.killable_service import free_port
+from weighbridge.follow.sglang import SglangServer
 
 PYTHON = os.environ.get("WEIGHBRIDGE_SGLANG_PYTHON", "")
 needs_sglang = pytest.mark.skipif(not PYTHON, reason="SGLang has an environment of its own: make test-sglang")
@@ -29,6 +31,18 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+def update(driver: SglangServer, version: int) -> float:
+    """Take a server to a version, as an agent does; gives the seconds for which it was paused."""
+    driver.prepare(version)
+    started = time.monotonic()
+    driver.pause()
+    try:
+        driver.apply(version, f"{driver.model}@{version}")
+    finally:
+        driver.resume()
+    return time.monotonic() - started
 
 
 class Ranks:

@@ -24,10 +24,10 @@ import torch
 
 from tests.killable_service import KillableService, free_port
 from tests.reference import tiny_config, tiny_model
-from tests.sglang_engines import ENVIRONMENT, PYTHON, needs_sglang
+from tests.sglang_engines import ENVIRONMENT, PYTHON, needs_sglang, update
 from weighbridge import TrainerClient
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
-from weighbridge.integrations.sglang_server import SglangServer
+from weighbridge.follow.sglang import SglangServer
 
 pytestmark = [needs_sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -156,27 +156,27 @@ def test_a_server_starts_from_the_service_and_says_what_transformers_says(
     engine: Engine, texts: dict[int, list[int]]
 ) -> None:
     assert engine.says()[0] == texts[1]
-    assert engine.driver.served() == 1
+    assert engine.driver.serving().version == 1
 
 
 def test_after_an_update_it_says_what_transformers_says_on_the_new_weights(
     engine: Engine, texts: dict[int, list[int]]
 ) -> None:
     for version in (2, 1, 3, 1):
-        engine.driver.update(version)
+        update(engine.driver, version)
         assert engine.says() == (texts[version], f"{MODEL}@{version}")
-        assert engine.driver.served() == version
+        assert engine.driver.serving().version == version
 
 
 def test_requests_under_way_wait_out_an_update_and_are_answered(
     engine: Engine, texts: dict[int, list[int]]
 ) -> None:
-    engine.driver.update(1)
+    update(engine.driver, 1)
     answers: list[tuple[list[int], str]] = []
     askers = [threading.Thread(target=lambda: answers.append(engine.says())) for _ in range(4)]
     for asker in askers:
         asker.start()
-    engine.driver.update(2)
+    update(engine.driver, 2)
     for asker in askers:
         asker.join()
     assert len(answers) == 4
@@ -186,12 +186,12 @@ def test_requests_under_way_wait_out_an_update_and_are_answered(
 def test_bytes_that_are_prepared_need_no_service(
     engine: Engine, service: KillableService, texts: dict[int, list[int]]
 ) -> None:
-    engine.driver.update(1)
+    update(engine.driver, 1)
     engine.driver.prepare(2)
     assert engine.says() == (texts[1], f"{MODEL}@1")
     service.kill()
     engine.driver.pause()
-    engine.driver.apply(2)
+    engine.driver.apply(2, f"{MODEL}@2")
     engine.driver.resume()
     assert engine.says() == (texts[2], f"{MODEL}@2")
 
@@ -199,38 +199,38 @@ def test_bytes_that_are_prepared_need_no_service(
 def test_a_service_that_dies_leaves_the_engine_the_version_it_has(
     engine: Engine, service: KillableService, texts: dict[int, list[int]]
 ) -> None:
-    engine.driver.update(1)
+    update(engine.driver, 1)
     service.kill()
     engine.driver.pause()
     with pytest.raises(FailedPrecondition, match="keeps the weights it has"):
-        engine.driver.apply(2)
+        engine.driver.apply(2, f"{MODEL}@2")
     engine.driver.resume()
     assert engine.says() == (texts[1], f"{MODEL}@1")
-    assert engine.driver.served() == 1
+    assert engine.driver.serving().version == 1
 
 
 def test_a_version_that_is_gone_leaves_the_engine_the_version_it_has(
     engine: Engine, texts: dict[int, list[int]]
 ) -> None:
-    engine.driver.update(1)
+    update(engine.driver, 1)
     with pytest.raises(FailedPrecondition, match="keeps the weights it has"):
-        engine.driver.update(99)
+        update(engine.driver, 99)
     assert engine.says() == (texts[1], f"{MODEL}@1")
-    assert engine.driver.served() == 1
+    assert engine.driver.serving().version == 1
 
 
 def test_a_version_of_a_model_that_does_not_fit_is_refused(
     engine: Engine, service: KillableService, texts: dict[int, list[int]]
 ) -> None:
-    engine.driver.update(1)
+    update(engine.driver, 1)
     other = engine.of(service.address, OTHER)
     with pytest.raises(FailedPrecondition, match="vocab_size is 256, and 128 in the engine"):
-        other.update(1)
+        update(other, 1)
     with pytest.raises(FailedPrecondition, match="vocab_size is 256, and 128 in the engine"):
-        other.apply(1)
+        other.apply(1, f"{MODEL}@1")
     assert engine.says() == (texts[1], f"{MODEL}@1")
-    assert engine.driver.served() == 1
-    assert other.served() is None
+    assert engine.driver.serving().version == 1
+    assert other.serving().version is None
 
 
 def test_of_two_updates_at_once_none_leaves_the_engine_in_between(
@@ -240,7 +240,7 @@ def test_of_two_updates_at_once_none_leaves_the_engine_in_between(
 
     def update(version: int) -> None:
         try:
-            engine.of(engine.driver._wanted.server, MODEL).update(version)
+            update(engine.of(engine.driver._wanted.server, MODEL), version)
         except WeighbridgeError as error:
             errors.append(error)
 
@@ -249,15 +249,15 @@ def test_of_two_updates_at_once_none_leaves_the_engine_in_between(
         thread.start()
     for thread in updates:
         thread.join()
-    served = engine.driver.served()
+    served = engine.driver.serving().version
     assert served in (2, 3) if len(errors) < 2 else served is not None
     assert engine.says() == (texts[served or 0], f"{MODEL}@{served}")
-    engine.driver.update(1)
+    update(engine.driver, 1)
     assert engine.says() == (texts[1], f"{MODEL}@1")
 
 
 def test_a_request_that_says_nothing_is_refused_and_does_not_end_the_engine(engine: Engine) -> None:
-    engine.driver.update(1)
+    update(engine.driver, 1)
     for named_tensors in ([], [("no order", torch.empty(0))]):
         payload = base64.b64encode(pickle.dumps(named_tensors)).decode()
         request = {**engine.driver._request(1), "serialized_named_tensors": [payload] * 2}

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from tests.sglang_engines import update
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from weighbridge.follow.engines import Serving
+from weighbridge.follow.sglang import SglangServer
 from weighbridge.integrations.sglang.wanted import Wanted
-from weighbridge.integrations.sglang_server import SglangServer
 
 MODEL = "acme/smol"
 
@@ -33,7 +35,7 @@ class FakeSglang:
         self.served = ["acme/smol@1", "acme/smol@1"]
         self.prepared = ""
         self.preparing = ""
-        self.error = ""
+        self.error = self.broken = ""
         self.refuses = ""
         self.plugin = True
         self.hidden_key = ""
@@ -85,6 +87,7 @@ class FakeSglang:
                 "prepared": self.prepared,
                 "nbytes": 100,
                 "error": self.error,
+                "broken": self.broken,
             }
             for served in self.served
         ]
@@ -160,10 +163,10 @@ def driver(url: str) -> SglangServer:
 def test_an_update_prepares_while_the_engine_serves_and_pauses_it_only_for_the_rest(
     engine: FakeSglang, driver: SglangServer
 ) -> None:
-    assert driver.served() == 1
+    assert driver.serving().version == 1
     engine.calls.clear()
     engine.running = True
-    assert 0 <= driver.update(2) < 5
+    assert 0 <= update(driver, 2) < 5
     assert engine.calls == [
         "/server_info",
         "weighbridge.prepare",
@@ -174,14 +177,14 @@ def test_an_update_prepares_while_the_engine_serves_and_pauses_it_only_for_the_r
         "/end_weight_update",
         "/continue_generation",
     ]
-    assert driver.served() == 2
+    assert driver.serving().version == 2
     assert engine.label == "acme/smol@2"
     assert not engine.paused
     assert not engine.session
 
 
 def test_bytes_that_are_ready_are_those_of_all_ranks(driver: SglangServer) -> None:
-    assert driver.prepare(2) == 200
+    assert driver.prepare(2).nbytes == 200
 
 
 @pytest.mark.parametrize("where", ["prepare", "apply"])
@@ -192,8 +195,8 @@ def test_an_engine_that_refuses_goes_on_with_what_it_has_and_the_error_says_why(
         driver.prepare(2)
     engine.refuses = "rank 1: vocab_size is 256, and 128 in the engine"
     with pytest.raises(FailedPrecondition, match="vocab_size is 256"):
-        driver.update(2) if where == "prepare" else driver.apply(2)
-    assert driver.served() == 1
+        update(driver, 2) if where == "prepare" else driver.apply(2, f"{MODEL}@2")
+    assert driver.serving().version == 1
     assert not engine.paused
     assert not engine.session
 
@@ -201,7 +204,7 @@ def test_an_engine_that_refuses_goes_on_with_what_it_has_and_the_error_says_why(
 def test_an_engine_whose_bytes_do_not_come_is_never_paused(engine: FakeSglang, driver: SglangServer) -> None:
     engine.error = "the service cannot be reached"
     with pytest.raises(FailedPrecondition, match="rank 1: the service cannot be reached"):
-        driver.update(2)
+        update(driver, 2)
     assert "/pause_generation" not in engine.calls
 
 
@@ -214,10 +217,10 @@ def test_waiting_for_bytes_ends(engine: FakeSglang, url: str) -> None:
 def test_of_two_updates_at_once_the_second_is_refused(engine: FakeSglang, driver: SglangServer) -> None:
     engine.session = True
     with pytest.raises(FailedPrecondition, match="already open"):
-        driver.update(2)
+        update(driver, 2)
     assert engine.session, "the session is the other's"
     assert not engine.paused
-    assert driver.served() == 1
+    assert driver.serving().version == 1
 
 
 def test_what_is_served_is_what_the_ranks_have_though_the_server_reports_a_failure(
@@ -225,14 +228,19 @@ def test_what_is_served_is_what_the_ranks_have_though_the_server_reports_a_failu
 ) -> None:
     engine.running = True
     with pytest.raises(FailedPrecondition, match="cache was not flushed"):
-        driver.apply(2)  # without a pause
-    assert driver.served() == 2
+        driver.apply(2, f"{MODEL}@2")  # without a pause
+    assert driver.serving().version == 2
 
 
-def test_ranks_that_serve_different_versions_are_an_error(engine: FakeSglang, driver: SglangServer) -> None:
+def test_ranks_that_serve_different_versions_serve_none(engine: FakeSglang, driver: SglangServer) -> None:
     engine.served[1] = "acme/smol@2"
-    with pytest.raises(FailedPrecondition, match="different versions: acme/smol@1, acme/smol@2"):
-        driver.served()
+    assert driver.serving().version is None
+    assert "different versions: acme/smol@1, acme/smol@2" in driver.serving().broken
+
+
+def test_an_engine_with_half_a_version_says_so(engine: FakeSglang, driver: SglangServer) -> None:
+    engine.served, engine.broken = ["", ""], "acme/smol@2 was applied in part"
+    assert driver.serving() == Serving(None, "acme/smol@2 was applied in part")
 
 
 @pytest.mark.parametrize("served", ["", "acme/other@7"])
@@ -240,25 +248,25 @@ def test_an_engine_with_other_weights_serves_no_version(
     served: str, engine: FakeSglang, driver: SglangServer
 ) -> None:
     engine.served = [served, served]
-    assert driver.served() is None
+    assert driver.serving().version is None
 
 
 def test_a_server_without_the_plug_in_is_told_apart(engine: FakeSglang, driver: SglangServer) -> None:
     engine.plugin = False
     with pytest.raises(FailedPrecondition, match="Unsupported action"):
-        driver.served()
+        driver.serving()
 
 
 def test_a_key_is_sent_if_there_is_one(engine: FakeSglang, url: str) -> None:
     engine.hidden_key = "secret"
-    assert SglangServer(url, "127.0.0.1:50051", MODEL, api_key="secret").served() == 1
+    assert SglangServer(url, "127.0.0.1:50051", MODEL, api_key="secret").serving().version == 1
     with pytest.raises(FailedPrecondition, match="Unauthorized"):
-        SglangServer(url, "127.0.0.1:50051", MODEL).served()
+        SglangServer(url, "127.0.0.1:50051", MODEL).serving()
 
 
 def test_a_server_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(Unavailable):
-        SglangServer("http://127.0.0.1:9", "127.0.0.1:50051", MODEL, timeout=2).served()
+        SglangServer("http://127.0.0.1:9", "127.0.0.1:50051", MODEL, timeout=2).serving()
 
 
 @pytest.mark.parametrize(

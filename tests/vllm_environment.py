@@ -12,7 +12,9 @@ import pytest
 
 PYTHON = Path(os.environ.get("WEIGHBRIDGE_VLLM_PYTHON") or "/nowhere")
 
-needs_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM has an environment of its own: make test-vllm")
+needs_vllm = pytest.mark.skipif(
+    not PYTHON.exists(), reason="vLLM has an environment of its own: make test-vllm"
+)
 
 
 def environment() -> dict[str, str]:

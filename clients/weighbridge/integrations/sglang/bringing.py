@@ -92,10 +92,12 @@ class Rank:
     Attributes:
         model: the model.
         served: the version in its parameters, if it came from the service.
+        broken: why its parameters are of no version; empty if they are of one.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.served: Version | None = None
+        self.broken = ""
         self.model = model
         self._clients: dict[Wanted, EngineClient] = {}
         self._specs: tuple[TensorSpec, ...] = ()
@@ -145,8 +147,9 @@ class Rank:
     def put(self, incoming: Incoming) -> None:
         """Put a version that has been brought into the model."""
         self.served = None
+        self.broken = f"{incoming.version} was applied in part"
         incoming.place(self.model)
-        self.served = incoming.version
+        self.served, self.broken = incoming.version, ""
         incoming.close()
 
     @property

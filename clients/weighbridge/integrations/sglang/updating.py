@@ -82,7 +82,7 @@ class Updates:
         """How it stands with this rank, as JSON values.
 
         ``served``, ``preparing`` and ``prepared`` are versions as ``namespace/name@number``, or empty; ``error`` says why the last one
-        could not be prepared.
+        could not be prepared, ``broken`` why the parameters are of no version.
         """
         served, incoming = self.rank.served, self._incoming
         coming = label(incoming.version.model, incoming.version.number) if incoming is not None else ""
@@ -92,6 +92,7 @@ class Updates:
             "prepared": "" if self._busy or self._error else coming,
             "nbytes": incoming.nbytes if incoming is not None else 0,
             "error": "" if self._busy else self._error,
+            "broken": self.rank.broken,
         }
 
     @property

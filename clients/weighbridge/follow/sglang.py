@@ -1,8 +1,4 @@
-"""How is a running SGLang server taken from version to version, over its own HTTP API?
-
-The steps are apart, so that an agent can take an engine along: `prepare` while it serves, then `pause`, `apply`, `resume`. What the server
-serves is what its ranks say, not what was asked of it.
-"""
+"""An SGLang server, over its own HTTP API. What it serves is what its ranks say, not what was asked of it."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from weighbridge.follow.engines import Prepared, Serving
 from weighbridge.integrations.sglang.wanted import DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted, label
 
 _POLL_SECONDS = 0.2
@@ -63,33 +60,34 @@ class SglangServer:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def served(self) -> int | None:
-        """The version that every rank has in its parameters; None if that is none of this model's.
+    def connect(self) -> None:
+        """Nothing has to be told before an update; raises `FailedPrecondition` if the server has no plug-in."""
+        self._ranks()
+
+    def serving(self) -> Serving:
+        """What all ranks say they have.
 
         Raises:
-            FailedPrecondition: the ranks have different ones, or the server has no plug-in.
+            FailedPrecondition: the server has no plug-in.
             Unavailable: it cannot be reached.
         """
-        found = {rank["served"] for rank in self._ranks()}
+        ranks = self._ranks()
+        found = {rank["served"] for rank in ranks}
+        broken = next((rank["broken"] for rank in ranks if rank["broken"]), "")
         if len(found) != 1:
-            raise FailedPrecondition(
-                f"the ranks of {self.url} serve different versions: {', '.join(sorted(found))}"
-            )
+            return Serving(None, broken or f"the ranks serve different versions: {', '.join(sorted(found))}")
         model, _, number = found.pop().rpartition("@")
-        return int(number) if model == self.model else None
+        return Serving(int(number) if model == self.model else None, broken)
 
-    def prepare(self, version: int) -> int:
-        """Bring a version to the engine's machines while it serves.
-
-        Returns:
-            How many bytes its ranks hold ready, all together.
+    def prepare(self, version: int) -> Prepared:
+        """Bring a version to the engine's machines while it serves; returns when it is there.
 
         Raises:
             FailedPrecondition: a rank cannot take it, or its bytes did not come; says why.
             DeadlineExceeded: not in time.
             Unavailable: the server cannot be reached.
         """
-        deadline = time.monotonic() + self.timeout
+        started = time.monotonic()
         self._request(version)
         self._control(PREPARE, [self._order(version)])
         while True:
@@ -99,11 +97,12 @@ class SglangServer:
                 raise FailedPrecondition(
                     f"{self.url} could not prepare {label(self.model, version)}: {'; '.join(errors)}"
                 )
+            seconds = time.monotonic() - started
             if all(rank["prepared"] == label(self.model, version) for rank in ranks):
-                return sum(int(rank["nbytes"]) for rank in ranks)
+                return Prepared(sum(int(rank["nbytes"]) for rank in ranks), seconds)
             if not any(rank["preparing"] for rank in ranks):
                 raise FailedPrecondition(f"{self.url} has been told to prepare something else meanwhile")
-            if time.monotonic() > deadline:
+            if seconds > self.timeout:
                 raise DeadlineExceeded(
                     f"{label(self.model, version)} was not prepared within {self.timeout} s"
                 )
@@ -117,7 +116,7 @@ class SglangServer:
         """Stop generating. Requests that come meanwhile wait."""
         self._call("/pause_generation", {"mode": self.pause_mode})
 
-    def apply(self, version: int) -> None:
+    def apply(self, version: int, label: str) -> None:
         """Put a version into the parameters of all ranks, best while the engine is paused. Answers name it from then on, as their
         ``weight_version``, and prefixes that the old weights have computed are forgotten.
 
@@ -125,7 +124,7 @@ class SglangServer:
             FailedPrecondition: the engine refused, and keeps what it has; or another update is under way.
             Unavailable: the server cannot be reached.
         """
-        request = self._request(version)
+        request = {**self._request(version), "weight_version": label}
         self._call("/begin_weight_update", {"selector": "target"})
         try:
             self._call("/update_weights_from_tensor", request)
@@ -136,20 +135,9 @@ class SglangServer:
         """Go on generating."""
         self._call("/continue_generation", {"torch_empty_cache": False})
 
-    def update(self, version: int) -> float:
-        """All steps one after the other; the engine is resumed whatever happens.
-
-        Returns:
-            How long it was paused, in seconds.
-        """
-        self.prepare(version)
-        begin = time.monotonic()
-        self.pause()
-        try:
-            self.apply(version)
-        finally:
-            self.resume()
-        return time.monotonic() - begin
+    def label(self, label: str) -> None:
+        """Set SGLang's ``weight_version``; what is being answered goes on."""
+        self._call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     def _request(self, version: int) -> dict[str, Any]:
         """The request that brings a version. To make it can take seconds (torch is imported), so it is made before the engine is paused."""
@@ -160,7 +148,6 @@ class SglangServer:
                     "serialized_named_tensors": [payload] * int(self._call("/server_info")["tp_size"]),
                     "load_format": LOAD_FORMAT,
                     "selector": "target",
-                    "weight_version": label(self.model, version),
                     "flush_cache": self.pause_mode != "in_place",
                 }
             }
