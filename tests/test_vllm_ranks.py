@@ -126,6 +126,17 @@ def test_updated_ranks_compute_as_if_they_had_been_loaded_anew(ranks: Ranks, tp:
             assert rank["serving"] == 2
 
 
+def test_ranks_go_back_together_if_one_fails_in_the_middle(ranks: Ranks) -> None:
+    jobs = [{"do": "fail", "of": name} for name in ("qwen2_tied", "mixtral")]
+    for said in ranks.run(2, jobs):
+        for rank in said:
+            applied, prepared = rank["said"]
+            assert "version 2 could not be applied; the engine is back at version 1" in applied
+            assert "rank 1: RuntimeError: made up" in applied
+            assert "version 1000 was not prepared, and the engine keeps version 1" in prepared
+            assert (rank["serving"], rank["different"]) == (1, [])
+
+
 def test_a_version_that_does_not_fit_the_engine_is_refused_by_what_differs(ranks: Ranks) -> None:
     jobs = [
         {"do": "refuse", "of": "llama"},

@@ -186,6 +186,51 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
     return {"different": found, "moved": moved, "serving": status["serving"]}
 
 
+def fail(job: dict[str, Any]) -> dict[str, Any]:
+    """An update that fails on one rank while parameters are filled; then one of which one rank cannot even fetch the bytes."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    from weighbridge.errors import WeighbridgeError
+    from weighbridge.integrations.vllm import applying
+    from weighbridge.integrations.vllm.serving import ServingRank
+    from weighbridge.integrations.vllm.settings import Settings
+
+    config = engine_config(job)
+    model = processed(config, by_weighbridge(config, job, 1))
+    expected = processed(config, by_vllm(config))
+    rank = ServingRank(model, config)
+    rank.connect(Settings(job["model"], "1", job["server"]))
+    last = get_world_group().rank_in_group == job["tp"] - 1
+    filler, filled = applying._filler, []
+
+    def spoilt(update: Any, recording: Any, name: str) -> Any:
+        fill = filler(update, recording, name)
+
+        def fill_or_fail(parameter: torch.Tensor) -> None:
+            filled.append(name)
+            if last and len(filled) == 12:
+                raise RuntimeError("made up")
+            fill(parameter)
+
+        return fill_or_fail
+
+    applying._filler = spoilt
+    said = []
+    for number in (2, 1000):
+        try:
+            with set_current_vllm_config(config):
+                rank.apply(number)
+        except WeighbridgeError as error:
+            said.append(str(error))
+    found = {
+        "said": said,
+        "serving": rank.status()["serving"],
+        "different": [*different(model, expected), *compute_differently(model, expected)],
+    }
+    rank.close()
+    return found
+
+
 def refuse(job: dict[str, Any]) -> str:
     """What is said of a version that does not fit; empty if nothing is."""
     from weighbridge import EngineClient, lazy

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--count",
     type=click.IntRange(min=1),
-    help="End after so many versions; with exit code 1 if the last one failed.",
+    help="End after so many lines; with exit code 1 if the last one is a failure.",
 )
 @client_options
 @click.pass_context

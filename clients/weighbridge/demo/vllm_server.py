@@ -23,6 +23,8 @@ START_SECONDS = 420.0
 """Three processes import vLLM one after the other."""
 _STOP_SECONDS = 20.0
 _ASK_SECONDS = 120.0
+_CACHE_BYTES = 256 << 20
+"""Of keys and values, in each rank. vLLM would take a large part of the machine's memory."""
 _ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_SERVER_DEV_MODE": "1",
@@ -88,7 +90,8 @@ class VllmServer:
             str(python.absolute()), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1",
             "--port", str(port), "--load-format", "weighbridge",
             "--model-loader-extra-config", json.dumps({"server": server, "version": "latest", **(extra or {})}),
-            "--dtype", "float32", "--max-model-len", "256", *_memory(), *arguments,
+            "--dtype", "float32", "--max-model-len", "256",
+            "--kv-cache-memory-bytes", str(_CACHE_BYTES), *arguments,
         ]  # fmt: skip
         with log.open("w") as out:
             self._process = subprocess.Popen(
@@ -158,12 +161,6 @@ class VllmServer:
             with contextlib.suppress(ProcessLookupError):  # its workers, should any be left
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-
-
-def _memory() -> tuple[str, str]:
-    """A share of the machine's memory that is enough for a small model, its cache and what vLLM itself takes."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return "--gpu-memory-utilization", f"{min(0.5, 3 * 2**30 / total):.3f}"
 
 
 def _free_port() -> int:

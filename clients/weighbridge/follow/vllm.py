@@ -15,7 +15,6 @@ from weighbridge.follow.engines import EngineFailed, Prepared, Serving
 
 PauseMode = Literal["wait", "keep", "abort"]
 _POLL_SECONDS = 0.1
-_START_AGAIN_SECONDS = 1.0
 _PREPARE_SECONDS = 3600.0
 
 
@@ -49,7 +48,7 @@ class VllmServer:
 
     def connect(self) -> None:
         """Tell all workers where versions come from; they find out what they take of one, if they do not know."""
-        self._post("/init_weight_transfer_engine", {"init_info": self._init_info})
+        self._ask_workers("weighbridge_connect", json.dumps(self._init_info))
 
     def serving(self) -> Serving:
         """What all workers say they have."""
@@ -89,14 +88,9 @@ class VllmServer:
         self._post(f"/pause?mode={self._pause_mode}")
 
     def apply(self, version: int, label: str) -> None:
-        """One weight update of vLLM's."""
-        self._start()
-        try:
-            self._post("/update_weights", {"update_info": {"version": version}})
-        except EngineFailed:
-            self._finish_quietly()
-            raise
-        self._post("/finish_weight_update", {"weight_version": label})
+        """Not in a session of vLLM's own: one that another agent has left open, or a worker that fails, would end it for all."""
+        self._ask_workers("weighbridge_apply", str(version))
+        self.label(label)
 
     def resume(self) -> None:
         """Let it go on."""
@@ -107,22 +101,18 @@ class VllmServer:
         if self._call("/weight_info").get("weight_version") != label:
             self._post("/update_weight_version", {"new_version": label})
 
-    def _start(self) -> None:
-        try:
-            self._post("/start_weight_update")
-        except EngineFailed:
-            # Some workers take an update for begun that has ended long ago: an agent died in its middle, or others failed.
-            time.sleep(_START_AGAIN_SECONDS)
-            self._finish_quietly()
-            self._post("/start_weight_update")
-
-    def _finish_quietly(self) -> None:
-        with contextlib.suppress(EngineFailed):
-            self._post("/finish_weight_update")
-
     def _ask_workers(self, method: str, *arguments: str) -> list[Any]:
-        answer = self._post("/collective_rpc", {"method": method, "args": arguments})
-        found: list[Any] = answer.get("results", [])
+        """All workers' answers.
+
+        Raises:
+            FailedPrecondition: a worker could not do it; says why.
+        """
+        found: list[Any] = self._post("/collective_rpc", {"method": method, "args": arguments}).get(
+            "results", []
+        )
+        problems = list(dict.fromkeys(worker["failed"] for worker in found if worker["failed"]))
+        if problems:
+            raise FailedPrecondition(problems[0], details=problems[1:])
         return found
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:

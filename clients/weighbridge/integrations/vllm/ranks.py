@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from weighbridge.errors import FailedPrecondition
+
+
+class AllRanksFailed(FailedPrecondition):
+    """Something did not work out on some rank, and every rank raises this."""
+
 
 Share = Callable[[str], Sequence[str]]
 """Gives each rank's text to all ranks, in the order of ranks. All ranks have to call it."""
@@ -32,8 +38,24 @@ def all_must(what: str, problem: str, tell: Share = share) -> None:
         tell: how ranks hear of each other.
 
     Raises:
-        FailedPrecondition: says which ranks had which problem.
+        AllRanksFailed: says which ranks had which problem.
     """
     problems = [f"rank {rank}: {text}" for rank, text in enumerate(tell(problem)) if text]
     if problems:
-        raise FailedPrecondition(what, details=problems)
+        raise AllRanksFailed(what, details=problems)
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Let only the last rank raise what all ranks have raised.
+
+    vLLM reads its workers' answers in the order of ranks and stops at the first failure: whatever ranks behind that one have answered
+    would be taken for the answer to the next call.
+    """
+    from vllm.distributed.parallel_state import get_world_group
+
+    try:
+        yield
+    except AllRanksFailed:
+        if get_world_group().is_last_rank:
+            raise

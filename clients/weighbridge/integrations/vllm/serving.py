@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,10 +98,12 @@ class ServingRank:
         self._broken = ""
         self._preparation: Preparation | None = None
 
-    @property
-    def settings(self) -> Settings | None:
-        """Where updates come from; None if that is not known yet."""
-        return self._settings
+    def settings_for(self, model: str | None, server: str | None, lane: str | None) -> Settings | None:
+        """What is known of where updates come from, with what is said of it now; None if no model is known."""
+        known = self._settings
+        if model is not None and (known is None or known.model != model):
+            known = Settings(model)
+        return known and replace(known, server=server or known.server, lane=lane or known.lane)
 
     def connect(self, settings: Settings | None) -> None:
         """Say which service and which model updates come from; None keeps where the weights have come from.
@@ -155,6 +159,24 @@ class ServingRank:
         self.discard()
         self._preparation = Preparation(client, settings.model, version, recording)
 
+    def all_prepare(self, version: int) -> None:
+        """`prepare`, on all ranks or with an error on all.
+
+        Raises:
+            AllRanksFailed: says which ranks could not even begin.
+        """
+        ranks.all_must(
+            f"version {version} is not being prepared", _problem_of(lambda: self.prepare(version)), self._tell
+        )
+
+    def all_connect(self, settings: Settings | None) -> None:
+        """`connect`, on all ranks or with an error on all.
+
+        Raises:
+            AllRanksFailed: says which ranks could not.
+        """
+        ranks.all_must("the engine is not connected", _problem_of(lambda: self.connect(settings)), self._tell)
+
     def discard(self) -> None:
         """Give back the memory of what was prepared."""
         there, self._preparation = self._preparation, None
@@ -167,33 +189,29 @@ class ServingRank:
         No rank touches a parameter before all have all bytes. If one fails after that, all go back to the version they had.
 
         Raises:
-            FailedPrecondition: says what went wrong on which ranks, and which version the engine has.
+            AllRanksFailed: says what went wrong on which ranks, and which version the engine has.
         """
         self._prepare_and_wait(version)
         had = self._serving
         try:
             self._fill(f"version {version} could not be applied")
-        except FailedPrecondition as error:
+        except ranks.AllRanksFailed as error:
             self._go_back(had, version, error)
         self._serving, self._broken = version, ""
 
     def _prepare_and_wait(self, version: int) -> None:
-        problem = ""
-        try:
-            self.prepare(version)
-            there = self._preparation
-            if there is not None:
-                there.wait()
-                problem = there.problem
-        except WeighbridgeError as error:
-            problem = _told(error)
+        problem = _problem_of(lambda: self.prepare(version))
+        there = self._preparation
+        if there is not None and not problem:
+            there.wait()
+            problem = there.problem
         try:
             ranks.all_must(
                 f"version {version} was not prepared, and the engine keeps {self._named(self._serving)}",
                 problem,
                 self._tell,
             )
-        except FailedPrecondition:
+        except ranks.AllRanksFailed:
             if self._preparation is not None and self._preparation.version == version:
                 self.discard()
             raise
@@ -212,36 +230,39 @@ class ServingRank:
         self.discard()
         ranks.all_must(what, problem, self._tell)
 
-    def _go_back(self, had: int | None, version: int, error: FailedPrecondition) -> None:
+    def _go_back(self, had: int | None, version: int, error: ranks.AllRanksFailed) -> None:
         """Bring back the version that the engine had, and raise."""
+        self._serving = None
+        details = error.details
         try:
-            if had is None:
-                raise FailedPrecondition("which version it had is not known")
-            self._serving = None
-            self._prepare_and_wait(had)
-            self._fill(f"version {had} could not be brought back")
-        except FailedPrecondition as second:
-            self._serving = None
+            ranks.all_must(
+                "there is no way back", "" if had else "which version it had is not known", self._tell
+            )
+            if had is not None:
+                self._prepare_and_wait(had)
+                self._fill(f"version {had} could not be brought back")
+        except ranks.AllRanksFailed as second:
             self._broken = f"{error}\n{second}"
-            raise FailedPrecondition(
+            raise ranks.AllRanksFailed(
                 f"version {version} was applied in part, and the engine serves no version",
-                details=[*error.details, *second.details, second.message],
+                details=[*details, second.message, *second.details],
                 fix="update it to any version, or start it again",
             ) from error
         self._serving = had
-        raise FailedPrecondition(
-            f"{error.message}; the engine is back at version {had}", details=error.details
+        raise ranks.AllRanksFailed(
+            f"{error.message}; the engine is back at version {had}", details=details
         ) from error
 
     def status(self) -> dict[str, Any]:
         """What this rank serves and prepares, as JSON values."""
         there = self._preparation
+        running = there is not None and there.running
         return {
             "model": self._settings.model if self._settings else None,
             "serving": self._serving,
             "broken": self._broken,
-            "prepared": there.version if there and not there.running and not there.problem else None,
-            "preparing": there.version if there and there.running else None,
+            "prepared": there.version if there and not running and not there.problem else None,
+            "preparing": there.version if there and running else None,
             "problem": there.problem if there else "",
             "nbytes": there.nbytes if there else 0,
             "seconds": there.seconds if there else 0.0,
@@ -263,6 +284,14 @@ class ServingRank:
         client, self._client = self._client, None
         if client is not None:
             client.close()
+
+
+def _problem_of(do: Callable[[], object]) -> str:
+    try:
+        do()
+    except Exception as error:  # whichever: the other ranks wait to hear of it
+        return _told(error)
+    return ""
 
 
 def _told(error: Exception) -> str:

@@ -60,9 +60,12 @@ def _register_loader() -> None:
 
 
 def _complete(arguments: Any, transfer_config: Any) -> None:
-    """Fill in what the user of load format weighbridge, or of its updates, need not write."""
-    if arguments.load_format == NAME and not Path(arguments.model).is_dir():
-        _take_from_service(arguments)
+    """Fill in what the user of load format weighbridge, or of its updates, need not write. Doing it twice is doing it once."""
+    if arguments.load_format == NAME:
+        settings = Settings.read(arguments.model_loader_extra_config or {}, arguments.model)
+        has_folder = Path(arguments.model).is_dir()
+        if not (has_folder and settings.version.isdecimal()):
+            _take_from_service(arguments, settings, has_folder)
         if arguments.weight_transfer_config is None:
             arguments.weight_transfer_config = transfer_config(backend=NAME)
     transfer = arguments.weight_transfer_config
@@ -71,11 +74,13 @@ def _complete(arguments: Any, transfer_config: Any) -> None:
         arguments.worker_extension_cls = _WORKER_EXTENSION
 
 
-def _take_from_service(arguments: Any) -> None:
-    settings = Settings.read(arguments.model_loader_extra_config or {}, arguments.model)
+def _take_from_service(arguments: Any, settings: Settings, has_folder: bool) -> None:
     with settings.connect() as client:
         version = client.version(settings.model, settings.version)
-        files = client.model_files(settings.model, version.number)
+        files = {} if has_folder else client.model_files(settings.model, version.number)
+    arguments.model_loader_extra_config = replace(settings, version=str(version.number)).write()
+    if has_folder:
+        return
     folder = _folder_of(files)
     logger.info("%s@%d: config and tokenizer are in %s", version.model, version.number, folder)
     name = arguments.model
@@ -83,7 +88,6 @@ def _take_from_service(arguments: Any) -> None:
     arguments.tokenizer = str(folder) if arguments.tokenizer in (None, name) else arguments.tokenizer
     arguments.model = str(folder)
     arguments.revision = None
-    arguments.model_loader_extra_config = replace(settings, version=str(version.number)).write()
 
 
 def _folder_of(files: Mapping[str, bytes]) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,8 +13,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weighbridge.errors import InvalidArgument
+from weighbridge.integrations.vllm import ranks
 from weighbridge.integrations.vllm.serving import ServingRank
-from weighbridge.integrations.vllm.settings import Settings
 
 
 @dataclass
@@ -69,25 +69,19 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the service, and find out what this rank takes of a version."""
-        known = self.rank.settings
-        model = init_info.model or (known.model if known else None)
-        if model is None:
-            self.rank.connect(None)
-            return
-        same = known if known is not None and known.model == model else Settings(model)
-        self.rank.connect(
-            replace(same, server=init_info.server or same.server, lane=init_info.lane or same.lane)
-        )
+        with ranks.one_voice():
+            self.rank.all_connect(self.rank.settings_for(init_info.model, init_info.server, init_info.lane))
 
     def start_weight_update(self) -> None:
         """Nothing is touched yet."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Prepare a version, or bring it to the parameters."""
-        if update_info.phase == "prepare":
-            self.rank.prepare(update_info.version)
-        else:
-            self.rank.apply(update_info.version)
+        with ranks.one_voice():
+            if update_info.phase == "prepare":
+                self.rank.all_prepare(update_info.version)
+            else:
+                self.rank.apply(update_info.version)
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""

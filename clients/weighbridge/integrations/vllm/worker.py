@@ -2,35 +2,72 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.vllm.serving import ServingRank
 
 
 class WorkerExtension:
-    """Methods of every worker (``--worker-extension-cls``). They return at once: the engine stands still meanwhile."""
+    """Methods of every worker (``--worker-extension-cls``).
+
+    None of them raises: a failure is a text under ``failed`` in the answer. vLLM reads its workers' answers in order and stops at the first that
+    raised; what the others have answered would be taken for answers to the next call. All but `weighbridge_apply` return at once, because the
+    engine stands still meanwhile.
+    """
 
     weight_transfer_engine: Any
+    vllm_config: Any
+    model_runner: Any
+
+    def weighbridge_connect(self, info: str) -> dict[str, Any]:
+        """Say where versions come from: JSON with ``model``, ``server`` and ``lane``, of which any may be left out."""
+        said = json.loads(info)
+
+        def connect(rank: ServingRank) -> None:
+            rank.connect(rank.settings_for(said.get("model"), said.get("server"), said.get("lane")))
+
+        return self._weighbridge_do(connect)
 
     def weighbridge_prepare(self, version: str) -> dict[str, Any]:
         """Begin to bring a version, named by its number, to this machine."""
-        self._weighbridge_rank().prepare(int(version))
-        return self.weighbridge_status()
+        return self._weighbridge_do(lambda rank: rank.prepare(int(version)))
+
+    def weighbridge_apply(self, version: str) -> dict[str, Any]:
+        """Bring a version, named by its number, to the parameters, while nothing is being computed."""
+
+        def apply(rank: ServingRank) -> None:
+            from vllm.config import set_current_vllm_config
+
+            with set_current_vllm_config(self.vllm_config):
+                rank.apply(int(version))
+            torch.accelerator.synchronize()
+            self.model_runner.reset_lora_state()
+
+        return self._weighbridge_do(apply)
 
     def weighbridge_status(self) -> dict[str, Any]:
         """What this worker serves and prepares."""
-        return self._weighbridge_rank().status()
+        return self._weighbridge_do(lambda _rank: None)
 
-    def weighbridge_discard(self) -> None:
+    def weighbridge_discard(self) -> dict[str, Any]:
         """Give back the memory of what was prepared."""
-        self._weighbridge_rank().discard()
+        return self._weighbridge_do(ServingRank.discard)
 
-    def _weighbridge_rank(self) -> ServingRank:
+    def _weighbridge_do(self, what: Callable[[ServingRank], None]) -> dict[str, Any]:
         rank = getattr(self.weight_transfer_engine, "rank", None)
-        if not isinstance(rank, ServingRank):
-            raise FailedPrecondition(
-                "this engine takes no updates from weighbridge",
-                fix="""start it with --weight-transfer-config '{"backend": "weighbridge"}'""",
-            )
-        return rank
+        try:
+            if not isinstance(rank, ServingRank):
+                raise FailedPrecondition(
+                    "this engine takes no updates from weighbridge",
+                    fix="""start it with --weight-transfer-config '{"backend": "weighbridge"}'""",
+                )
+            what(rank)
+        except Exception as error:
+            status = rank.status() if isinstance(rank, ServingRank) else {}
+            return {**status, "failed": str(error) or repr(error)}
+        return {**rank.status(), "failed": ""}
