@@ -12,6 +12,9 @@ BENCH_STAMP := $(VENV)/.installed-bench
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
+SGLANG_VENV := .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
 
@@ -24,7 +27,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install install-vllm demo demo-s3 demo-vllm serve test test-hub test-vllm bench bench-peers bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
+.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-sglang bench bench-peers bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -57,6 +60,18 @@ $(VLLM_STAMP): pyproject.toml requirements-vllm.txt
 	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
 	@touch $@
 
+# The third command takes no dependencies: those of SGLang are CUDA and what runs on it.
+install-sglang: $(SGLANG_STAMP) ## make .venv-sglang with SGLang on CPUs, and weighbridge as its plug-in
+
+$(SGLANG_STAMP): pyproject.toml constraints.txt tests/sglang_cpu/requirements.txt
+	@echo "== environment: $(SGLANG_VENV) with SGLang on CPUs"
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
+	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt --build-constraint constraints.txt \
+		torch==$(TORCH_VERSION) --editable .
+	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --requirement tests/sglang_cpu/requirements.txt
+	@touch $@
+
 demo: $(STAMP) ## train, push, pull and generate, on this machine
 	@$(BIN)/weighbridge demo $(ARGS)
 
@@ -85,9 +100,22 @@ test-hub: $(STAMP) ## test the Hub endpoint with the oldest and the newest clien
 		WEIGHBRIDGE_HUB_PYTHON=$$PWD/$$environment/bin/python $(BIN)/python -m pytest -q tests/test_hub.py $(ARGS) || exit 1; \
 	done
 
+# The service needs the transformers in constraints.txt; the models run beside it, in an environment with the newest.
+test-transformers: $(STAMP) ## test transformers models that start from the service with the newest transformers
+	@environment=.venv-transformers && $(PYTHON) -m venv $$environment && \
+		$$environment/bin/python -m pip --disable-pip-version-check install -qq --upgrade transformers accelerate \
+			torch==$(TORCH_VERSION) --editable . && \
+		$$environment/bin/python -m pip --disable-pip-version-check list 2>/dev/null | grep -iE '^(transformers|torch) ' && \
+		OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		WEIGHBRIDGE_TRANSFORMERS_PYTHON=$$PWD/$$environment/bin/python $(BIN)/python -m pytest -q tests/test_transformers.py $(ARGS)
+
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the plug-in for vLLM inside vLLM
-	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS) tests/test_vllm_*.py $(ARGS)
+	@WEIGHBRIDGE_VLLM_PYTHON=$$PWD/$(VLLM_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(BIN)/python -m pytest tests/test_vllm_*.py $(ARGS)
+
+test-sglang: $(STAMP) $(SGLANG_STAMP) ## test with real SGLang on CPUs; ARGS="-k name" narrows
+	@WEIGHBRIDGE_SGLANG_PYTHON=$$PWD/$(SGLANG_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(BIN)/python -m pytest tests/test_sglang_*.py $(ARGS)
 
 # What benchmarks compare with and draw with; nothing else needs it.
 $(BENCH_STAMP): $(STAMP)
@@ -134,5 +162,5 @@ protos-check: $(STAMP) ## fail if the stubs do not match the contract
 	@$(BIN)/python protos/generate.py --check
 
 clean: ## remove caches and build output; the environment and stores stay
-	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv-hub-*
-	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv-hub-* .venv-transformers
+	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -92,7 +92,7 @@ def clients(spec: ClientSpec) -> Iterator[Clients]:
 
     Each may use its share of the cores, as ranks on one host are set up.
     """
-    threads = str(max((os.cpu_count() or 1) // spec.clients, 1))
+    threads = str(max(len(os.sched_getaffinity(0)) // spec.clients, 1))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
     with ExitStack() as stack:
         running = []

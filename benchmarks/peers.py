@@ -207,8 +207,8 @@ def save_dcp_hf(work: Work) -> None:
         fqn_to_index_mapping=dict.fromkeys(work.tensors, 1),
         save_distributed=True,
         enable_consolidation=True,
-        thread_count=os.cpu_count() or 1,
-        thread_count_consolidation=os.cpu_count() or 1,
+        thread_count=len(os.sched_getaffinity(0)),
+        thread_count_consolidation=len(os.sched_getaffinity(0)),
     )
     save(dict(work.tensors), storage_writer=writer, no_dist=True)
 

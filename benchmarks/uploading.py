@@ -184,7 +184,7 @@ def main() -> int:
                     seconds[name].append(taken)
         memory = {f"{times}x": peak_beyond(settings, arguments.gigabytes * times / 4) for times in (1, 2, 4)}
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "bytes": len(data),
         "seconds": seconds,
         "rate_next_to_boto3": statistics.median(

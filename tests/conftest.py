@@ -8,6 +8,7 @@ from pathlib import Path
 
 import botocore.session
 import pytest
+from _pytest.nodeid import NodeId
 from hypothesis import settings
 
 from tests.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, seaweedfs
@@ -17,6 +18,15 @@ from weighbridge_storage.opening import open_store
 # machines that run tests are shared: how long one example takes says nothing
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep groups of tests in one worker: pytest-xdist 3.8 tells of them in a field that pytest 9 does not read any more."""
+    if getattr(config.option, "loadgroup", False):
+        for item in items:
+            groups = [mark.args[0] for mark in item.iter_markers("xdist_group")]
+            if groups and "@" not in item.nodeid:
+                item._id = NodeId.parse(f"{item.nodeid}@{groups[0]}")
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from weighbridge.v1 import (
     model_service_pb2_grpc,
     weight_service_pb2_grpc,
 )
+from weighbridge_storage.file_bytes import FileBytes, MappedBytes
 
 pb = checkpoint_service_pb2
 Arrays = Mapping[str, np.ndarray]
@@ -126,6 +127,11 @@ def stream_of(arrays: Arrays, layout: Layout, assigned: Iterable[int]) -> bytes:
 def cut(stream: bytes, size: int = 5_000) -> list[tuple[int, bytes]]:
     """A stream in pieces, of a size that divides neither tensors nor elements evenly."""
     return [(start, stream[start : start + size]) for start in range(0, len(stream), size)]
+
+
+def mapped_files(arrays: Mapping[str, np.ndarray]) -> dict[str, FileBytes]:
+    """Files that lie in this process's memory, by name."""
+    return {name: MappedBytes(data) for name, data in arrays.items()}
 
 
 class RawClient:

@@ -16,7 +16,11 @@ from weighbridge_service.service import Weighbridge
 
 
 class RunningService:
-    """A service and its gRPC address."""
+    """A service and its gRPC address.
+
+    Clients would share memory with a service of their own machine. So that tests of what goes by gRPC do not have to say that they are,
+    there is no local socket, unless one is asked for.
+    """
 
     def __init__(self, store: Path | str, **settings: Any) -> None:
         defaults: dict[str, Any] = {
@@ -50,7 +54,7 @@ def running_service(store: Path | str, **settings: Any) -> Iterator[RunningServi
         running.stop()
 
 
-def eventually(condition: Callable[[], bool]) -> None:
+def eventually(condition: Callable[[], object]) -> None:
     """Wait until something holds that must come to hold."""
     deadline = time.monotonic() + 60
     while not condition():

@@ -188,7 +188,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 def service(tmp_path_factory: pytest.TempPathFactory, model: TinyModel) -> Iterator[RunningService]:
     store = tmp_path_factory.mktemp("store")
     with running_service(store, byte_budget=LEAST_BYTES, budget_wait=0.5) as running:
-        with TrainerClient(running.address) as trainer:
+        with TrainerClient(running.address, lane="grpc") as trainer:
             trainer.register_model(MODEL, model.folder)
             trainer.push_folder(MODEL, model.folder).wait(timeout=60)
         yield running
@@ -232,7 +232,7 @@ def test_a_pull_that_finds_no_room_until_its_deadline_is_told_when_to_try_again(
 
 def test_the_client_waits_for_room_and_gets_the_same_bytes(service: RunningService, model: TinyModel) -> None:
     before = refused(service)
-    with EngineClient(service.address) as engine, ThreadPoolExecutor(1) as pool:
+    with EngineClient(service.address, lane="grpc") as engine, ThreadPoolExecutor(1) as pool:
         with all_room_taken(service):
             found = pool.submit(assert_equal, engine, MODEL, "latest", model.arrays)
             eventually(lambda: refused(service) > before)
@@ -242,7 +242,7 @@ def test_the_client_waits_for_room_and_gets_the_same_bytes(service: RunningServi
 
 def test_the_client_gives_up_when_there_was_no_room_for_too_long(service: RunningService) -> None:
     with (
-        EngineClient(service.address, retry_seconds=0.2) as engine,
+        EngineClient(service.address, retry_seconds=0.2, lane="grpc") as engine,
         all_room_taken(service),
         pytest.raises(ResourceExhausted) as caught,
     ):
@@ -276,7 +276,10 @@ def test_clients_that_do_not_read_hold_one_message_each_and_the_others_go_on(
             raw = stack.enter_context(RawClient(service.address))
             calls.append(raw.weights.Pull(request))
             next(calls[-1])
-        with EngineClient(service.address) as engine, TrainerClient(service.address) as trainer:
+        with (
+            EngineClient(service.address, lane="grpc") as engine,
+            TrainerClient(service.address, lane="grpc") as trainer,
+        ):
             assert_equal(engine, MODEL, "latest", model.arrays)
             number = trainer.push_folder(MODEL, model.folder, step=2).wait(timeout=60).number
             assert_equal(engine, MODEL, number, model.arrays)
@@ -300,7 +303,7 @@ sys.stdin.read()
 def test_a_client_killed_while_it_reads_leaves_nothing_behind_and_disturbs_nobody(
     service: RunningService, model: TinyModel
 ) -> None:
-    with EngineClient(service.address) as engine:
+    with EngineClient(service.address, lane="grpc") as engine:
         other = engine.pull(MODEL, "live").stream()
         received = [bytes(next(other)) for _ in range(3)]
         command = [sys.executable, "-W", "ignore", "-c", READER, service.address, MODEL]

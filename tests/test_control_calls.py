@@ -104,7 +104,7 @@ def test_calls_are_answered_while_the_client_s_own_pull_stands_still(
     service: RunningService, model: TinyModel
 ) -> None:
     found: list[BaseException | None] = []
-    with freezing(service) as proxy, EngineClient(proxy.address) as engine:
+    with freezing(service) as proxy, EngineClient(proxy.address, lane="grpc") as engine:
 
         def pull() -> None:
             try:
@@ -128,7 +128,7 @@ def test_calls_are_answered_while_the_client_s_own_pull_stands_still(
 def test_calls_are_answered_while_the_client_s_own_push_stands_still(
     service: RunningService, model: TinyModel
 ) -> None:
-    with freezing(service) as proxy, TrainerClient(proxy.address) as trainer:
+    with freezing(service) as proxy, TrainerClient(proxy.address, lane="grpc") as trainer:
         handle = trainer.push_folder(MODEL, model.folder, step=2)
         assert proxy.frozen.wait(60)
         assert trainer.version(MODEL, handle.number).sealed_ranks == 0
@@ -163,7 +163,7 @@ def test_streams_that_stand_still_take_no_thread_from_other_calls(
         with pytest.raises(ResourceExhausted) as caught:
             raw.call(raw.weights.Pull, weight_service_pb2.PullRequest(model=MODEL, version="latest"))
         assert caught.value.retry_after is not None
-        engine = stack.enter_context(EngineClient(service.address))
+        engine = stack.enter_context(EngineClient(service.address, lane="grpc"))
         assert engine.version(MODEL, "latest").number >= 1
         assert raw.received(MODEL, number) == []
         go_on.set()

@@ -51,6 +51,10 @@ def test_a_model_goes_round_from_folder_to_trainer_to_engines_and_stays_exact(tm
     assert report["model_bytes"] == TENSOR_BYTES
     assert len(report["pushed"]) == 6
     assert sum(rank["stream_bytes"] for rank in report["pushed"]) == TENSOR_BYTES
+    # service, trainer and engines share a machine, and so its memory
+    engines = [rank for ranks in report["engines"].values() for rank in ranks]
+    lanes = [each["lane"] for each in (*report["pushed"], *engines, report["import"], report["full_pull"])]
+    assert {*lanes} == {"local"}
     # an engine rank got what tensor parallelism leaves it, and no more
     third = (TENSOR_BYTES - EMBEDDING_BYTES - NORM_BYTES) // 3 + EMBEDDING_BYTES + NORM_BYTES
     pulled = [sorted(rank["nbytes"] for rank in ranks) for ranks in report["engines"].values()]

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from torch import Tensor
 
-from tests.raw_clients import RawClient
+from tests.raw_clients import RawClient, mapped_files
 from tests.reference import tiny_config, tiny_model, tiny_value_model
 from tests.services import RunningService, running_service
 from tests.test_family_conventions import gemma3_model, llama4_model, qwen2_5_vl_model
@@ -50,7 +50,6 @@ from weighbridge_service.engine_layouts import EngineLayouts, padding_of
 from weighbridge_service.planning import make_plan
 from weighbridge_service.relations import identity_links
 from weighbridge_service.transfers import Transfer
-from weighbridge_storage.file_bytes import mapped_files
 
 MODEL = "tests/engine"
 DTYPES = ["fp32", "fp16", "bf16", "fp64"]

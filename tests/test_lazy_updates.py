@@ -238,8 +238,8 @@ class Loaders:
     def scattered(self, a: torch.Tensor) -> None:
         self.p[torch.tensor([0, 2])] = a[:2]
 
-    def joined(self, a: torch.Tensor) -> None:
-        self.p.copy_(torch.cat([a[2:], a[:2]]))
+    def joined_with_its_own(self, a: torch.Tensor) -> None:
+        self.p.copy_(torch.cat([a[2:], torch.zeros(2, 6)]))
 
 
 @pytest.mark.parametrize("way", [name for name in vars(Loaders) if not name.startswith("_")])

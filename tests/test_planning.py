@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.raw_clients import mapped_files
 from weighbridge import dtypes
 from weighbridge.boxes import Box
 from weighbridge.errors import LayoutError
@@ -24,7 +25,6 @@ from weighbridge.safetensors_files import lay_out_files
 from weighbridge_service.planning import join_streams, make_plan, share_out
 from weighbridge_service.relations import Link, identity_links
 from weighbridge_service.transfers import Transfer
-from weighbridge_storage.file_bytes import mapped_files
 
 DTYPES = [dtypes.parse(name) for name in ("bf16", "fp32", "fp8_e4m3", "i64")]
 

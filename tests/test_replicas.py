@@ -28,7 +28,7 @@ from tests.raw_clients import (
     tiny_config_json,
     tiny_folder,
 )
-from tests.services import RunningService, running_service
+from tests.services import RunningService, eventually, running_service
 from weighbridge import EngineClient, TrainerClient, dtypes, rpc
 from weighbridge.boxes import Box
 from weighbridge.errors import (
@@ -189,16 +189,8 @@ def test_ranks_spread_over_three_replicas_make_one_version(
         assert_equal(engines[1], MODEL, numbers[0], sources[0].arrays)
         with TrainerClient(running[2].address) as trainer:
             assert all(not trainer.verify(MODEL, number).problems for number in numbers)
-        wait_until(lambda: not list(store.list(f"{NAME.prefix}incoming/")))
+        eventually(lambda: not list(store.list(f"{NAME.prefix}incoming/")))
         assert_published_once(store, *numbers)
-
-
-def wait_until(holds: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for something that is about to happen."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("layout_of", [pipeline_layout, copies_layout])
@@ -282,8 +274,8 @@ def test_a_version_given_up_at_one_replica_ends_at_all(
         assert again > number
         trainer.wait_for(MODEL, again, VersionState.DURABLE, timeout=30)
         assert_equal(stack.enter_context(EngineClient(running[2].address)), MODEL, again, arrays)
-        wait_until(lambda: len({key.split("/")[4] for key in store.list(f"{NAME.prefix}versions/")}) == 1)
-        wait_until(lambda: not list(store.list(f"{NAME.prefix}incoming/")))
+        eventually(lambda: len({key.split("/")[4] for key in store.list(f"{NAME.prefix}versions/")}) == 1)
+        eventually(lambda: not list(store.list(f"{NAME.prefix}incoming/")))
         assert_published_once(store, again)
 
 
@@ -357,7 +349,7 @@ def test_a_file_is_uploaded_as_soon_as_its_bytes_are_there(
         folder = f"{NAME.prefix}versions/{number:012}/"
         assert not list(store.list(folder))
         raw.push(MODEL, number, [(enough - 1, stream[enough - 1 : enough + 10])])
-        wait_until(lambda: list(store.list(folder)) == [folder + first.name])
+        eventually(lambda: list(store.list(folder)) == [folder + first.name])
         content = store.get(folder + first.name)[0]
         assert content[: len(first.header)] == first.header
         assert content[len(first.header) :] == stream[:enough]
@@ -418,7 +410,7 @@ def test_a_version_that_was_given_up_elsewhere_does_not_become_visible_where_it_
         number, stream = declared(raw, sources[1].arrays, "r/1")
         raw.push(MODEL, number, cut(stream[:-10]))
         with TrainerClient(running[1].address) as other:
-            wait_until(lambda: head_of(running[1]).open[number].claim)
+            eventually(lambda: head_of(running[1]).open[number].claim)
             other.abort(MODEL, number, "changed my mind")
             with contextlib.suppress(WeighbridgeError):
                 raw.push(MODEL, number, [(len(stream) - 10, stream[-10:])])
@@ -444,7 +436,7 @@ def test_who_asks_the_wrong_replica_does_not_end_a_version(tmp_path: Path, sourc
     ):
         number, stream = declared(raw, arrays, "r/1")
         raw.push(MODEL, number, cut(stream[: len(stream) // 2]))
-        wait_until(lambda: head_of(running[0]).open[number].claim)
+        eventually(lambda: head_of(running[0]).open[number].claim)
         for ask in (
             lambda: stray.received(MODEL, number),
             lambda: stray.seal(MODEL, number),
@@ -478,7 +470,7 @@ def test_a_replica_that_only_opened_a_version_does_not_end_it(
         for piece in cut(stream, len(stream) // 8):
             raw.push(MODEL, number, [piece])
             time.sleep(0.3)
-        wait_until(lambda: live.receiving.failed)
+        eventually(lambda: live.receiving.failed)
         raw.seal(MODEL, number)
         with EngineClient(running[0].address) as engine:
             engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
@@ -586,7 +578,7 @@ def test_a_deleted_version_gives_its_room_back_although_it_was_read(
         with EngineClient(running[0].address) as engine:
             assert_equal(engine, MODEL, 1, sources[0].arrays)
         trainer.delete_version(MODEL, 1)
-        wait_until(lambda: [found.number for found in trainer.collect(MODEL).deleted] == [1])
+        eventually(lambda: [found.number for found in trainer.collect(MODEL).deleted] == [1])
         folder = str(tmp_path / "store" / NAME.prefix / f"versions/{1:012}")
         assert folder not in Path("/proc/self/maps").read_text()
 
@@ -613,7 +605,7 @@ def test_a_stranger_who_passes_bytes_on_neither_ends_a_version_nor_gets_them_int
         with ThreadPoolExecutor(2) as pool:
             answers = [pool.submit(clients[r].declare, MODEL, number, layouts[r], rank=r) for r in range(2)]
             streams = [stream_of(arrays, layouts[r], answers[r].result(30)) for r in range(2)]
-        wait_until(lambda: head_of(running[0]).open[number].claim)
+        eventually(lambda: head_of(running[0]).open[number].claim)
         claim = head_of(running[0]).open[number].claim
         rubbish = b"\x7f" * 4096
         for which, said, rank, offset in (
@@ -647,7 +639,7 @@ def test_a_stranger_who_passes_bytes_on_to_a_service_that_is_alone_is_refused(
     arrays = sources[1].arrays
     with alone(tmp_path / "store", 1, sources) as running, RawClient(running[0].address) as raw:
         number, stream = declared(raw, arrays, "r/1")
-        wait_until(lambda: head_of(running[0]).open[number].claim)
+        eventually(lambda: head_of(running[0]).open[number].claim)
         for claim in ("wrong", head_of(running[0]).open[number].claim):
             with pytest.raises(FailedPrecondition):
                 forward(raw, number, claim, 0, 0, b"\x7f" * 16)

@@ -96,17 +96,17 @@ def test_a_push_and_a_pull_survive_cut_connections(
     monkeypatch.setattr(striping, "_LEAST_BYTES", 1 << 20)
     folder, model = large
     proxy = CuttingProxy(service.grpc.port, cuts=4, between=(1 << 20, 6 << 20), seed=seed)
-    with TrainerClient(proxy.address, connections=connections) as trainer:
+    with TrainerClient(proxy.address, connections=connections, lane="grpc") as trainer:
         version = trainer.push_folder(MODEL, folder, step=seed).wait(timeout=90)
     assert proxy.cuts >= 2
     state = model.state_dict()
-    with EngineClient(service.address) as engine:
+    with EngineClient(service.address, lane="grpc") as engine:
         assert not engine.verify(MODEL, version.number).problems
         for name, tensor in engine.pull(MODEL, version.number):
             assert torch.equal(tensor, state[name]), name
 
     proxy.cuts = 0
-    with EngineClient(proxy.address, connections=connections) as engine:
+    with EngineClient(proxy.address, connections=connections, lane="grpc") as engine:
         pulled = dict(engine.pull(MODEL, version.number))
         slices = [dict(engine.pull(MODEL, version.number, TensorParallel(2, rank))) for rank in range(2)]
     proxy.close()
@@ -120,11 +120,11 @@ def test_a_restore_over_several_cut_connections_brings_what_one_whole_one_brings
     service: RunningService, large: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(striping, "_LEAST_BYTES", 1 << 20)
-    TrainerClient(service.address).push_folder(MODEL, large[0], step=9).wait(timeout=90)
+    TrainerClient(service.address, lane="grpc").push_folder(MODEL, large[0], step=9).wait(timeout=90)
     proxy = CuttingProxy(service.grpc.port, cuts=4, between=(1 << 20, 4 << 20), seed=4)
     restored = []
     for address, connections in ((service.address, 1), (proxy.address, 3)):
-        with TrainerClient(address, connections=connections) as trainer:
+        with TrainerClient(address, connections=connections, lane="grpc") as trainer:
             layout = trainer.describe_shards(MODEL, {"tensor_parallel_size": 1, "pipeline_parallel_size": 1})
             tensors = [torch.zeros(p.shard.box.extent) for p in layout.placements]
             for _ in trainer.restore_layout(MODEL, layout, tensors.__getitem__):

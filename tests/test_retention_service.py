@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from starlette.testclient import TestClient
 
 from tests.raw_clients import RawClient, TinyModel, assert_equal, tiny_folder
-from tests.services import RunningService, running_service
+from tests.services import RunningService, eventually, running_service
 from weighbridge import EngineClient, Retention, TrainerClient
 from weighbridge.cli import commands
 from weighbridge.cli.parsing import parse_duration
@@ -273,23 +273,16 @@ def test_a_service_collects_by_itself_and_leaves_readers_alone(tmp_path: Path) -
             reading = running.service.serving.pull(*model_request(EngineClient(running.address), 2))
             trainer.set_retention(MODEL, Retention(keep_last=1))
             model, store = ModelName.parse(MODEL), running.service.catalog.store
-            wait_until(lambda: not list(store.list(version_prefix(model, 1))))
+            eventually(lambda: not list(store.list(version_prefix(model, 1))))
             end = time.monotonic() + 4.0
             while time.monotonic() < end:
                 assert list(store.list(version_prefix(model, 2))), "it is being read"
                 time.sleep(0.05)
             reading.close()
-            wait_until(lambda: not list(store.list(version_prefix(model, 2))))
-            wait_until(lambda: not list(store.list(model.prefix + "leases/")))
-            wait_until(lambda: running.service.catalog.head(model).tombstones == {})
+            eventually(lambda: not list(store.list(version_prefix(model, 2))))
+            eventually(lambda: not list(store.list(model.prefix + "leases/")))
+            eventually(lambda: running.service.catalog.head(model).tombstones == {})
             assert [v.number for v in trainer.versions(MODEL)] == [3]
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_one_model_that_cannot_be_collected_stops_no_other(local: Bench) -> None:

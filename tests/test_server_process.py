@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from tests.reference import tiny_config, tiny_model
+from tests.services import eventually
 from weighbridge import TrainerClient, trainer
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge.resources import VersionState
@@ -103,13 +104,6 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hf")
     model.save_pretrained(folder)
     return folder
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @contextmanager

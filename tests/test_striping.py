@@ -103,7 +103,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, model: TinyModel) -> Iterator[RunningService]:
     with running_service(tmp_path_factory.mktemp("store")) as running:
-        with TrainerClient(running.address) as trainer:
+        with TrainerClient(running.address, lane="grpc") as trainer:
             trainer.register_model(MODEL, model.folder)
             trainer.push_folder(MODEL, model.folder).wait(timeout=60)
         yield running
@@ -113,7 +113,7 @@ def test_whoever_stops_in_the_middle_leaves_no_thread_no_call_and_no_bytes_behin
     service: RunningService, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(striping, "_LEAST_BYTES", 1)
-    with EngineClient(service.address, connections=3) as engine:
+    with EngineClient(service.address, connections=3, lane="grpc") as engine:
         stream = engine.pull(MODEL, "latest").stream()
         while not len(next(stream)):
             pass

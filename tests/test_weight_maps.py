@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.raw_clients import mapped_files
 from tests.reference import TINY_FAMILIES, make_bridge, tiny_config, tiny_model
 from weighbridge import dtypes
 from weighbridge.boxes import Box
@@ -26,7 +27,6 @@ from weighbridge_service.planning import make_plan
 from weighbridge_service.tracing import trace
 from weighbridge_service.transfers import Transfer
 from weighbridge_service.weight_maps import derive_weight_map, megatron_specs
-from weighbridge_storage.file_bytes import mapped_files
 
 F32 = dtypes.parse("fp32")
 CASES = [(family, tied) for family in TINY_FAMILIES for tied in (True, False)]

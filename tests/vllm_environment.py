@@ -1,4 +1,7 @@
-"""Where is vLLM? In an environment of its own, which `make install-vllm` makes; tests that need it run there, or say why not."""
+"""Where is vLLM? In an environment of its own, which `make install-vllm` makes; tests that need it run there, or say why not.
+
+``make test-vllm`` names its Python in WEIGHBRIDGE_VLLM_PYTHON.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-PYTHON = Path(
-    os.environ.get("WEIGHBRIDGE_VLLM_PYTHON", Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python")
-)
+PYTHON = Path(os.environ.get("WEIGHBRIDGE_VLLM_PYTHON") or "/nowhere")
 
-needs_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM here: make install-vllm")
+needs_vllm = pytest.mark.skipif(
+    not PYTHON.exists(), reason="vLLM has an environment of its own: make test-vllm"
+)
 
 
 def environment() -> dict[str, str]:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from weighbridge.engine import EngineClient
     from weighbridge.errors import WeighbridgeError
     from weighbridge.layouts import Layout, Shard, TensorSpec
+    from weighbridge.push_handle import PushHandle
     from weighbridge.resources import Model, Retention, Version, VersionState
     from weighbridge.slices import Boxes, ExpertParallel, FullTensors, TensorParallel
-    from weighbridge.trainer import PushHandle, TrainerClient
+    from weighbridge.trainer import TrainerClient
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,7 +50,7 @@ _MODULES = {
     "FullTensors": "slices",
     "Layout": "layouts",
     "Model": "resources",
-    "PushHandle": "trainer",
+    "PushHandle": "push_handle",
     "Retention": "resources",
     "Shard": "layouts",
     "TensorParallel": "slices",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
@@ -44,6 +45,13 @@ _WATCH_PAUSE_SECONDS = 0.5
 """Longest pause of a watch between tries: engines are waiting for news."""
 
 
+def _called(method: weakref.WeakMethod[Callable[[], T]]) -> T:
+    there = method()
+    if there is None:
+        raise Unavailable("the client has been closed")
+    return there()
+
+
 class Client:
     """Connections to the service. Connects when first used; safe to use from several threads, and after a fork only
     if it was not used before.
@@ -53,7 +61,7 @@ class Client:
         retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
         lane: how weights travel: ``local`` by memory that is shared with the service, ``grpc`` by its gRPC face, ``auto`` by the
             first if this process runs on the service's machine and by the second otherwise. By default ``WEIGHBRIDGE_LANE``, or
-            ``grpc``.
+            ``auto``.
         connections: over how many connections a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
             machine with fewer than four processors. All other calls have a connection of their own.
 
@@ -72,7 +80,10 @@ class Client:
         self.server = rpc.server_address(server)
         self.retry_seconds = retry_seconds
         self._client_id = str(uuid.uuid4())
-        self._lane = LocalLane(lane_wanted(lane), self._client_id, self._find_lane)
+        # its threads would keep a client that nobody has closed for ever
+        find_lane = weakref.WeakMethod(self._find_lane)
+        self._lane = LocalLane(lane_wanted(lane), self._client_id, lambda: _called(find_lane))
+        weakref.finalize(self, self._lane.close).atexit = False
         self._bulk = bulk.Connections(
             self.server, default_connections() if connections is None else connections
         )

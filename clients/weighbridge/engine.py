@@ -13,8 +13,9 @@ from weighbridge import bulk, dtypes, hf_folder, pieces, safetensors_files, wire
 from weighbridge.client import Client
 from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
 from weighbridge.host_slices import HostSlices, Slices
+from weighbridge.lane_loans import ReadLoan
 from weighbridge.layouts import Layout, TensorSpec
-from weighbridge.local_lane import GRPC, LOCAL, ReadLoan
+from weighbridge.local_lane import GRPC, LOCAL
 from weighbridge.resources import Version
 from weighbridge.slices import FullTensors, LayoutRequest
 from weighbridge.striping import Striping

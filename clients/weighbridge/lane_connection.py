@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from weighbridge.v1 import local_lane_pb2 as pb
 
 _ANSWER_SECONDS = 60.0
 _HELLO_SECONDS = 5.0
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group."""
 
 Answer: TypeAlias = tuple[pb.LaneResponse, list[int]]
 
@@ -29,6 +32,7 @@ class LaneConnection:
 
     Args:
         path: of the socket.
+        own_user: whether it must be a process of this user that answers.
         service_id: of the process that it must belong to.
         client_id: who asks; the one that layouts are declared with.
         on_recall: is called with the key of memory that the service wants back.
@@ -41,6 +45,7 @@ class LaneConnection:
     def __init__(
         self,
         path: str,
+        own_user: bool,
         service_id: str,
         client_id: str,
         on_recall: Callable[[str], None],
@@ -59,13 +64,22 @@ class LaneConnection:
         try:
             self._socket.settimeout(_HELLO_SECONDS)
             self._socket.connect(path)
+            if own_user and _user_of(self._socket) != os.getuid():
+                # any user of a machine that the service does not run on could have made it
+                raise FailedPrecondition(
+                    f"who answers on the service's socket {path} is another user's process"
+                )
             self._socket.settimeout(None)
+            lane_protocol.limit_sending(self._socket, _ANSWER_SECONDS)
         except OSError as error:
             self._socket.close()
             raise FailedPrecondition(
                 f"the service's socket {path} cannot be reached from here: {error.strerror or error}",
                 fix="containers have to mount the folder of the socket, at the same path: see --local-socket",
             ) from error
+        except FailedPrecondition:
+            self._socket.close()
+            raise
         _open.add(self)
         self._reader = threading.Thread(target=self._read, name="local-lane", daemon=True)
         self._reader.start()
@@ -195,6 +209,14 @@ class LaneConnection:
             self._next_id += 1
         with contextlib.suppress(OSError), self._sending:  # its end is told by the one who reads
             lane_protocol.send(self._socket, request)
+
+
+def _user_of(connected: socket.socket) -> int:
+    """The user of the process at the other end. Source: unix(7), SO_PEERCRED."""
+    _, user, _ = _CREDENTIALS.unpack(
+        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return int(user)
 
 
 _open: weakref.WeakSet[LaneConnection] = weakref.WeakSet()

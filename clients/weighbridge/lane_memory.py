@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import weakref
@@ -17,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weighbridge.errors import FailedPrecondition, ResourceExhausted
+from weighbridge.paging import POPULATE_READ, enter_pages
 
 if TYPE_CHECKING:
     import torch
 
-_MADV_POPULATE_READ = 22
-"""Linux 5.14's; Python has no name for it yet."""
 _MAP_NORESERVE = 0x4000
 """Linux's; a private mapping of a file larger than memory would be refused otherwise."""
 
@@ -81,9 +79,9 @@ class MappedMemory:
         if not self.bytes.flags.writeable:
             # torch would warn of an array that is not writable, and only that can be told it
             view: Any = (ctypes.c_ubyte * self.nbytes).from_address(self.bytes.ctypes.data)
-            view.mapping = self._map
+            view.mapping = self.bytes  # which keeps it from being undone
             return torch.frombuffer(view, dtype=torch.uint8)
-        return torch.frombuffer(self._map, dtype=torch.uint8)
+        return torch.from_numpy(self.bytes)
 
     @property
     def address(self) -> int:
@@ -115,7 +113,7 @@ class MappedMemory:
         return (ctypes.c_ubyte * self.nbytes).from_buffer(self._map)
 
     def populate(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Enter pages into this process's page table before they are needed: one by one, as they are touched, takes longer.
+        """Enter pages into this process's page table before they are needed.
 
         Reading does it for several pages at a time, and those of shared memory can be written to after that.
 
@@ -125,9 +123,10 @@ class MappedMemory:
         start_of_all = self.address
         for start, end in ranges:
             first = start - start % mmap.PAGESIZE
-            code = _madvise(start_of_all + first, end - first, _MADV_POPULATE_READ)
-            if code == errno.EINVAL:
-                return  # an older kernel: they are entered when they are touched
+            try:
+                enter_pages(start_of_all + first, end - first, POPULATE_READ)
+            except OSError:
+                return  # they are entered when they are touched
 
     def abandon(self) -> None:
         """Undo the mapping in a process that was forked: CUDA's registration belongs to its parent."""
@@ -145,15 +144,6 @@ class MappedMemory:
         with contextlib.suppress(BufferError):
             self._map.close()
         del self._map
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def _madvise(address: int, nbytes: int, advice: int) -> int:
-    """The system call, without holding Python's global lock; 0 or an error number."""
-    return 0 if _libc.madvise(address, nbytes, advice) == 0 else ctypes.get_errno()
 
 
 def merged(ranges: Iterable[tuple[int, int]], gap: int = mmap.PAGESIZE) -> list[tuple[int, int]]:

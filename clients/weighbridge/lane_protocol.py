@@ -37,6 +37,20 @@ def send(connection: socket.socket, message: _Serializable, descriptors: Sequenc
     connection.sendall(raw)
 
 
+def send_at_once(connection: socket.socket, message: _Serializable) -> None:
+    """Send one small message if the other side has room for it. Raises OSError if it has not, or the connection is gone."""
+    raw = message.SerializeToString()
+    framed = _LENGTH.pack(len(raw)) + raw
+    if connection.send(framed, socket.MSG_DONTWAIT) != len(framed):
+        raise BlockingIOError("there is no room for a message on the local lane")
+
+
+def limit_sending(connection: socket.socket, seconds: float) -> None:
+    """Let what is sent fail with an OSError if the other side takes nothing for so long."""
+    limit = struct.pack("@ll", int(seconds), 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
 def receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
     """The next message and its descriptors, which the caller closes; None if the other side has closed the connection.
 

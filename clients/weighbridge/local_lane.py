@@ -11,11 +11,8 @@ import logging
 import os
 import threading
 import time
-import traceback
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
 from weighbridge import lane_protocol, wire
 from weighbridge.errors import (
@@ -29,17 +26,12 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.lane_connection import LaneConnection
+from weighbridge.lane_loans import ReadLoan, WriteLoan
 from weighbridge.lane_memory import MappedMemory, Use, merged
+from weighbridge.lane_plans import LanePlans
 from weighbridge.layouts import Layout
-from weighbridge.push_sources import ShardSource
-from weighbridge.resources import Version
 from weighbridge.slices import LayoutRequest
-from weighbridge.strided import StridedCopy, is_dense, placed_copies, read_tensor
-from weighbridge.tensor_stream import check_size
 from weighbridge.v1 import local_lane_pb2 as pb
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -48,124 +40,18 @@ SOCKET_VARIABLE = "WEIGHBRIDGE_LOCAL_SOCKET"
 AUTO, GRPC, LOCAL = "auto", "grpc", "local"
 _TRY_AGAIN_SECONDS = 30.0
 """How long a lane that could not be used is not asked for again."""
-_KEPT_PLANS = 32
 
 
 def lane_wanted(lane: str | None) -> str:
-    """The lane that is asked for: as given, from ``WEIGHBRIDGE_LANE``, or ``grpc``.
+    """The lane that is asked for: as given, from ``WEIGHBRIDGE_LANE``, or ``auto``.
 
     Raises:
         InvalidArgument: there is no such lane.
     """
-    wanted = lane or os.environ.get(LANE_VARIABLE) or GRPC
+    wanted = lane or os.environ.get(LANE_VARIABLE) or AUTO
     if wanted not in (AUTO, GRPC, LOCAL):
         raise InvalidArgument(f"there is no lane {wanted[:40]!r}", fix=f"use {AUTO}, {GRPC} or {LOCAL}")
     return wanted
-
-
-class WriteLoan:
-    """Memory that a rank writes its stream to; made by `LocalLane.write`.
-
-    Attributes:
-        nbytes: length of the stream.
-    """
-
-    def __init__(
-        self,
-        connection: LaneConnection,
-        number: int,
-        memory: MappedMemory,
-        copies: list[list[StridedCopy]],
-        on_pinned: Callable[[], None],
-    ) -> None:
-        self._on_pinned = on_pinned
-        self._connection = connection
-        self._number = number
-        self._memory: MappedMemory | None = memory
-        self._copies = copies
-
-    def fill(self, source: ShardSource) -> None:
-        """Copy the shards to where they belong; afterwards they may change."""
-        if self._memory is not None:
-            try:
-                source.write(self._copies, [self._memory])
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # they hold arrays over the memory
-                raise
-
-    def end(self, *, complete: bool) -> None:
-        """Let go of the memory.
-
-        Args:
-            complete: whether all of the stream was written.
-
-        Raises:
-            WeighbridgeError: the version has failed, or the service is gone.
-        """
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            if memory.pinned:
-                self._on_pinned()
-            memory.close()
-            request = pb.LaneRequest(end_write=pb.EndWrite(loan=self._number, complete=complete))
-            self._connection.ask(request)
-
-
-class ReadLoan:
-    """A version that is read where it lies; made by `LocalLane.read`. It is held until all tensors made from it are gone, too.
-
-    Attributes:
-        version: which version.
-    """
-
-    def __init__(
-        self,
-        version: Version,
-        layout: Layout,
-        copies: list[list[StridedCopy]],
-        private: Sequence[MappedMemory],
-        kept: Sequence[MappedMemory],
-        end: Callable[[], None],
-    ) -> None:
-        self.version = version
-        self._layout = layout
-        self._copies = copies
-        self._memories = kept
-        self._exported = [memory.exported() for memory in private]
-        holder = _Holder()
-        weakref.finalize(holder, end)
-        for each in self._exported:
-            each.holder = holder  # whatever keeps one of them keeps the loan
-
-    def tensor(self, index: int) -> torch.Tensor:
-        """A slice, by its index in the layout: a view of the version if it lies there in one run, a copy otherwise."""
-        import torch
-
-        shard = self._layout.placements[index].shard
-        dtype = self._layout.tensors[shard.tensor].dtype.torch
-        copies, nbytes = self._copies[index], self._layout.placements[index].nbytes
-        if nbytes and is_dense(copies, nbytes) and copies[0].memory_offset % dtype.itemsize == 0:
-            flat = torch.frombuffer(
-                self._exported[copies[0].memory],
-                dtype=dtype,
-                count=nbytes // dtype.itemsize,
-                offset=copies[0].memory_offset,
-            )
-            return flat.view(shard.box.extent)
-        made = torch.empty(shard.box.extent, dtype=dtype)
-        self.fill(index, made)
-        return made
-
-    def fill(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy a slice, by its index in the layout, to a tensor on any device."""
-        placement = self._layout.placements[index]
-        check_size(placement, tensor)
-        if placement.nbytes:
-            read_tensor(tensor, self._copies[index], self._memories)
-
-
-class _Holder:
-    """Is there as long as something of a version is."""
 
 
 class _Kept:
@@ -203,11 +89,10 @@ class LocalLane:
         self._refused: tuple[float, type[WeighbridgeError], str, str] | None = None
         self._standby: dict[str, MappedMemory] = {}
         self._kept: dict[str, _Kept] = {}
-        self._plans: OrderedDict[str, pb.LanePlan] = OrderedDict()
-        self._placed: OrderedDict[Any, list[list[StridedCopy]]] = OrderedDict()
-        self._last_plan: OrderedDict[Any, str] = OrderedDict()
+        self._plans = LanePlans()
         self._written: dict[str, list[tuple[int, int]]] = {}
         self._pin_ahead: set[str] = set()  # models whose shards lie on GPUs
+        _lanes.add(self)
 
     @property
     def wanted(self) -> bool:
@@ -232,7 +117,7 @@ class LocalLane:
             WeighbridgeError: that cannot be done; says why.
         """
         connection = self._connected()
-        plan_id, plan = self._known_plan((model, rank))
+        plan_id, plan = self._plans.known((model, rank))
         with self._mapping:  # what is being prepared may be what this needs
             begin = pb.BeginWrite(
                 model=model, number=number, rank=rank, plan_id=plan_id, held=[*self._standby]
@@ -245,7 +130,7 @@ class LocalLane:
                     memory = self._standby.pop(loan.memory.key, None)
                 if memory is None:
                     memory = _map(descriptors, loan.memory, Use.WRITE)
-                copies = self._copies(loan, plan, [memory.nbytes], stream, (model, rank))
+                copies = self._plans.copies(loan, plan, [memory.nbytes], stream, (model, rank))
                 touched = merged((c.memory_offset, c.memory_end) for shard in copies for c in shard)
                 self._written[model] = touched
                 if descriptors:
@@ -300,7 +185,7 @@ class LocalLane:
         connection = self._connected()
         asked = wire.request_to_proto(request)
         what = (model, asked.SerializeToString())
-        plan_id, plan = self._known_plan(what)
+        plan_id, plan = self._plans.known(what)
         with self._lock:
             held, recalls = dict(self._kept), self._recalls
         begin = pb.BeginRead(model=model, version=str(version), layout=asked, plan_id=plan_id, held=[*held])
@@ -311,7 +196,12 @@ class LocalLane:
             connection.not_reading()
             raise
         loan = answer.read
-        end = pb.LaneRequest(end_read=pb.EndRead(loan=loan.loan))
+        forks = _forks.count
+
+        def end() -> None:
+            left_open = _forks.count != forks
+            connection.tell(pb.LaneRequest(end_read=pb.EndRead(loan=loan.loan, left_open=left_open)))
+
         try:
             private: list[MappedMemory] = []
             copied_from: list[MappedMemory] = []
@@ -327,11 +217,10 @@ class LocalLane:
                     if memory.keep:
                         self._keep(connection, kept, recalls)
                 copied_from.append(kept.mapping)
-            copies = self._copies(loan, plan, [memory.nbytes for memory in private], layout, what)
-            found = wire.version_from_proto(loan.version)
-            return ReadLoan(found, layout, copies, private, copied_from, lambda: connection.tell(end))
+            copies = self._plans.copies(loan, plan, [memory.nbytes for memory in private], layout, what)
+            return ReadLoan(layout, copies, private, copied_from, end)
         except BaseException:
-            connection.tell(end)
+            end()
             raise
         finally:
             lane_protocol.close_all(descriptors)
@@ -345,6 +234,12 @@ class LocalLane:
             self._lost(connection)
             connection.close_when_read()
 
+    def leave(self) -> None:
+        """Let go of what was kept for later pulls, in a process that was forked and will make none."""
+        kept, self._kept = self._kept, {}
+        for each in kept.values():
+            each.mapping.abandon()
+
     def _keep(self, connection: LaneConnection, kept: _Kept, recalls: int) -> None:
         """Have memory ready for later pulls, unless the service has asked for some since, or is gone."""
         with self._lock:
@@ -354,10 +249,10 @@ class LocalLane:
 
     def _connected(self) -> LaneConnection:
         with self._lock:
-            if self._connection is not None and not self._connection.ended:
-                return self._connection
             if self._closed:
                 raise Unavailable("the client has been closed")
+            if self._connection is not None and not self._connection.ended:
+                return self._connection
             if self._refused is not None and time.monotonic() < self._refused[0]:
                 _, kind, message, fix = self._refused
                 raise kind(message, fix=fix)
@@ -384,10 +279,18 @@ class LocalLane:
             raise FailedPrecondition(
                 f"the service does not say where its socket is: {error.message}"
             ) from error
-        path = os.environ.get(SOCKET_VARIABLE) or found.socket
+        named = os.environ.get(SOCKET_VARIABLE, "")
+        path = named or found.socket
         if not path:
             raise FailedPrecondition(f"the service has no local socket: {found.unavailable}")
-        return LaneConnection(path, found.service_id, self._client_id, self._recalled, self._lost)
+        return LaneConnection(
+            path,
+            found.private and not named,
+            found.service_id,
+            self._client_id,
+            self._recalled,
+            self._lost,
+        )
 
     def _recalled(self, key: str) -> None:
         with self._lock:
@@ -406,40 +309,6 @@ class LocalLane:
             self._kept = {}
         for memory in standby:
             memory.close()
-
-    def _known_plan(self, what: Any) -> tuple[str, pb.LanePlan | None]:
-        """The plan that was used last for something, if it is still known."""
-        with self._lock:
-            plan_id = self._last_plan.get(what, "")
-            plan = self._plans.get(plan_id)
-            return (plan_id, plan) if plan is not None else ("", None)
-
-    def _copies(
-        self,
-        loan: pb.WriteLoan | pb.ReadLoan,
-        known: pb.LanePlan | None,
-        sizes: list[int],
-        stream: Layout,
-        what: Any,
-    ) -> list[list[StridedCopy]]:
-        """The copies of a loan; from earlier ones if nothing has changed."""
-        places: Mapping[str, tuple[int, int]] = {file.name: (file.memory, file.offset) for file in loan.files}
-        if any(number >= len(sizes) for number, _ in places.values()):
-            raise DataLoss("the service says that a file lies in memory that it has not lent")
-        plan = loan.plan if loan.HasField("plan") else known
-        if plan is None:
-            raise DataLoss("the service counts on a plan that is not known here")
-        key = (loan.plan_id, tuple(sorted(places.items())), tuple(sizes))
-        with self._lock:
-            self._plans[loan.plan_id] = plan
-            self._last_plan[what] = loan.plan_id
-            copies = self._placed.get(key)
-            if copies is None:
-                copies = self._placed[key] = placed_copies(plan, stream, places, sizes)
-            for cache in (self._plans, self._last_plan, self._placed):
-                while len(cache) > _KEPT_PLANS:
-                    cache.popitem(last=False)
-        return copies
 
 
 def _map(
@@ -462,3 +331,25 @@ def _duplicate(descriptor: int) -> int:
         return os.dup(descriptor)
     except OSError as error:
         raise ResourceExhausted(f"there is no descriptor left: {error}") from error
+
+
+class _Forks:
+    """How often this process was forked: children have all that it has mapped."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def take_note(self) -> None:
+        self.count += 1
+
+
+_forks = _Forks()
+_lanes: weakref.WeakSet[LocalLane] = weakref.WeakSet()
+
+
+def _leave_in_child() -> None:
+    for lane in list(_lanes):
+        lane.leave()
+
+
+os.register_at_fork(before=_forks.take_note, after_in_child=_leave_in_child)

@@ -65,7 +65,7 @@ def default_connections(cpus: int | None = None) -> int:
     Args:
         cpus: processors that this process may use; by default they are counted.
     """
-    return 2 if (cpus or os.cpu_count() or 1) >= _LEAST_CPUS else 1
+    return 2 if (cpus or len(os.sched_getaffinity(0))) >= _LEAST_CPUS else 1
 
 
 def calls_for(nbytes: int, connections: int) -> int:

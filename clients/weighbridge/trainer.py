@@ -7,7 +7,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,10 +24,12 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.folder_weights import FolderWeights
+from weighbridge.lane_loans import WriteLoan
 from weighbridge.layouts import Layout, TensorSpec
-from weighbridge.local_lane import GRPC, LOCAL, WriteLoan
+from weighbridge.local_lane import GRPC, LOCAL
+from weighbridge.push_handle import PushHandle, PushReport
 from weighbridge.push_sources import OpenSource, ShardSource, StagingPool, StreamSource, TensorSource
-from weighbridge.resources import Model, Version, VersionState
+from weighbridge.resources import Model, Version
 from weighbridge.striping import Striping
 from weighbridge.tensor_stream import StreamWriter
 from weighbridge.v1 import checkpoint_service_pb2 as pb
@@ -46,97 +47,6 @@ _PREPARE_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds before each question for the memory of the next version: it may be in use until this one is durable."""
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class PushReport:
-    """What one rank's push cost.
-
-    Attributes:
-        held_seconds: how long `push` kept the rank.
-        copy_seconds: of these, copying the shards out.
-        stream_bytes: bytes this rank pushed.
-        stream_seconds: how long they were on their way, behind the rank's back.
-        lane: how they went, ``local`` or ``grpc``.
-        lane_reason: why they did not go by ``local``, if that was wanted.
-    """
-
-    held_seconds: float
-    copy_seconds: float
-    stream_bytes: int
-    stream_seconds: float
-    lane: str
-    lane_reason: str
-
-
-class PushHandle:
-    """A push on its way. The shards have been copied out: the rank may change its tensors.
-
-    Attributes:
-        model: the model.
-        number: the version's number.
-        stream_bytes: bytes this rank pushes.
-    """
-
-    def __init__(self, client: TrainerClient, model: str, number: int, stream_bytes: int) -> None:
-        self.model = model
-        self.number = number
-        self.stream_bytes = stream_bytes
-        self._client = client
-        self._report: Future[PushReport] = Future()
-
-    @property
-    def done(self) -> bool:
-        """Whether this rank's bytes have arrived and it has sealed, or has failed to."""
-        return self._report.done()
-
-    def report(self, timeout: float | None = None) -> PushReport:
-        """Wait until this rank has sealed; what its push cost.
-
-        Raises:
-            WeighbridgeError: the push failed.
-            DeadlineExceeded: not sealed within ``timeout`` seconds.
-        """
-        try:
-            return self._report.result(timeout)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"{self.model}@{self.number}: this rank had not sealed within {timeout} s"
-            ) from error
-
-    def wait(
-        self,
-        until: VersionState | str = VersionState.DURABLE,
-        *,
-        timeout: float | None = None,
-        on_progress: Callable[[Version], None] | None = None,
-    ) -> Version:
-        """Wait for the version.
-
-        Args:
-            until: ``durable`` (in the object store) or ``ready`` (engines can pull it).
-            timeout: seconds; None waits as long as it takes.
-            on_progress: is called with the version as it stands now and then.
-
-        Raises:
-            VersionFailed: it cannot be completed; lists what is missing.
-            WeighbridgeError: this rank's push failed.
-            DeadlineExceeded: not within ``timeout`` seconds.
-        """
-        if on_progress is None:
-            started = time.monotonic()
-            self.report(timeout)
-            left = None if timeout is None else max(timeout - (time.monotonic() - started), 0.0)
-            return self._client.wait_for(self.model, self.number, VersionState(until), timeout=left)
-
-        def watched(version: Version) -> None:
-            if self.done:
-                self.report()  # raises if this rank's push has failed
-            on_progress(version)
-
-        return self._client.wait_for(
-            self.model, self.number, VersionState(until), timeout=timeout, on_progress=watched
-        )
 
 
 class TrainerClient(Client):

@@ -363,5 +363,8 @@ class LocalLaneHandlers(local_lane_pb2_grpc.LocalLaneServiceServicer):
         self, request: local_lane_pb2.GetLocalLaneRequest, context: grpc.ServicerContext
     ) -> local_lane_pb2.GetLocalLaneResponse:
         return local_lane_pb2.GetLocalLaneResponse(
-            socket=self._lane.path, service_id=self._lane.service_id, unavailable=self._lane.unavailable
+            socket=self._lane.path,
+            service_id=self._lane.service_id,
+            unavailable=self._lane.unavailable,
+            private=self._lane.private,
         )

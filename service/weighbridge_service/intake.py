@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weighbridge.errors import (
@@ -183,7 +183,7 @@ class Intake:
             entry.request_id,
             home=self.home,
             prepare=model.prepare,
-            acquire_image=lambda files: self._acquire_image(model, files),
+            acquire_image=lambda files, clients: self._acquire_image(model, files, clients),
             forwarding=Forwarding(self._peers, str(model.name), entry.number),
             confirm=lambda: self._confirm(model.name, entry.number),
             known=model.known_set,
@@ -220,11 +220,11 @@ class Intake:
         else:
             check_not_given_up(head, number)
 
-    def _acquire_image(self, model: RegisteredModel, names: Sequence[str]) -> Image:
+    def _acquire_image(self, model: RegisteredModel, names: Sequence[str], clients: Collection[str]) -> Image:
         files = [file for file in model.files.files if file.name in set(names)]
         sizes = {file.name: file.nbytes for file in files}
         deadline = time.monotonic() + self._config.image_wait
-        image = self.standbys.take(model.name, sizes)
+        image = self.standbys.take(model.name, sizes, clients)
         while image is None:
             self.standbys.make_room(sizes)
             try:
@@ -362,20 +362,27 @@ class Intake:
             self.bytes_in += nbytes
             self.bytes_in_locally += nbytes
 
-    def prepare_image(self, name: str) -> Image | None:
+    def prepare_image(self, name: str, client_id: str) -> Image | None:
         """The image that a model's next version will probably be written to; None if there is none now.
 
         A model has two images at most by this: the one that is `live`, and one for the next version.
 
         Raises:
             NotFound: the model is not registered.
+            FailedPrecondition: the client has not pushed the model lately. Who could keep the memory open without ever pushing
+                would make the versions of others fail.
         """
         model_name = ModelName.parse(name)
         state = self._catalog.state(model_name)
         if self.draining:
             return None
         with self._catalog.changed:
-            held = sum(live.receiving.image is not None for live in state.versions.values())
+            versions = [live.receiving for live in state.versions.values()]
+        if not any(receiving.takes_part(client_id) for receiving in reversed(versions)):
+            raise FailedPrecondition(
+                f"{name}: memory is prepared only for those who have just pushed a version"
+            )
+        held = sum(receiving.image is not None for receiving in versions)
         sizes = dict(state.model.files.file_sizes)
         return self.standbys.get(model_name, sizes, may_make=held < _IMAGES_OF_A_MODEL)
 

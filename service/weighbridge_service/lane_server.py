@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import socket
 import stat
 import tempfile
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 AUTO, OFF = "auto", "off"
 _BACKLOG = 128
 _MOST_CLIENTS = 1024
+_SHARE_OF_DESCRIPTORS = 4
+"""Clients get no more than this part of the descriptors that the process may have."""
+_STOP_SECONDS = 10.0
 _ACCEPT_PAUSE = 0.5
 _LONGEST_PATH = 107
 """Bytes of a Unix socket's path; Linux's limit."""
@@ -42,6 +46,7 @@ class LaneServer:
         service_id: tells this process of the service from others.
         path: of the socket; empty if there is none.
         unavailable: why there is none.
+        private: whether only processes of this user can get at it.
     """
 
     def __init__(self, service: Weighbridge, where: str) -> None:
@@ -49,11 +54,13 @@ class LaneServer:
         self.service_id = uuid.uuid4().hex
         self.path = ""
         self.unavailable = ""
+        self.private = where == AUTO
         self._lock = threading.Lock()
         self._sessions: dict[LaneSession, threading.Thread] = {}
         self._socket: socket.socket | None = None
         self._stopping = False
-        service.intake.standbys.when_recalled(self._recall)
+        self._most_clients = _most_clients()
+        service.intake.standbys.lent_by(self._recall, self._holders)
         service.images.ask_back = self._recall
         if where == OFF:
             self.unavailable = "the service was started with --local-socket off"
@@ -62,7 +69,7 @@ class LaneServer:
             # who may use a path that is named is said by its folder: containers run as different users
             path, mode = (_own_path(self.service_id), 0o600) if where == AUTO else (Path(where), 0o666)
             self._socket = _listen(path, mode)
-        except Unavailable as error:
+        except (Unavailable, InvalidArgument) as error:
             if where != AUTO:
                 raise
             self.unavailable = error.message
@@ -93,8 +100,11 @@ class LaneServer:
             sessions = dict(self._sessions)
         for session in sessions:
             session.close()
+        deadline = (
+            time.monotonic() + _STOP_SECONDS
+        )  # a store that is away may keep one that completes a version
         for thread in sessions.values():
-            thread.join()
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _accept(self, listening: socket.socket) -> None:
         while True:
@@ -106,8 +116,8 @@ class LaneServer:
                 log.warning("a client could not connect to %s: %s", self.path, error)
                 time.sleep(_ACCEPT_PAUSE)
                 continue
-            if self.clients >= _MOST_CLIENTS:
-                log.warning("%d clients are connected to %s: no more", _MOST_CLIENTS, self.path)
+            if self.clients >= self._most_clients:
+                log.warning("%d clients are connected to %s: no more", self._most_clients, self.path)
                 connection.close()
                 continue
             session = LaneSession(self._service, connection, self.service_id)
@@ -131,11 +141,24 @@ class LaneServer:
             with self._lock:
                 del self._sessions[session]
 
+    def _holders(self, region: Region) -> set[str]:
+        """The clients that may have a region mapped for writing."""
+        with self._lock:
+            sessions = list(self._sessions)
+        return {session.client_id for session in sessions if session.may_write(region)}
+
     def _recall(self, region: Region) -> None:
         with self._lock:
             sessions = list(self._sessions)
         for session in sessions:
             session.recall(region)
+
+
+def _most_clients() -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return _MOST_CLIENTS
+    return min(_MOST_CLIENTS, max(descriptors // _SHARE_OF_DESCRIPTORS, 1))
 
 
 def _own_path(service_id: str) -> Path:

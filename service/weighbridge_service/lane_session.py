@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ from weighbridge_storage.regions import Region, why_not_lent
 
 log = logging.getLogger(__name__)
 
-_RECALL_SECONDS = 1.0
+_HELLO_SECONDS = 10.0
+"""How long a client that has connected may take to say who it is."""
+_SEND_SECONDS = 30.0
+"""How long a client may stand still in the middle of an answer."""
 _MOST_LOANS = 1024
 """Loans of one client at one time; a client that forgets to end them must not take all memory for its books."""
 
@@ -44,15 +48,19 @@ class LaneSession:
         service: whose memory is lent.
         connection: the client's; closed in the end.
         service_id: tells this process from others.
+
+    Attributes:
+        client_id: who it says it is; empty as long as it has not.
     """
 
     def __init__(self, service: Weighbridge, connection: socket.socket, service_id: str) -> None:
         self._service = service
         self._connection = connection
         self._service_id = service_id
-        self._client_id = ""
+        self.client_id = ""
         self._lock = threading.Lock()
         self._sending = threading.Lock()
+        self._recalls: deque[str] = deque()  # keys of memory that the client is still to be asked for
         self._loans: dict[int, _Writing | LentVersion] = {}
         self._next_loan = 1
         self._writable: dict[str, Region] = {}  # regions that the client has a writable descriptor of
@@ -61,7 +69,10 @@ class LaneSession:
     def run(self) -> None:
         """Answer requests until the client has gone; then take back all that it was lent."""
         try:
+            lane_protocol.limit_sending(self._connection, _SEND_SECONDS)
+            self._connection.settimeout(_HELLO_SECONDS)
             while (received := lane_protocol.receive(self._connection)) is not None:
+                self._connection.settimeout(None)
                 raw, descriptors = received
                 lane_protocol.close_all(descriptors)  # clients have nothing to give
                 self._answer(pb.LaneRequest.FromString(raw))
@@ -78,8 +89,13 @@ class LaneSession:
         except OSError:
             self._connection.close()
 
+    def may_write(self, region: Region) -> bool:
+        """Whether the client may have a region mapped for writing."""
+        with self._lock:
+            return region.key in self._writable
+
     def recall(self, region: Region) -> None:
-        """Ask the client to let go of a region, unless it is writing a version there."""
+        """Ask the client to let go of a region, unless it is writing a version there. Waits for nothing."""
         with self._lock:
             in_use = any(
                 isinstance(loan, _Writing) and loan.lent.image.region is region
@@ -89,15 +105,21 @@ class LaneSession:
                 return
             self._writable.pop(region.key, None)
             self._readable.discard(region.key)
-        if not self._sending.acquire(timeout=_RECALL_SECONDS):
-            self.close()  # a client that stands still must not hold up those who recall
-            return
-        try:
-            lane_protocol.send(self._connection, pb.LaneResponse(recall=pb.Recall(key=region.key)))
-        except OSError:
-            self.close()
-        finally:
-            self._sending.release()
+            self._recalls.append(region.key)
+        self._send_recalls()
+
+    def _send_recalls(self) -> None:
+        """Who is sending meanwhile does it afterwards: those who recall hold locks, and must not wait for a client."""
+        while self._recalls and self._sending.acquire(blocking=False):
+            try:
+                while self._recalls:
+                    recall = pb.LaneResponse(recall=pb.Recall(key=self._recalls.popleft()))
+                    lane_protocol.send_at_once(self._connection, recall)
+            except OSError:
+                self._recalls.clear()
+                self.close()  # it has gone, or reads nothing
+            finally:
+                self._sending.release()
 
     def _answer(self, request: pb.LaneRequest) -> None:
         response = pb.LaneResponse(id=request.id)
@@ -111,25 +133,27 @@ class LaneSession:
         try:
             try:
                 self._do(request, response, attach)
-            except (WeighbridgeError, OSError) as error:
+            except Exception as error:  # this client's other loans must not suffer from it
                 lane_protocol.close_all(descriptors)
                 descriptors.clear()
-                refused = (
-                    error
-                    if isinstance(error, WeighbridgeError)
-                    else FailedPrecondition(f"memory could not be lent: {error}")
+                response = pb.LaneResponse(
+                    id=request.id, error=lane_protocol.error_to_proto(_as_refusal(error))
                 )
-                response = pb.LaneResponse(id=request.id, error=lane_protocol.error_to_proto(refused))
             with self._sending:
                 lane_protocol.send(self._connection, response, descriptors)
+            self._send_recalls()
         finally:
             lane_protocol.close_all(descriptors)
 
     def _do(self, request: pb.LaneRequest, response: pb.LaneResponse, attach: _Attach) -> None:
         kind = request.WhichOneof("request")
         if kind == "hello":
-            self._client_id = request.hello.client_id
+            self.client_id = request.hello.client_id
             response.hello.service_id = self._service_id
+        elif not self.client_id:
+            raise InvalidArgument(
+                "the client has not said who it is", fix="say hello first, with a client_id"
+            )
         elif kind == "begin_write":
             self._begin_write(request.begin_write, response.write, attach)
         elif kind == "end_write":
@@ -145,7 +169,7 @@ class LaneSession:
 
     def _begin_write(self, asked: pb.BeginWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
         receiving, lent = self._service.intake.lend_image(
-            asked.model, asked.number, asked.rank, self._client_id
+            asked.model, asked.number, asked.rank, self.client_id
         )
         with self._undone_on_error(_Writing(receiving, asked.rank, lent)) as number:
             reply.loan = number
@@ -163,7 +187,7 @@ class LaneSession:
         self._end_writing(loan, complete=asked.complete)
 
     def _prepare_write(self, asked: pb.PrepareWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
-        image = self._service.intake.prepare_image(asked.model)
+        image = self._service.intake.prepare_image(asked.model, self.client_id)
         # not if a version has just begun with it: its memory is lent to its own ranks
         with self._service.intake.standbys.waiting(image) as there:
             if there is not None:
@@ -175,12 +199,11 @@ class LaneSession:
             raise FailedPrecondition(
                 "the version is put together in a file on disk, which is not lent for writing"
             )
-        why = why_not_lent()
-        if why:
-            raise FailedPrecondition(why)
+        _check_lendable()
         reply.memory.key, reply.memory.bytes = region.key, region.capacity
         with self._lock:
-            if region.key not in held:
+            # the client may not have heard yet that it was to let go of what it says it has
+            if region.key not in held or region.key not in self._writable:
                 attach(reply.memory, lambda: region.reopen(writable=True))
             self._writable[region.key] = region
         for name, offset in image.offsets.items():
@@ -198,6 +221,8 @@ class LaneSession:
     def _lend_readable(
         self, places: Mapping[str, Place], held: Iterable[str], reply: pb.ReadLoan, attach: _Attach
     ) -> None:
+        if any(place.lasting for place in places.values()):
+            _check_lendable()
         numbers: dict[str, int] = {}
         for name, place in places.items():
             if place.key not in numbers:
@@ -208,7 +233,7 @@ class LaneSession:
                 numbers[place.key] = len(numbers)
                 memory = reply.memories.add(key=place.key, bytes=place.nbytes, keep=place.lasting)
                 with self._lock:
-                    if place.key not in held:
+                    if place.key not in held or place.key not in self._readable:
                         attach(memory, place.open)
                     if place.lasting:
                         self._readable.add(place.key)
@@ -220,6 +245,8 @@ class LaneSession:
             if not isinstance(loan, LentVersion):
                 raise InvalidArgument(f"there is no loan {asked.loan} to end")
             del self._loans[asked.loan]
+        if asked.left_open:
+            loan.leave_open()
         loan.opened.close()
 
     @contextmanager
@@ -277,6 +304,22 @@ class LaneSession:
 
 
 _Attach = Callable[[pb.SharedMemory, Callable[[], int]], None]
+
+
+def _check_lendable() -> None:
+    why = why_not_lent()
+    if why:
+        raise FailedPrecondition(why)
+
+
+def _as_refusal(error: Exception) -> WeighbridgeError:
+    """What a client is told of whatever went wrong."""
+    if isinstance(error, WeighbridgeError):
+        return error
+    if isinstance(error, OSError):
+        return FailedPrecondition(f"memory could not be lent: {error}")
+    log.error("a request of the local lane failed", exc_info=error)
+    return WeighbridgeError(f"the service could not answer: {type(error).__name__}")
 
 
 def _fill_plan(

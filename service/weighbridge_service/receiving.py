@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -77,7 +77,8 @@ class Receiving:
         request_id: which request opened it.
         home: this process.
         prepare: makes a `PreparedPush` from the digests of all ranks and the numbers of their replicas.
-        acquire_image: gives an image of these files of the version, with headers written, when the first rank is about to push.
+        acquire_image: gives an image of these files of the version, with headers written, when the first rank is about to push; is
+            told which clients have declared so far.
         forwarding: passes bytes on to other replicas.
         confirm: raises VersionFailed if the version was given up elsewhere; is asked before it becomes ready.
         known: declarations of the push before, if any.
@@ -95,7 +96,7 @@ class Receiving:
         *,
         home: Home,
         prepare: Callable[[Sequence[str], Sequence[int]], PreparedPush],
-        acquire_image: Callable[[Sequence[str]], Image],
+        acquire_image: Callable[[Sequence[str], Collection[str]], Image],
         forwarding: Forwarding,
         confirm: Callable[[], None],
         known: KnownSet | None,
@@ -255,9 +256,10 @@ class Receiving:
         with self._changed:
             self._declarations.agreed = agreed
             self._changed.notify_all()
+            clients = {declaration.client_id for declaration in self._declarations.here.values()}
         to_come = agreed.to_come_to(self.home)
         try:
-            image = self._acquire_image(list(to_come))
+            image = self._acquire_image(list(to_come), clients)
         except WeighbridgeError as error:
             self.fail(error)
             return
@@ -394,17 +396,12 @@ class Receiving:
         Raises:
             VersionFailed: one still can, though all that were lent it have said that they are done; the version has failed.
         """
-        recalled = False
+        region = self._show_arrivals()
+        if region is None:
+            return
+        self._recall(region)
         deadline = time.monotonic() + _LET_GO_SECONDS
-        while True:
-            with self._changed:
-                arrivals, image = self._arrivals, self.image
-                if arrivals is None or image is None or not arrivals.all_here or arrivals.is_lent:
-                    return
-                if not arrivals.can_be_changed:
-                    if arrivals.show():
-                        self._changed.notify_all()
-                    return
+        while self._show_arrivals() is not None:
             if time.monotonic() > deadline:
                 error = VersionFailed(
                     f"{self._name} was given up: a process can still write to its memory, although all that were lent it "
@@ -414,10 +411,19 @@ class Receiving:
                 )
                 self.fail(error)
                 raise error
-            if not recalled:
-                self._recall(image.region)
-                recalled = True
             time.sleep(_LET_GO_PAUSE)
+
+    def _show_arrivals(self) -> Region | None:
+        """Let those who wait have the files that are complete; gives the image's region if all bytes are here, all that it was lent
+        have given it back, and a process can still write to it."""
+        with self._changed:
+            arrivals, image = self._arrivals, self.image
+            if self._state is not VersionState.RECEIVING or arrivals is None or image is None:
+                return None
+            if arrivals.show():
+                self._changed.notify_all()
+            held_back = arrivals.held_back and arrivals.all_here and not arrivals.is_lent
+            return image.region if held_back else None
 
     def _take_written(self, agreed: Agreement, rank: int) -> None:
         """All of a rank's stream was written to the image by its own process."""
@@ -428,14 +434,11 @@ class Receiving:
 
     def look_again(self) -> None:
         """Go on if a process that could still write to the image has let go of it, or has ended."""
+        region = self._show_arrivals()
+        if region is not None:
+            # whoever was lent it ahead of the version may not be one of its ranks, and there may be no rank that waits
+            self._recall(region)
         with self._changed:
-            if (
-                self._state is not VersionState.RECEIVING
-                or self._arrivals is None
-                or not self._arrivals.show()
-            ):
-                return
-            self._changed.notify_all()
             complete = self._complete_if_all_is_here()
         if complete:
             self._become_ready()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from weighbridge.errors import WeighbridgeError
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 _RETURN_SECONDS = 2.0
 """How long a push waits for memory that was lent ahead, before it takes other memory."""
 _RETURN_PAUSE = 0.005
+_MAKE_SECONDS = 1.0
+"""How long a model that has been given memory ahead waits for some that others will let go of, before it is given more."""
 
 
 class Standbys:
@@ -32,11 +34,14 @@ class Standbys:
         self._lock = threading.Lock()
         self._waiting: dict[ModelName, Image] = {}
         self._making: set[ModelName] = set()
+        self._given: set[ModelName] = set()  # that new memory was made for
+        self._asked: dict[ModelName, float] = {}  # since when there has been none
         self._on_recall: Callable[[Region], None] = lambda _region: None
+        self._holders: Callable[[Region], set[str]] = lambda _region: set()
 
-    def when_recalled(self, call: Callable[[Region], None]) -> None:
-        """Say what asks processes that were lent a region to let go of it."""
-        self._on_recall = call
+    def lent_by(self, recall: Callable[[Region], None], holders: Callable[[Region], set[str]]) -> None:
+        """Say what asks processes that were lent a region to let go of it, and which clients these are."""
+        self._on_recall, self._holders = recall, holders
 
     def recall(self, region: Region) -> None:
         """Ask processes that were lent a region, and do not write a version there, to let go of it."""
@@ -57,8 +62,10 @@ class Standbys:
             if model in self._making:
                 return None
             self._making.add(model)
+            asked = self._asked.setdefault(model, time.monotonic())
+            soon = model in self._given and time.monotonic() - asked < _MAKE_SECONDS
         image = self._images.reuse(sizes)
-        if image is not None or not may_make or not self._images.fits(sizes):
+        if image is not None or not may_make or soon or not self._images.fits(sizes):
             self._enter(model, image)
             return image
 
@@ -69,6 +76,8 @@ class Standbys:
             except WeighbridgeError as error:
                 log.info("no memory was made ahead for %s: %s", model, error.message)
             finally:
+                with self._lock:
+                    self._given.add(model)
                 self._enter(model, made)
 
         # fresh memory takes seconds; whoever has asked asks again
@@ -81,6 +90,7 @@ class Standbys:
             before = self._waiting.get(model) if image is not None else None
             if image is not None:
                 self._waiting[model] = image
+                self._asked.pop(model, None)
         if before is not None:
             self._drop(before)
 
@@ -90,13 +100,30 @@ class Standbys:
         with self._lock:
             yield image if any(image is each for each in self._waiting.values()) else None
 
-    def take(self, model: ModelName, sizes: Mapping[str, int]) -> Image | None:
-        """The model's image, for a version that begins now; None if there is none, or it is for other files."""
+    def take(self, model: ModelName, sizes: Mapping[str, int], clients: Collection[str]) -> Image | None:
+        """The model's image, for a version that begins now; None if there is none, or it is for other files.
+
+        If none of those who push has it mapped, others have it, who may stand still and never let go of it: then it is one that they
+        have let go of, or None.
+
+        Args:
+            model: whose version.
+            sizes: of its files.
+            clients: who pushes it, as far as they are known.
+        """
         with self._lock:
             image = self._waiting.pop(model, None)
+            self._asked.pop(model, None)
         if image is not None and image.sizes != sizes:
             self._drop(image)
             return None
+        holders = self._holders(image.region) if image is not None else set()
+        if image is None or not holders or not holders.isdisjoint(clients):
+            return image
+        self._drop(image)
+        deadline = time.monotonic() + _RETURN_SECONDS
+        while (image := self._images.reuse(sizes)) is None and time.monotonic() < deadline:
+            time.sleep(_RETURN_PAUSE)
         return image
 
     def make_room(self, sizes: Mapping[str, int]) -> None:

@@ -7,7 +7,7 @@ remote store.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -134,8 +134,3 @@ class MappedBytes(FileBytes):
     def prepare(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Sequence[Kept]:
         """See `FileBytes.prepare`. Nothing is to be done."""
         return ()
-
-
-def mapped_files(arrays: Mapping[str, ByteArray]) -> dict[str, FileBytes]:
-    """Files that lie in this process's memory, by name."""
-    return {name: MappedBytes(data) for name, data in arrays.items()}

@@ -210,9 +210,7 @@ class ImagePool:
         self._lock = threading.Lock()
         self.ask_back: Callable[[Region], None] = lambda _region: None
         self._free: list[Region] = []  # the longest unused first
-        self._written: list[
-            Region
-        ] = []  # nobody's image any more, but other processes can still write to them
+        self._written: list[Region] = []  # nobody's image any more, but other processes still use them
         self._memory = 0  # of all regions, of regions being made too
         self._disk = 0
         self._made = 0
@@ -358,6 +356,12 @@ class ImagePool:
             self._disk -= capacity
 
     def _give_back(self, region: Region) -> None:
+        if region.was_left_open and not region.in_memory:
+            # not every file system can say who has a file open; its room comes back when the last reader has gone
+            with self._lock:
+                self._forget(region.capacity, in_memory=False)
+            region.close()
+            return
         with self._lock:
             self._written.append(region)
             self._take_back()

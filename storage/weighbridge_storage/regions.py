@@ -22,13 +22,11 @@ from contextlib import suppress
 
 import numpy as np
 
+from weighbridge.paging import POPULATE_WRITE, enter_pages
 from weighbridge_storage.objects import ByteArray, error_for
 
 PAGE = mmap.PAGESIZE
 
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14's; Python has no name for it yet."""
-_POPULATE_PIECE = 8 << 20
 _serials = itertools.count(1)
 _BOOT = uuid.uuid4().hex
 """Clients may have seen keys of an earlier process."""
@@ -77,10 +75,11 @@ class Region:
                 raise
         except OSError as error:
             raise error_for(error, what) from error
+        self.writable: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
         if self.in_memory:
             # A file's pages are not touched: an image there is larger than what memory should hold.
-            self._populate()
-        self.writable: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
+            with suppress(OSError):  # an older kernel: the first copies will fault the pages in
+                enter_pages(self.writable.ctypes.data, capacity, POPULATE_WRITE)
         self.readable: ByteArray = np.frombuffer(memoryview(self._map).toreadonly(), dtype=np.uint8)
 
     def reopen(self, *, writable: bool) -> int:
@@ -113,6 +112,11 @@ class Region:
         """A process that was reading it has gone away without a word, and may still have it mapped."""
         self._left_open = True
 
+    @property
+    def was_left_open(self) -> bool:
+        """Whether that was said of it, and not seen to be over."""
+        return self._left_open
+
     def in_use_elsewhere(self) -> bool:
         """Whether it must not be used for something else: it can be written to, or is still read by one who has `left_open`."""
         if self.written_elsewhere():
@@ -140,12 +144,6 @@ class Region:
         """Give it back to the system; an array over it that somebody kept still keeps its memory."""
         del self.writable, self.readable, self._map
         self._release()
-
-    def _populate(self) -> None:
-        # In pieces: the call holds Python's global lock, and other threads want to run.
-        with suppress(OSError):  # an older kernel: the first copies will fault the pages in
-            for start in range(0, self.capacity, _POPULATE_PIECE):
-                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_PIECE, self.capacity - start))
 
 
 def _open_memory() -> int:
@@ -179,25 +177,28 @@ def _can_be_leased(fd: int, kind: int) -> bool:
 
 @functools.cache
 def why_not_lent() -> str:
-    """Why regions cannot be given to other processes for writing on this machine; empty if they can.
+    """Why regions cannot be given to other processes on this machine; empty if they can.
 
-    Tried out once: a second descriptor has to be noticed, and its end as well.
+    Tried out once: a second descriptor has to be noticed, and its end as well, be it for writing or for reading.
     """
     try:
         region = Region(PAGE, None)
         try:
-            seen = [region.written_elsewhere()]
-            fd = region.reopen(writable=True)
-            with mmap.mmap(fd, PAGE):
-                os.close(fd)
-                seen.append(region.written_elsewhere())
-            seen.append(region.written_elsewhere())
+            seen = [region.in_use_elsewhere()]
+            for writable in (True, False):
+                protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+                fd = region.reopen(writable=writable)
+                region.left_open()
+                with mmap.mmap(fd, PAGE, prot=protection):
+                    os.close(fd)
+                    seen.append(region.in_use_elsewhere())
+                seen.append(region.in_use_elsewhere())
         finally:
             region.close()
     except OSError as error:
-        return f"this system cannot say who may still write to shared memory: {error}"
+        return f"this system cannot say who may still use shared memory: {error}"
     return (
         ""
-        if seen == [False, True, False]
-        else "this system does not say truthfully who may write to shared memory"
+        if seen == [False, True, False, True, False]
+        else "this system does not say truthfully who may still use shared memory"
     )

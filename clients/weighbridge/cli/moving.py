@@ -17,9 +17,10 @@ from weighbridge.errors import InvalidArgument, WeighbridgeError
 if TYPE_CHECKING:
     from weighbridge.engine import EngineClient
     from weighbridge.layouts import Layout
+    from weighbridge.push_handle import PushHandle
     from weighbridge.resources import Version
     from weighbridge.slices import TensorParallel
-    from weighbridge.trainer import PushHandle, TrainerClient
+    from weighbridge.trainer import TrainerClient
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _SIZE = click.IntRange(min=1)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from weighbridge.local_lane import GRPC
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -13,8 +15,8 @@ if TYPE_CHECKING:
     from weighbridge.demo.megatron_cpu import Parallel
     from weighbridge.demo.tp_engine import Served
     from weighbridge.demo.trainer_ranks import Restored, Trained
+    from weighbridge.push_handle import PushReport
     from weighbridge.resources import Version
-    from weighbridge.trainer import PushReport
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Report:
         restored: for each parallelism, what each rank got.
         trained: what each rank of the trainer saw.
         engines: the ranks of each engine, by its name.
-        full_pull: bytes and seconds of pulling the whole trained model.
+        full_pull: bytes, seconds and lane of pulling the whole trained model.
         texts: how the prompt was continued, by whom.
         checks: what had to be true.
         stages: seconds that each part of the demo took, processes and all.
@@ -56,7 +58,7 @@ class Report:
     restored: list[tuple[Parallel, list[Restored]]] = field(default_factory=list)
     trained: list[Trained] = field(default_factory=list)
     engines: dict[str, list[Served]] = field(default_factory=dict)
-    full_pull: tuple[int, float] | None = None
+    full_pull: tuple[int, float, str] | None = None
     texts: dict[str, str] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class Report:
             "step_seconds": self.trained[0].step_seconds if self.trained else [],
             "pushed": [_push_json(rank.pushed, rank.version) for rank in self.trained],
             "engines": {name: [asdict(rank) for rank in ranks] for name, ranks in self.engines.items()},
-            "full_pull": dict(zip(("nbytes", "seconds"), self.full_pull, strict=True))
+            "full_pull": dict(zip(("nbytes", "seconds", "lane"), self.full_pull, strict=True))
             if self.full_pull
             else None,
             "texts": self.texts,
@@ -139,33 +141,39 @@ def print_report(report: Report, console: Console) -> None:
 def _moved(report: Report) -> Table:
     """One line for each transfer."""
     table = _table(
-        "What moved, and how fast", ("transfer", "bytes per rank", "of the model", "seconds", "MB/s in all")
+        "What moved, and how fast",
+        ("transfer", "bytes per rank", "of the model", "seconds", "MB/s in all", "lane"),
     )
 
-    def line(what: str, sizes: Sequence[int], seconds: float) -> None:
+    def line(what: str, sizes: Sequence[int], seconds: float, lanes: Iterable[str]) -> None:
         share = " to ".join(
             dict.fromkeys(f"{size / report.model_bytes:.0%}" for size in (min(sizes), max(sizes)))
         )
         megabytes = " to ".join(dict.fromkeys(f"{size / 1e6:.1f} MB" for size in (min(sizes), max(sizes))))
-        table.add_row(what, megabytes, share, f"{seconds:.2f}", f"{sum(sizes) / 1e6 / seconds:.0f}")
+        speed = f"{sum(sizes) / 1e6 / seconds:.0f}"
+        table.add_row(what, megabytes, share, f"{seconds:.2f}", speed, "+".join(sorted({*lanes})))
 
     if report.imported:
         push, _ = report.imported
-        line("import: the folder", [push.stream_bytes], push.held_seconds + push.stream_seconds)
+        seconds = push.held_seconds + push.stream_seconds
+        line("import: the folder", [push.stream_bytes], seconds, [push.lane])
     for parallel, ranks in report.restored:
         what = f"restore: Megatron TP {parallel.tp} x PP {parallel.pp}"
-        line(what, [rank.nbytes for rank in ranks], max(rank.seconds for rank in ranks))
+        line(what, [rank.nbytes for rank in ranks], max(rank.seconds for rank in ranks), [GRPC])
     if report.trained:
         pushes = [rank.pushed for rank in report.trained]
         line(
             f"push: {len(pushes)} trainer ranks",
             [push.stream_bytes for push in pushes],
-            max(push.stream_seconds for push in pushes),
+            max(push.held_seconds + push.stream_seconds for push in pushes),
+            [push.lane for push in pushes],
         )
     for name, engine in report.engines.items():
-        line(f"pull: {name}, TP {len(engine)}", [r.nbytes for r in engine], max(r.seconds for r in engine))
+        sizes, seconds = [rank.nbytes for rank in engine], max(rank.seconds for rank in engine)
+        line(f"pull: {name}, TP {len(engine)}", sizes, seconds, [rank.lane for rank in engine])
     if report.full_pull:
-        line("pull: whole tensors", [report.full_pull[0]], report.full_pull[1])
+        nbytes, seconds, lane = report.full_pull
+        line("pull: whole tensors", [nbytes], seconds, [lane])
     return table
 
 

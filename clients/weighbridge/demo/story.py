@@ -181,9 +181,10 @@ class Story:
         self._check("training changed every tensor", not unchanged, _few(unchanged, len(expected)))
         with EngineClient(server) as client:
             started = time.monotonic()
-            pulled = dict(client.pull(MODEL, "latest"))
+            pull = client.pull(MODEL, "latest")
+            pulled = dict(pull)
             seconds = time.monotonic() - started
-        self.report.full_pull = (sum(tensor.nbytes for tensor in pulled.values()), seconds)
+        self.report.full_pull = (sum(tensor.nbytes for tensor in pulled.values()), seconds, pull.lane)
         different = _differences(pulled.items(), expected.items())
         self._check(
             "latest is the ranks' parameters, converted by plain torch code, bit for bit",

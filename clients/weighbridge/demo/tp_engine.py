@@ -35,6 +35,7 @@ class Served:
         nbytes: bytes that it pulled.
         parameter_bytes: bytes of its parameters.
         seconds: how long the pull took, planning included.
+        lane: how its bytes came.
         text: how it continued the prompt.
     """
 
@@ -42,6 +43,7 @@ class Served:
     nbytes: int
     parameter_bytes: int
     seconds: float
+    lane: str
     text: str
 
 
@@ -66,7 +68,7 @@ def serve(rank: int, server: str, model: str, version: str | int, size: int) -> 
         seconds = time.monotonic() - started
         text = continue_prompt(engine, AutoTokenizer.from_pretrained(folder))
     held = sum(parameter.nbytes for parameter in parameters.values())
-    return Served(pull.version.number, pull.nbytes, held, seconds, text)
+    return Served(pull.version.number, pull.nbytes, held, seconds, pull.lane, text)
 
 
 def build_rank(config: PretrainedConfig, size: int) -> Any:

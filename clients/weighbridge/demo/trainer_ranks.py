@@ -17,8 +17,9 @@ import torch.distributed as dist
 from weighbridge.demo.hf_from_megatron import dump_shards
 from weighbridge.demo.megatron_cpu import Parallel, build_model, forward_logits, train_step
 from weighbridge.integrations.megatron import sharded_tensors
+from weighbridge.push_handle import PushReport
 from weighbridge.resources import Version
-from weighbridge.trainer import PushReport, TrainerClient
+from weighbridge.trainer import TrainerClient
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from weighbridge.engine import EngineClient
 from weighbridge.errors import WeighbridgeError
-from weighbridge.follow.engines import Engine, EngineFailed, Prepared
+from weighbridge.follow.engines import Engine, Prepared
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Follower:
 
         Raises:
             NotFound: the model is not registered.
-            EngineFailed: the engine cannot be reached, or takes no updates.
+            WeighbridgeError: the engine cannot be reached, or takes no updates.
         """
         self._engine.connect()
         for version in self._client.watch(self._model, self._ref):
@@ -135,7 +135,7 @@ class Follower:
     def _engine_has(self, number: int) -> bool:
         try:
             return self._engine.serving().version == number
-        except EngineFailed:
+        except WeighbridgeError:
             return False
 
     def _named(self) -> int | None:

@@ -41,7 +41,7 @@ class Serving:
 
 
 class Engine(Protocol):
-    """A running engine. Every method raises `EngineFailed`, or what the service says, if it cannot do what it should."""
+    """A running engine. Every method raises `WeighbridgeError` if it cannot do what it should: `EngineFailed`, or what says more."""
 
     def connect(self) -> None:
         """Tell the engine where versions come from. May be called again, for instance when the engine has been started again."""

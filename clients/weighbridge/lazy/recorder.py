@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from weighbridge.layouts import TensorSpec
+from weighbridge.lazy.joined import JoinedTensor
 from weighbridge.lazy.recording import Constant, Copy, Recording, Shape, Step
 from weighbridge.lazy.tensor import SHAPE_ONLY, LazyTensor, changed_by
 from weighbridge.lazy.views import Strided
@@ -84,7 +85,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(argument, LazyTensor) for argument in tree_flatten((args, kwargs))[0]):
+        if any(
+            isinstance(argument, LazyTensor | JoinedTensor) for argument in tree_flatten((args, kwargs))[0]
+        ):
             return func(*args, **kwargs)  # comes back to copy() or compute()
         return self._followed(func, args, kwargs, set())
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from weighbridge.boxes import Box
 from weighbridge.errors import LayoutError
 from weighbridge.layouts import TensorSpec
+from weighbridge.lazy.joined import JOINS, JoinedTensor, joined
 from weighbridge.lazy.views import Strided, box_of_view
 
 aten = torch.ops.aten
@@ -135,6 +136,12 @@ class LazyTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in JOINS and all(isinstance(each, LazyTensor | JoinedTensor) for each in args[0]):
+            return joined(func, args, kwargs)
+        if (
+            func not in JOINS and func._can_decompose()
+        ):  # `to`, `reshape` and the like come so in inference mode
+            return func.decompose(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, LazyTensor) and first._memory.real is None:
             others = [a for a in tree_flatten((args[1:], kwargs))[0] if isinstance(a, torch.Tensor)]

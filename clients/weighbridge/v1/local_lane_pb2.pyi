@@ -46,22 +46,28 @@ class GetLocalLaneResponse(_message.Message):
     SOCKET_FIELD_NUMBER: _builtins.int
     SERVICE_ID_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    PRIVATE_FIELD_NUMBER: _builtins.int
     socket: _builtins.str
     """Path of the socket, on the service's machine and as it is mounted there; empty if there is none."""
     service_id: _builtins.str
     """Tells this process of the service from others; the socket must belong to it."""
     unavailable: _builtins.str
     """Why there is no socket."""
+    private: _builtins.bool
+    """Whether only processes of the service's own user can get at it, so that who answers there must be the client's own user. Otherwise
+    it lies where the operator has put it, in a folder that says who can.
+    """
     def __init__(
         self,
         *,
         socket: _builtins.str = ...,
         service_id: _builtins.str = ...,
         unavailable: _builtins.str = ...,
+        private: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["service_id", b"service_id", "socket", b"socket", "unavailable", b"unavailable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["private", b"private", "service_id", b"service_id", "socket", b"socket", "unavailable", b"unavailable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -348,20 +354,26 @@ Global___BeginRead: _TypeAlias = BeginRead  # noqa: Y015
 
 @_typing.final
 class EndRead(_message.Message):
-    """Nothing of it is looked at any more."""
+    """The client does not look at it any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LOAN_FIELD_NUMBER: _builtins.int
+    LEFT_OPEN_FIELD_NUMBER: _builtins.int
     loan: _builtins.int
+    left_open: _builtins.bool
+    """Whether a process that was forked from the client may still do so: the memory is then used for nothing else before it is mapped
+    nowhere any more.
+    """
     def __init__(
         self,
         *,
         loan: _builtins.int = ...,
+        left_open: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loan", b"loan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left_open", b"left_open", "loan", b"loan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from weighbridge import safetensors_files, wire
 from weighbridge.layouts import Layout, Placement, TensorSpec
+from weighbridge.push_handle import PushHandle
 from weighbridge.push_sources import MappedSource, StreamSource
-from weighbridge.trainer import PushHandle, TrainerClient
+from weighbridge.trainer import TrainerClient
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
     in_dtype_of,

@@ -1,0 +1,207 @@
+"""An SGLang server, over its own HTTP API. What it serves is what its ranks say, not what was asked of it."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from weighbridge.follow.engines import Prepared, Serving
+from weighbridge.integrations.sglang.wanted import DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted, label
+
+_POLL_SECONDS = 0.2
+PAUSE_MODES = ("retract", "in_place", "abort")
+
+
+class SglangServer:
+    """A running SGLang server with weighbridge installed next to it.
+
+    Args:
+        url: of its HTTP API, such as ``http://127.0.0.1:30000``.
+        service: ``host:port`` of the service's gRPC face, as the engine reaches it.
+        model: ``namespace/name``.
+        api_key: the server's admin key, if it wants one.
+        lane: how weights travel to the engine's ranks, as for `weighbridge.client.Client`; None leaves it to their environment.
+        pause_mode: what happens to requests under way. ``retract`` lets them wait, and computes what they have so far again, by the new
+            weights; ``in_place`` lets them go on from what the old weights have computed; ``abort`` ends them.
+        timeout: seconds for each call; for `prepare`, for all of it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        service: str,
+        model: str,
+        *,
+        api_key: str = "",
+        lane: str | None = None,
+        pause_mode: str = "retract",
+        timeout: float = 600.0,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidArgument(f"{url!r} is no HTTP address", fix="as in http://127.0.0.1:30000")
+        if pause_mode not in PAUSE_MODES:
+            raise InvalidArgument(
+                f"there is no pause mode {pause_mode!r}", fix=f"one of {', '.join(PAUSE_MODES)}"
+            )
+        self.url = url.rstrip("/")
+        self.model = model
+        self.pause_mode = pause_mode
+        self.timeout = timeout
+        self._requests: dict[int, dict[str, Any]] = {}
+        self._wanted = Wanted(service, model, lane=lane)
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def connect(self) -> None:
+        """Nothing has to be told before an update; raises `FailedPrecondition` if the server has no plug-in."""
+        self._ranks()
+
+    def serving(self) -> Serving:
+        """What all ranks say they have.
+
+        Raises:
+            FailedPrecondition: the server has no plug-in.
+            Unavailable: it cannot be reached.
+        """
+        ranks = self._ranks()
+        found = {rank["served"] for rank in ranks}
+        broken = next((rank["broken"] for rank in ranks if rank["broken"]), "")
+        if len(found) != 1:
+            return Serving(None, broken or f"the ranks serve different versions: {', '.join(sorted(found))}")
+        model, _, number = found.pop().rpartition("@")
+        return Serving(int(number) if model == self.model else None, broken)
+
+    def prepare(self, version: int) -> Prepared:
+        """Bring a version to the engine's machines while it serves; returns when it is there.
+
+        Raises:
+            FailedPrecondition: a rank cannot take it, or its bytes did not come; says why.
+            DeadlineExceeded: not in time.
+            Unavailable: the server cannot be reached.
+        """
+        started = time.monotonic()
+        self._request(version)
+        self._control(PREPARE, [self._order(version)])
+        while True:
+            ranks = self._ranks()
+            errors = [f"rank {i}: {rank['error']}" for i, rank in enumerate(ranks) if rank["error"]]
+            if errors:
+                raise FailedPrecondition(
+                    f"{self.url} could not prepare {label(self.model, version)}: {'; '.join(errors)}"
+                )
+            seconds = time.monotonic() - started
+            if all(rank["prepared"] == label(self.model, version) for rank in ranks):
+                return Prepared(sum(int(rank["nbytes"]) for rank in ranks), seconds)
+            if not any(rank["preparing"] for rank in ranks):
+                raise FailedPrecondition(f"{self.url} has been told to prepare something else meanwhile")
+            if seconds > self.timeout:
+                raise DeadlineExceeded(
+                    f"{label(self.model, version)} was not prepared within {self.timeout} s"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def discard(self) -> None:
+        """Let the engine forget what has been prepared."""
+        self._control(DISCARD, [])
+
+    def pause(self) -> None:
+        """Stop generating. Requests that come meanwhile wait."""
+        self._call("/pause_generation", {"mode": self.pause_mode})
+
+    def apply(self, version: int, label: str) -> None:
+        """Put a version into the parameters of all ranks, best while the engine is paused. Answers name it from then on, as their
+        ``weight_version``, and prefixes that the old weights have computed are forgotten.
+
+        Raises:
+            FailedPrecondition: the engine refused, and keeps what it has; or another update is under way.
+            Unavailable: the server cannot be reached.
+        """
+        request = {**self._request(version), "weight_version": label}
+        self._call("/begin_weight_update", {"selector": "target"})
+        try:
+            self._call("/update_weights_from_tensor", request)
+        finally:
+            self._call("/end_weight_update", {})
+
+    def resume(self) -> None:
+        """Go on generating."""
+        self._call("/continue_generation", {"torch_empty_cache": False})
+
+    def label(self, label: str) -> None:
+        """Set SGLang's ``weight_version``; what is being answered goes on."""
+        self._call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+    def _request(self, version: int) -> dict[str, Any]:
+        """The request that brings a version. To make it can take seconds (torch is imported), so it is made before the engine is paused."""
+        if version not in self._requests:
+            payload = _payload(self._order(version))
+            self._requests = {
+                version: {
+                    "serialized_named_tensors": [payload] * int(self._call("/server_info")["tp_size"]),
+                    "load_format": LOAD_FORMAT,
+                    "selector": "target",
+                    "flush_cache": self.pause_mode != "in_place",
+                }
+            }
+        return self._requests[version]
+
+    def _order(self, version: int) -> str:
+        wanted = self._wanted
+        return Wanted(wanted.server, wanted.model, str(version), wanted.lane, wanted.retry_seconds).to_json()
+
+    def _ranks(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._control(STATUS, [])["ranks"]
+        return found
+
+    def _control(self, action: str, said: Sequence[str]) -> Any:
+        message = self._call("/weights_checker", {"action": action, "skip_tensor_list": list(said)})[
+            "message"
+        ]
+        try:
+            return json.loads(message)
+        except ValueError as error:
+            raise FailedPrecondition(
+                f"{self.url} does not know {action}",
+                fix="install weighbridge in the environment of SGLang, and start the server again",
+            ) from error
+
+    def _call(self, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, self._headers)  # noqa: S310  # checked above
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:  # noqa: S310  # likewise
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            said = error.read()
+            raise FailedPrecondition(f"{self.url}{path}: {_message(said) or error}") from error
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.url}{path} did not answer within {self.timeout} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"{self.url}{path} cannot be reached: {error}") from error
+        return json.loads(text)
+
+
+def _message(body: bytes) -> str:
+    """What an answer says that is an error."""
+    try:
+        found = json.loads(body)
+        return str(found.get("message") or found.get("error", {}).get("message", ""))
+    except (ValueError, AttributeError):
+        return body.decode(errors="replace")[:500]
+
+
+def _payload(text: str) -> str:
+    """A text as a named tensor, as SGLang takes it: pickled, of nothing but types that it lets through."""
+    import pickle
+
+    import torch
+
+    return base64.b64encode(pickle.dumps([(text, torch.empty(0))])).decode()

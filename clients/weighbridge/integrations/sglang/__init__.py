@@ -1,0 +1,34 @@
+"""SGLang starts from the service, and takes over any version while it runs; each rank brings only what it holds.
+
+To install weighbridge next to SGLang 0.5.23 is enough: SGLang finds `plugin` by its entry point, in every process. A model path
+``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION`` makes a server start from the service, `load` is what updates of weights name as their
+``load_format``, and `weighbridge.integrations.sglang_server` drives a running server over HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from weighbridge.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> None:
+    """Bring a version into the parameters of all ranks: a custom weight loader of SGLang's.
+
+    Args:
+        model: this rank's.
+        named_tensors: one pair; its name is a `weighbridge.integrations.sglang.wanted.Wanted` as JSON, its tensor says nothing.
+
+    Raises:
+        FailedPrecondition: it went wrong for a rank; all of them keep what they have.
+        InvalidArgument: what came does not say which version is wanted.
+    """
+    from weighbridge.integrations.sglang import updating, wanted
+
+    if len(named_tensors) != 1:
+        raise InvalidArgument(f"{len(named_tensors)} names came, and one has to say which version is wanted")
+    updating.updates_of(model).apply(wanted.Wanted.from_json(named_tensors[0][0]))

@@ -1,0 +1,74 @@
+"""How does a server start from ``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION``?
+
+As from SGLang's own remote stores: configuration and tokenizer come to a temporary folder in each process that reads them, the weights
+from the loader for remote models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.connector import BaseFileConnector
+
+from weighbridge.engine import EngineClient
+from weighbridge.integrations.sglang.agreeing import everybody, together, world
+from weighbridge.integrations.sglang.updating import updates_of
+from weighbridge.integrations.sglang.wanted import SCHEME, Wanted
+
+
+class Connector(BaseFileConnector):  # type: ignore[misc]  # SGLang's, of which mypy sees nothing
+    """A version as one of SGLang's remote stores."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.wanted = Wanted.from_url(url)
+        self.weights: Iterator[tuple[str, torch.Tensor]] = iter(())
+
+    def pull_files(
+        self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None
+    ) -> None:
+        """Bring the version's files besides the weights to `get_local_dir`."""
+        for name, content in self._files().items():
+            path = Path(self.get_local_dir(), name)
+            if _matches(name, ["*"] if allow_pattern is None else allow_pattern) and not _matches(
+                name, ignore_pattern or []
+            ):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+
+    def glob(self, allow_pattern: list[str] | None = None) -> list[str]:
+        """Names of the version's files besides the weights."""
+        return [name for name in self._files() if _matches(name, allow_pattern or ["*"])]
+
+    def weight_iterator(self, rank: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+        """What SGLang's loader has to run for."""
+        return self.weights
+
+    def _files(self) -> dict[str, bytes]:
+        with EngineClient(self.wanted.server, retry_seconds=self.wanted.retry_seconds) as client:
+            return client.model_files(self.wanted.model, self.wanted.version)
+
+
+def connect(original: Callable[..., Any], url: str, *args: Any, **kwargs: Any) -> Any:
+    """Around ``create_remote_connector``: one more kind of URL."""
+    return Connector(url) if url.startswith(f"{SCHEME}://") else original(url, *args, **kwargs)
+
+
+def load_first(
+    original: Callable[..., Any], loader: Any, model: torch.nn.Module, client: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around ``RemoteModelLoader._load_model_from_remote_fs``: each rank brings what it holds, and the loader does what is left."""
+    if isinstance(client, Connector):
+        rank = updates_of(model).rank
+        wanted = client.wanted
+        number = everybody(world(), together(world(), lambda: rank.number(wanted)))[0]
+        client.weights = rank.first_load(wanted, number)
+    return original(loader, model, client, *args, **kwargs)
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

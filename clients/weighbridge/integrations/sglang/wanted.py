@@ -1,0 +1,88 @@
+"""Which version of which model at which service a request or a model path names.
+
+Pure text: neither SGLang nor torch is needed to say it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from weighbridge.errors import InvalidArgument
+
+SCHEME = "weighbridge"
+LOAD_FORMAT = "weighbridge.integrations.sglang.load"
+"""The ``load_format`` of a request to ``/update_weights_from_tensor`` that brings a version."""
+ACTION = "weighbridge."
+"""What the ``action`` of a request to ``/weights_checker`` begins with that is about versions."""
+PREPARE, DISCARD, STATUS = ACTION + "prepare", ACTION + "discard", ACTION + "status"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A version.
+
+    Attributes:
+        server: ``host:port`` of the service's gRPC face.
+        model: ``namespace/name``.
+        version: a number or a ref.
+        lane: how weights travel, as for `weighbridge.client.Client`; None leaves it to each rank's environment.
+        retry_seconds: how long to keep trying when the service cannot be reached.
+    """
+
+    server: str
+    model: str
+    version: str = "latest"
+    lane: str | None = None
+    retry_seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        if (
+            not self.server
+            or self.model.count("/") != 1
+            or not all(self.model.split("/"))
+            or not self.version
+        ):
+            raise InvalidArgument(
+                f"{self} names no version", fix=f"as in {SCHEME}://HOST:PORT/acme/smol@latest"
+            )
+
+    @staticmethod
+    def from_url(url: str) -> Wanted:
+        """Read ``weighbridge://HOST:PORT/NAMESPACE/NAME`` with ``@VERSION`` behind it, or without for ``latest``.
+
+        Raises:
+            InvalidArgument: it names no version.
+        """
+        server, _, rest = url.removeprefix(f"{SCHEME}://").partition("/")
+        model, at, version = rest.strip("/").partition("@")
+        return Wanted(server, model, version if at else "latest")
+
+    @staticmethod
+    def from_json(text: str) -> Wanted:
+        """Read what `to_json` has written.
+
+        Raises:
+            InvalidArgument: it is none.
+        """
+        try:
+            found: Any = json.loads(text)
+            return Wanted(**{**found, "version": str(found.get("version", "latest"))})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InvalidArgument(
+                f"{text[:200]!r} does not say which version is wanted: {error}",
+                fix='as in {"server": "HOST:PORT", "model": "acme/smol", "version": "latest"}',
+            ) from error
+
+    def to_json(self) -> str:
+        """As a text that `from_json` reads."""
+        return json.dumps({key: value for key, value in asdict(self).items() if value is not None})
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.version}"
+
+
+def label(model: str, number: int) -> str:
+    """What an engine that serves a version calls it."""
+    return f"{model}@{number}"

@@ -1,0 +1,115 @@
+"""What can be done with memory that the service has lent, and when does it go back?"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from weighbridge.lane_connection import LaneConnection
+from weighbridge.lane_memory import MappedMemory
+from weighbridge.layouts import Layout
+from weighbridge.push_sources import ShardSource
+from weighbridge.strided import StridedCopy, is_dense, read_tensor
+from weighbridge.tensor_stream import check_size
+from weighbridge.v1 import local_lane_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WriteLoan:
+    """Memory that a rank writes its stream to; made by `LocalLane.write`."""
+
+    def __init__(
+        self,
+        connection: LaneConnection,
+        number: int,
+        memory: MappedMemory,
+        copies: list[list[StridedCopy]],
+        on_pinned: Callable[[], None],
+    ) -> None:
+        self._on_pinned = on_pinned
+        self._connection = connection
+        self._number = number
+        self._memory: MappedMemory | None = memory
+        self._copies = copies
+
+    def fill(self, source: ShardSource) -> None:
+        """Copy the shards to where they belong; afterwards they may change."""
+        if self._memory is not None:
+            try:
+                source.write(self._copies, [self._memory])
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they hold arrays over the memory
+                raise
+
+    def end(self, *, complete: bool) -> None:
+        """Let go of the memory.
+
+        Args:
+            complete: whether all of the stream was written.
+
+        Raises:
+            WeighbridgeError: the version has failed, or the service is gone.
+        """
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            if memory.pinned:
+                self._on_pinned()
+            memory.close()
+            request = pb.LaneRequest(end_write=pb.EndWrite(loan=self._number, complete=complete))
+            self._connection.ask(request)
+
+
+class ReadLoan:
+    """A version that is read where it lies; made by `LocalLane.read`. It is held until all tensors made from it are gone, too."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        copies: list[list[StridedCopy]],
+        private: Sequence[MappedMemory],
+        kept: Sequence[MappedMemory],
+        end: Callable[[], None],
+    ) -> None:
+        self._layout = layout
+        self._copies = copies
+        self._memories = kept
+        self._exported = [memory.exported() for memory in private]
+        holder = _Holder()
+        # not at the interpreter's exit: tensors may be in use until the process ends, and then the loan does, too
+        weakref.finalize(holder, end).atexit = False
+        for each in self._exported:
+            each.holder = holder  # whatever keeps one of them keeps the loan
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """A slice, by its index in the layout: a view of the version if it lies there in one run, a copy otherwise."""
+        import torch
+
+        shard = self._layout.placements[index].shard
+        dtype = self._layout.tensors[shard.tensor].dtype.torch
+        copies, nbytes = self._copies[index], self._layout.placements[index].nbytes
+        if nbytes and is_dense(copies, nbytes) and copies[0].memory_offset % dtype.itemsize == 0:
+            flat = torch.frombuffer(
+                self._exported[copies[0].memory],
+                dtype=dtype,
+                count=nbytes // dtype.itemsize,
+                offset=copies[0].memory_offset,
+            )
+            return flat.view(shard.box.extent)
+        made = torch.empty(shard.box.extent, dtype=dtype)
+        self.fill(index, made)
+        return made
+
+    def fill(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy a slice, by its index in the layout, to a tensor on any device."""
+        placement = self._layout.placements[index]
+        check_size(placement, tensor)
+        if placement.nbytes:
+            read_tensor(tensor, self._copies[index], self._memories)
+
+
+class _Holder:
+    """Is there as long as something of a version is."""

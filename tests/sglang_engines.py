@@ -1,0 +1,101 @@
+"""How does a test run real SGLang, which has an environment of its own?
+
+``make test-sglang`` makes that environment and names its Python in WEIGHBRIDGE_SGLANG_PYTHON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.killable_service import free_port
+from weighbridge.follow.sglang import SglangServer
+
+PYTHON = os.environ.get("WEIGHBRIDGE_SGLANG_PYTHON", "")
+needs_sglang = pytest.mark.skipif(not PYTHON, reason="SGLang has an environment of its own: make test-sglang")
+_ANSWER = "answer "
+_CPU = Path(__file__).parent / "sglang_cpu"
+ENVIRONMENT = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|0|0|0",  # one set of processors a rank; else each rank needs a NUMA node
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "PYTHONPATH": str(_CPU),
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def update(driver: SglangServer, version: int) -> float:
+    """Take a server to a version, as an agent does; gives the seconds for which it was paused."""
+    driver.prepare(version)
+    started = time.monotonic()
+    driver.pause()
+    try:
+        driver.apply(version, f"{driver.model}@{version}")
+    finally:
+        driver.resume()
+    return time.monotonic() - started
+
+
+class Ranks:
+    """The ranks of one SGLang engine, without a server; each is a process, joined by gloo."""
+
+    def __init__(self, tp: int, ep: int, logs: Path) -> None:
+        self.tp = tp
+        self._logs = logs
+        port = free_port()
+        self._processes = [self._start(rank, ep, port) for rank in range(tp)]
+
+    def _start(self, rank: int, ep: int, port: int) -> subprocess.Popen[str]:
+        with (self._logs / f"rank{rank}.log").open("w") as log:
+            return subprocess.Popen(
+                [PYTHON, str(_CPU / "ranks.py"), *map(str, (rank, self.tp, ep, port))],
+                env={**os.environ, **ENVIRONMENT, "WEIGHBRIDGE_CACHE": str(self._logs)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def tell(self, *command: object) -> list[dict[str, Any]]:
+        """Tell all ranks the same; what each answers."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(command) + "\n")
+            process.stdin.flush()
+        answers = []
+        for rank, process in enumerate(self._processes):
+            assert process.stdout is not None
+            line = next((line for line in process.stdout if line.startswith(_ANSWER)), "")
+            assert line, (self._logs / f"rank{rank}.log").read_text()[-4000:]
+            answers.append(json.loads(line.removeprefix(_ANSWER)))
+        for answer in answers:
+            assert "broken" not in answer, answer
+        return answers
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def ranks(tp: int, ep: int, logs: Path) -> Iterator[Ranks]:
+    """Ranks that are ended in the end."""
+    with ExitStack() as stack:
+        started = Ranks(tp, ep, logs)
+        stack.callback(started.stop)
+        yield started
+
+
+def refusals(answers: Sequence[dict[str, Any]]) -> list[str]:
+    """Why each rank refused; all must have."""
+    return [answer["refused"] for answer in answers]
