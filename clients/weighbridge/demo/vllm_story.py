@@ -134,7 +134,7 @@ class VllmStory:
                 for engine in engines.values():
                     engine.wait_ready()
             answers = {name: engine.complete(lm.PROMPT, lm.NEW_TOKENS) for name, engine in engines.items()}
-            self._compare("version 1", before, answers)
+            self._compare(f"{part.model}@1", before, answers)
             agents = {
                 name: running.enter_context(_Agent(part.model, server, e.url)) for name, e in engines.items()
             }
@@ -163,7 +163,7 @@ class VllmStory:
                 f"log-probabilities by {moved:.3f}",
             )
             answers = {name: engine.complete(lm.PROMPT, lm.NEW_TOKENS) for name, engine in engines.items()}
-            self._compare("version 2", after, answers)
+            self._compare(f"{part.model}@2", after, answers)
             labels = {name: engine.weight_version() for name, engine in engines.items()}
             self._check(
                 f"{part.model}: vLLM says that it serves version 2",
