@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.killable_service import free_port
 from weighbridge.follow.sglang import SglangServer
 
 PYTHON = os.environ.get("WEIGHBRIDGE_SGLANG_PYTHON", "")
@@ -45,13 +46,22 @@ def update(driver: SglangServer, version: int) -> float:
     return time.monotonic() - started
 
 
+def quiet_port() -> int:
+    """A free port that no outgoing connection gets: SGLang takes long to begin to listen."""
+    while True:
+        port = random.randint(20000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class Ranks:
     """The ranks of one SGLang engine, without a server; each is a process, joined by gloo."""
 
     def __init__(self, tp: int, ep: int, logs: Path) -> None:
         self.tp = tp
         self._logs = logs
-        port = free_port()
+        port = quiet_port()
         self._processes = [self._start(rank, ep, port) for rank in range(tp)]
 
     def _start(self, rank: int, ep: int, port: int) -> subprocess.Popen[str]:
@@ -66,7 +76,17 @@ class Ranks:
             )
 
     def tell(self, *command: object) -> list[dict[str, Any]]:
-        """Tell all ranks the same; what each answers."""
+        """Tell all ranks the same; what each answers. None may refuse."""
+        answers = self._answers(*command)
+        for answer in answers:
+            assert "refused" not in answer, answer
+        return answers
+
+    def refusals(self, *command: object) -> list[str]:
+        """Tell all ranks the same, which all must refuse; why each does."""
+        return [answer["refused"] for answer in self._answers(*command)]
+
+    def _answers(self, *command: object) -> list[dict[str, Any]]:
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps(command) + "\n")
@@ -77,8 +97,7 @@ class Ranks:
             line = next((line for line in process.stdout if line.startswith(_ANSWER)), "")
             assert line, (self._logs / f"rank{rank}.log").read_text()[-4000:]
             answers.append(json.loads(line.removeprefix(_ANSWER)))
-        for answer in answers:
-            assert "broken" not in answer, answer
+            assert "broken" not in answers[-1], answers[-1]  # the others may wait for it for ever
         return answers
 
     def stop(self) -> None:
@@ -94,8 +113,3 @@ def ranks(tp: int, ep: int, logs: Path) -> Iterator[Ranks]:
         started = Ranks(tp, ep, logs)
         stack.callback(started.stop)
         yield started
-
-
-def refusals(answers: Sequence[dict[str, Any]]) -> list[str]:
-    """Why each rank refused; all must have."""
-    return [answer["refused"] for answer in answers]

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.killable_service import KillableService, free_port
+from tests.killable_service import KillableService
 from tests.reference import tiny_config, tiny_model
-from tests.sglang_engines import ENVIRONMENT, PYTHON, needs_sglang, update
+from tests.sglang_engines import ENVIRONMENT, PYTHON, needs_sglang, quiet_port, update
 from weighbridge import TrainerClient
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.follow.sglang import SglangServer
@@ -101,7 +101,7 @@ class Engine:
 
 @contextmanager
 def live(service: KillableService, tp: int, log: Path) -> Iterator[Engine]:
-    port = free_port()
+    port = quiet_port()
     with log.open("w") as file:
         process = subprocess.Popen(
             [
@@ -238,13 +238,13 @@ def test_of_two_updates_at_once_none_leaves_the_engine_in_between(
 ) -> None:
     errors: list[WeighbridgeError] = []
 
-    def update(version: int) -> None:
+    def one(version: int) -> None:
         try:
             update(engine.of(engine.driver._wanted.server, MODEL), version)
         except WeighbridgeError as error:
             errors.append(error)
 
-    updates = [threading.Thread(target=update, args=(version,)) for version in (2, 3)]
+    updates = [threading.Thread(target=one, args=(version,)) for version in (2, 3)]
     for thread in updates:
         thread.start()
     for thread in updates:

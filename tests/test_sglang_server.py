@@ -12,12 +12,14 @@ import pickle
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.sglang_engines import update
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from weighbridge.follow.agent import Follower
 from weighbridge.follow.engines import Serving
 from weighbridge.follow.sglang import SglangServer
 from weighbridge.integrations.sglang.wanted import Wanted
@@ -38,6 +40,7 @@ class FakeSglang:
         self.error = self.broken = ""
         self.refuses = ""
         self.plugin = True
+        self.broken_by_update = False
         self.hidden_key = ""
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -54,6 +57,9 @@ class FakeSglang:
             case "/continue_generation":
                 self.paused = False
                 return 200, {"message": "Generation continued successfully.", "status": "ok"}
+            case "/update_weight_version":
+                self.label = body["new_version"]
+                return self._said(True, "Success")
             case "/begin_weight_update":
                 if self.session:
                     return self._said(
@@ -108,6 +114,9 @@ class FakeSglang:
             wanted = Wanted.from_json(name)
         if self.refuses:
             return self._said(False, self.refuses)
+        if self.broken_by_update:
+            self.served, self.broken = [""] * len(self.served), f"{wanted} was applied in part"
+            return self._said(False, "out of memory")
         self.served = [f"{wanted.model}@{wanted.version}"] * len(self.served)
         if body["flush_cache"] and self.running and not self.paused:
             return self._said(
@@ -267,6 +276,47 @@ def test_a_key_is_sent_if_there_is_one(engine: FakeSglang, url: str) -> None:
 def test_a_server_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(Unavailable):
         SglangServer("http://127.0.0.1:9", "127.0.0.1:50051", MODEL, timeout=2).serving()
+
+
+class Versions:
+    """A service whose ref has named these versions, one after the other."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def watch(self, model: str, ref: str) -> Iterator[SimpleNamespace]:
+        return (SimpleNamespace(number=number) for number in self.numbers)
+
+    def version(self, model: str, ref: str) -> SimpleNamespace:
+        return SimpleNamespace(number=self.numbers[-1])
+
+
+def test_an_agent_takes_the_server_along_and_says_which_version_it_serves(
+    engine: FakeSglang, driver: SglangServer
+) -> None:
+    followed = Follower(cast("Any", Versions(1, 2)), MODEL, driver).run()
+    first, second = next(followed), next(followed)
+    assert (first.version, first.serves, first.error) == (1, 1, "")
+    assert (second.version, second.serves, second.nbytes, second.error) == (2, 2, 200, "")
+    assert second.pause_seconds > 0
+    assert engine.label == "acme/smol@2"
+
+
+def test_an_agent_whose_server_refuses_lets_it_go_on_with_what_it_has(
+    engine: FakeSglang, driver: SglangServer
+) -> None:
+    engine.refuses = "rank 1: vocab_size is 256, and 128 in the engine"
+    [failed, *_] = Follower(cast("Any", Versions(2)), MODEL, driver, retry_seconds=0).run()
+    assert (failed.version, failed.serves) == (2, 1)
+    assert "vocab_size is 256" in failed.error
+    assert not engine.paused
+
+
+def test_an_agent_does_not_let_half_a_version_answer(engine: FakeSglang, driver: SglangServer) -> None:
+    engine.broken_by_update = True
+    [failed, *_] = Follower(cast("Any", Versions(2)), MODEL, driver, retry_seconds=0).run()
+    assert failed.serves is None
+    assert engine.paused
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,31 @@ from weighbridge.resources import REF_LATEST
 
 if TYPE_CHECKING:
     from weighbridge.follow.agent import Followed
+    from weighbridge.follow.engines import Engine
 
 
 @click.command("follow", cls=Command)
 @click.argument("model")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the vLLM server.")
+@click.option(
+    "--engine",
+    "kind",
+    type=click.Choice(["vllm", "sglang"]),
+    default="vllm",
+    show_default=True,
+    help="What the engine is.",
+)
+@click.option(
+    "--url", help="The engine's HTTP address; by default port 8000 (vLLM) or 30000 (SGLang) of this machine."
+)
 @click.option("--ref", default=REF_LATEST, show_default=True, help="Which ref to follow.")
 @click.option(
     "--pause-mode",
-    type=click.Choice(["wait", "keep", "abort"]),
-    default="wait",
-    show_default=True,
-    help="What becomes of requests under way: wait for their ends, keep them and go on with new weights, abort them.",
+    type=click.Choice(["wait", "keep", "retract", "abort"]),
+    help="What becomes of requests under way: wait for their ends (vLLM, its default), keep them and go on with new weights, "
+    "compute what they have so far again by the new weights (retract: SGLang, its default), abort them.",
+)
+@click.option(
+    "--engine-key", envvar="WEIGHBRIDGE_ENGINE_KEY", default="", help="SGLang's admin key, if it has one."
 )
 @click.option(
     "--engine-server",
@@ -44,25 +57,26 @@ if TYPE_CHECKING:
 def follow_command(
     ctx: click.Context,
     model: str,
-    url: str,
+    kind: str,
+    url: str | None,
     ref: str,
-    pause_mode: Any,
+    pause_mode: str | None,
+    engine_key: str,
     engine_server: str | None,
     lane: str | None,
     count: int | None,
     server: str,
     as_json: bool,
 ) -> None:
-    """Take a running vLLM server along with a ref.
+    """Take a running vLLM or SGLang server along with a ref.
 
     Each new version is fetched while the server answers; then it is paused, gets it, and goes on. On any failure it keeps the version
     that it has. One line a version.
     """
     from weighbridge.engine import EngineClient
     from weighbridge.follow.agent import Follower
-    from weighbridge.follow.vllm import VllmServer
 
-    engine = VllmServer(url, model, engine_server or server, lane=lane, pause_mode=pause_mode)
+    engine = _engine(kind, url, model, engine_server or server, lane, pause_mode, engine_key)
     with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
         done = None
         for done in itertools.islice(Follower(client, model, engine, ref).run(), count):
@@ -71,6 +85,31 @@ def follow_command(
             else:
                 click.echo(_line(done))
     ctx.exit(1 if done is not None and done.error else 0)
+
+
+def _engine(
+    kind: str,
+    url: str | None,
+    model: str,
+    server: str,
+    lane: str | None,
+    pause_mode: str | None,
+    engine_key: str,
+) -> Engine:
+    from weighbridge.follow.sglang import SglangServer
+    from weighbridge.follow.vllm import VllmServer
+
+    modes = {
+        "vllm": {None: "wait", "wait": "wait", "keep": "keep", "abort": "abort"},
+        "sglang": {None: "retract", "retract": "retract", "keep": "in_place", "abort": "abort"},
+    }[kind]
+    if pause_mode not in modes:
+        raise click.UsageError(f"--engine {kind} has no --pause-mode {pause_mode}")
+    mode: Any = modes[pause_mode]
+    if kind == "sglang":
+        url = url or "http://127.0.0.1:30000"
+        return SglangServer(url, server, model, api_key=engine_key, lane=lane, pause_mode=mode)
+    return VllmServer(url or "http://127.0.0.1:8000", model, server, lane=lane, pause_mode=mode)
 
 
 def _line(done: Followed) -> str:

@@ -26,7 +26,7 @@ class Settings:
         model: ``namespace/name``.
         version: a number or a ref.
         server: ``host:port`` of the service's gRPC face; None for ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        lane: how weights travel, as for `EngineClient`; None for ``WEIGHBRIDGE_LANE``, or by gRPC.
+        lane: how weights travel, as for `EngineClient`; None for ``WEIGHBRIDGE_LANE``, or ``auto``.
         retry_seconds: how long to keep trying when the service cannot be reached.
     """
 
