@@ -27,7 +27,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-sglang bench bench-peers bench-reading bench-planning bench-convert bench-upload lint format protos protos-check clean
+.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-sglang bench bench-peers bench-reading bench-planning bench-convert bench-upload bench-vllm lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -140,6 +140,9 @@ bench-convert: $(STAMP) ## time conversions of folders next to cp -r, and measur
 
 bench-upload: $(STAMP) ## time uploads to SeaweedFS next to boto3's own, and measure their memory
 	@$(BIN)/python -W ignore -m benchmarks.uploading $(ARGS)
+
+bench-vllm: $(STAMP) $(VLLM_STAMP) ## time updates of a real vLLM model, by its own loader on whole tensors and by what was recorded of it
+	@$(BIN)/python -W ignore -m benchmarks.vllm_updates --python $(VLLM_BIN)/python $(ARGS)
 
 lint: $(STAMP) protos-check ## check style, types and the contract
 	@echo "== ruff"
