@@ -49,6 +49,7 @@ VIEWS: dict[str, Callable[[torch.Tensor, random.Random], torch.Tensor]] = {
     "joined": lambda t, r: torch.cat([t, t], 0),
     "indexed": lambda t, r: t[torch.tensor([0, 0])],
     "bits": lambda t, r: t.view(torch.uint8),
+    "negated": lambda t, r: torch._neg_view(t),
 }
 
 

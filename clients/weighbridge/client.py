@@ -8,6 +8,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
+from pathlib import PurePath
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -16,6 +17,7 @@ import grpc
 from weighbridge import bulk, rpc, wire
 from weighbridge.collection import Collection
 from weighbridge.errors import (
+    DataLoss,
     DeadlineExceeded,
     InvalidArgument,
     ResourceExhausted,
@@ -178,9 +180,18 @@ class Client:
                 return found
 
     def model_files(self, model: str, version: str | int = "") -> dict[str, bytes]:
-        """The files besides the weights that belong to a version, or as registered now if no version is named."""
+        """The files besides the weights that belong to a version, or as registered now if no version is named.
+
+        Raises:
+            NotFound: no such model or version.
+            DataLoss: a name is none that a file in the model's own folder can have.
+        """
         request = model_service_pb2.GetModelFilesRequest(model=model, version=str(version))
-        return {file.name: file.content for file in self._call(self._models.GetModelFiles, request).files}
+        files = self._call(self._models.GetModelFiles, request).files
+        for file in files:
+            if file.name in ("", ".", "..") or PurePath(file.name).name != file.name:
+                raise DataLoss(f"the service says that {model} has a file {file.name[:200]!r}")
+        return {file.name: file.content for file in files}
 
     def version(self, model: str, version: str | int = "latest") -> Version:
         """One version, by number or ref. Raises NotFound."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -76,6 +77,7 @@ def follow_command(
     from weighbridge.engine import EngineClient
     from weighbridge.follow.agent import Follower
 
+    signal.signal(signal.SIGTERM, _end_tidily)  # else the engine would stay paused
     engine = _engine(kind, url, model, engine_server or server, lane, pause_mode, engine_key)
     with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
         done = None
@@ -85,6 +87,10 @@ def follow_command(
             else:
                 click.echo(_line(done))
     ctx.exit(1 if done is not None and done.error else 0)
+
+
+def _end_tidily(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _engine(

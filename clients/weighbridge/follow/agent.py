@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 TRIES = 3
 """How often a version is tried, before the agent waits for the next one."""
+_ASK_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Follower:
         for version in self._client.watch(self._model, self._ref):
             if self._engine_has(version.number):
                 self._engine.label(self._label(version.number))
+                self._engine.resume()  # an agent before this one may have ended while it was paused
                 yield Followed(self._model, version.number, version.number)
                 continue
             yield from self._insist(version.number)
@@ -106,14 +108,11 @@ class Follower:
             self._engine.connect()
             prepared = self._engine.prepare(number)
             started = time.monotonic()
-            try:
-                self._engine.pause()
-                self._engine.apply(number, self._label(number))
-            finally:
-                self._let_go_on()
-                pause = time.monotonic() - started
+            problem = self._apply(number)
+            pause = time.monotonic() - started
         except WeighbridgeError as error:
             problem = str(error)
+        if problem:
             self._quietly(self._engine.discard)
         serving = self._quietly(self._engine.serving)
         return Followed(
@@ -126,11 +125,36 @@ class Follower:
             problem,
         )
 
-    def _let_go_on(self) -> None:
-        """End the pause, unless the engine has half of one version and half of another: that shall not answer anybody."""
-        serving = self._quietly(self._engine.serving)
-        if serving is None or not serving.broken:
+    def _apply(self, number: int) -> str:
+        """Pause the engine, take it to what was prepared, and let it go on; what went wrong."""
+        problem = ""
+        try:
+            self._engine.pause()
+            self._engine.apply(number, self._label(number))
+        except WeighbridgeError as error:
+            problem = str(error)
+        finally:
+            problem = "\n".join(filter(None, (problem, self._let_go_on(failed=bool(problem)))))
+        return problem
+
+    def _let_go_on(self, *, failed: bool) -> str:
+        """End the pause, unless the engine has half of one version and half of another, or may have: that shall not answer anybody."""
+        if failed:
+            serving = None
+            for again in (True, True, False):
+                serving = self._quietly(self._engine.serving)
+                if serving is not None or not again:
+                    break
+                time.sleep(_ASK_AGAIN_SECONDS)
+            if serving is None:
+                return "the engine does not say what it has, and was not told to go on"
+            if serving.broken:
+                return ""
+        try:
             self._engine.resume()
+        except WeighbridgeError as error:
+            return f"it could not be told to go on: {error}"
+        return ""
 
     def _engine_has(self, number: int) -> bool:
         try:

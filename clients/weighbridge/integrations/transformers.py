@@ -267,7 +267,8 @@ class LiveModel:
             built = weights_of(self._recipe.build(dict(source.tensors()))[0])
             rest = {
                 name: torch.empty_like(weights[name], device="cpu").copy_(built[name])
-                for name in recording.unwritten
+                for name in weights
+                if name in recording.unwritten or name not in recording.targets
             }
         self.nbytes = planned.nbytes + source.fetched_bytes
         return planned, rest
@@ -320,6 +321,10 @@ def _outcome(do: Callable[[], T]) -> tuple[T | None, WeighbridgeError | None]:
         return do(), None
     except WeighbridgeError as error:
         return None, error
+    except Exception as error:  # whichever it is: the other ranks wait to hear of it
+        told = FailedPrecondition(f"{type(error).__name__}: {error}")
+        told.__cause__ = error
+        return None, told
 
 
 def _value(outcomes: list[Any]) -> list[Any]:

@@ -1,8 +1,9 @@
 """Run a loader over lazy tensors that bring nothing, and write down where it copies them.
 
 All that the loader does meanwhile is looked at, also with tensors of its own: whatever is computed from something that came of a
-version, instead of copied, cannot be repeated by copying, and is said to be unrecorded. A loader whose choice of where to copy depends
-on the values of weights is not understood.
+version, instead of copied, cannot be repeated by copying, and is said to be unrecorded. Not understood is a loader whose choice of where
+to copy depends on the values of weights, and not seen is what changes memory by its address, or in another thread without copying from a
+lazy tensor.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from weighbridge.boxes import Box, subtract
 from weighbridge.layouts import TensorSpec
 from weighbridge.lazy.joined import JoinedTensor
 from weighbridge.lazy.recording import Constant, Copy, Recording, Shape, Step
 from weighbridge.lazy.tensor import SHAPE_ONLY, LazyTensor, changed_by
-from weighbridge.lazy.views import Strided
+from weighbridge.lazy.views import Strided, box_of_view
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -31,6 +34,12 @@ Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 
 _OVERWRITES = frozenset({aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
 """Write to their first argument and do not read it."""
+
+
+_LEAVES = frozenset(
+    {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+)
+"""Take elements out of torch."""
 
 
 def record(specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.Tensor]) -> Recording:
@@ -48,7 +57,7 @@ def record(specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.
     """
     specs = tuple(specs)
     recorder = _Recorder(targets)
-    with torch.no_grad(), recorder:
+    with torch.no_grad(), recorder, _Leaving(recorder):
         load(recorder.tensors(specs))
     return recorder.finished(specs)
 
@@ -61,11 +70,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         for name, tensor in targets.items():
             self._targets.setdefault(_memory(tensor), (name, tensor.detach()))
         self._steps: list[Step] = []
-        self._written = dict.fromkeys((name for name, _ in self._targets.values()), 0)
+        self._written: dict[str, list[Strided]] = {name: [] for name, _ in self._targets.values()}
         self._from: dict[int, set[str]] = {}  # memory that something of a version came to: of which tensors
         self._alive: list[torch.Tensor] = []  # else other memory could take their place
         self._own: dict[str, str] = {}  # targets that the loader put something of its own in
         self._unrecorded: dict[str, str] = {}
+        self._numbers: set[str] = (
+            set()
+        )  # tensors that numbers were taken out of, since the newest was handed over
         self._handed: list[tuple[str, Callable[[], object]]] = []
         self._thread = threading.get_ident()
         self._lock = threading.RLock()
@@ -75,6 +87,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         for spec in specs:
             lazy = LazyTensor.of(spec, self)
             self._handed.append((spec.name, lazy.kept))
+            self._numbers = set()
             yield spec.name, lazy
 
     def __torch_dispatch__(
@@ -130,6 +143,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             read = names.union(*(self._from.get(_memory(tensor), ()) for tensor in read_from))
             if read:
                 self._give_up(read, f"the loader computes {func} from it")
+                if func is aten._local_scalar_dense.default:
+                    self._numbers |= read
                 for tensor in (*changed, *_tensors(result)):
                     self._touched(tensor, read)
             else:
@@ -139,6 +154,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
     def _set(self, func: Any, tensor: torch.Tensor, args: Sequence[Any]) -> None:
         """Write down that a loader has put something of its own in a target."""
+        if self._numbers:  # what it puts there may be one of them
+            self._touched(tensor, self._numbers)
         found = self._place(tensor)
         if found is not None and func in (aten.fill_.Scalar, aten.zero_.default):
             self._steps.append(Constant(*found, args[1] if len(args) > 1 else 0))
@@ -151,9 +168,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if known is None or known[1].dtype != tensor.dtype:
             return None
         name, whole = known
-        self._written[name] += tensor.numel()
         offset = int(tensor.storage_offset() - whole.storage_offset())
-        return name, Strided(tuple(tensor.shape), tuple(tensor.stride()), offset)
+        part = Strided(tuple(tensor.shape), tuple(tensor.stride()), offset)
+        self._written[name].append(part)
+        return name, part
 
     def _touched(self, tensor: torch.Tensor, names: set[str]) -> None:
         self._from.setdefault(_memory(tensor), set()).update(names)
@@ -176,9 +194,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         for step in self._steps:
             if isinstance(step, Copy) and step.target in self._own:
                 self._give_up({step.tensor}, self._own[step.target])
+        mixed = self._give_up_mixed()
         for name, reason in self._unrecorded.items():
             log.info("%s cannot be recorded: %s", name, reason)
-        steps = [s for s in self._steps if isinstance(s, Constant) or s.tensor not in self._unrecorded]
+        steps = [
+            step
+            for step in self._steps
+            if step.target not in mixed
+            and (isinstance(step, Constant) or step.tensor not in self._unrecorded)
+        ]
         used = {step.tensor for step in steps if isinstance(step, Copy)}
         targets = dict(self._targets.values())
         return Recording(
@@ -189,9 +213,62 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             {
                 name: left
                 for name, tensor in targets.items()
-                if (left := tensor.numel() - self._written[name]) > 0
+                if (left := _unwritten(tensor, self._written[name])) > 0
             },
         )
+
+    def left(self, tensor: torch.Tensor) -> None:
+        """A tensor's elements go to where they cannot be followed, or may be changed from there."""
+        with self._lock:
+            names = self._from.get(_memory(tensor), set())
+            self._give_up(names, "the loader takes it out of torch")
+            self._numbers |= names
+            known = self._targets.get(_memory(tensor))
+            if known is not None:
+                self._own[known[0]] = f"the loader takes {known[0]}, where it goes to, out of torch"
+
+    def _give_up_mixed(self) -> set[str]:
+        """Targets of which a part cannot be recorded: a run of the loader would put it there before or after the rest, not in between.
+        What else goes to them is given up.
+        """
+        mixed: set[str] = set()
+        while True:
+            found = {
+                name
+                for key, (name, _) in self._targets.items()
+                if self._from.get(key, set()) & self._unrecorded.keys()
+            }
+            if found == mixed:
+                return mixed
+            mixed = found
+            for step in self._steps:
+                if isinstance(step, Copy) and step.target in mixed:
+                    self._give_up({step.tensor}, f"{step.target} also gets what cannot be recorded")
+
+
+class _Leaving(TorchFunctionMode):
+    """Sees what no dispatch mode does: elements that leave torch."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _LEAVES and args and isinstance(args[0], torch.Tensor):
+            self._recorder.left(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _unwritten(tensor: torch.Tensor, parts: Sequence[Strided]) -> int:
+    """How many elements of a tensor are in none of its parts."""
+    total = sum(part.numel for part in parts)
+    if len(parts) < 2 or total < tensor.numel() or not tensor.is_contiguous():
+        return tensor.numel() - total
+    located = (box_of_view(tensor.shape, part) for part in parts)
+    boxes = {box for box, view in located if box.volume == view.numel}
+    return sum(box.volume for box in subtract(Box.whole(tensor.shape), boxes))
 
 
 def _memory(tensor: torch.Tensor) -> int:

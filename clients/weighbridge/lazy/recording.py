@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from weighbridge.engine import EngineClient
     from weighbridge.lazy.update import Update
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Copy(NamedTuple):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+import weighbridge
 from weighbridge.errors import WeighbridgeError
 from weighbridge.layouts import TensorSpec
 from weighbridge.lazy.recorder import Load, record
@@ -40,7 +41,8 @@ def remembered(
     """
     specs = tuple(specs)
     shapes = [[name, *Shape.of(tensor)[:2], str(tensor.dtype)] for name, tensor in sorted(targets.items())]
-    known = json.dumps([[[s.name, s.dtype.name, s.shape] for s in specs], shapes, configuration])
+    releases = [weighbridge.__version__, torch.__version__]
+    known = json.dumps([[[s.name, s.dtype.name, s.shape] for s in specs], shapes, configuration, releases])
     file = cache_folder() / "recordings" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
     with contextlib.suppress(OSError, UnicodeDecodeError, WeighbridgeError):
         return Recording.from_json(file.read_text())

@@ -25,6 +25,10 @@ _COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_
 """Give the same elements again, in another dtype perhaps."""
 
 
+_NOT_PLACES = frozenset(
+    {aten.view.dtype, aten._neg_view.default, aten._conj.default, aten.view_as_real.default}
+)
+"""Views that show other values than those that lie there."""
 SHAPE_ONLY = frozenset(
     {
         aten.empty_like.default,
@@ -208,7 +212,7 @@ class LazyTensor(torch.Tensor):
 
     def _viewed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a view operation gives; None if that is no view of the version's tensor."""
-        if func is aten.view.dtype:
+        if func in _NOT_PLACES:
             return None
         if func is aten.as_strided.default and self._logical is not self._elements:
             _make_real(self)  # it goes by where things lie

@@ -40,6 +40,8 @@ class Preparation:
         self.rest: list[tuple[str, torch.Tensor]] = []
         self.update: lazy.Update | None = None
         self._plan = (client, model, recording)
+        self._lock = threading.Lock()
+        self._closed = self._done = False
         self._thread = threading.Thread(target=self._run, name=f"prepare {model}@{version}", daemon=True)
         self._thread.start()
 
@@ -58,19 +60,28 @@ class Preparation:
         except Exception as error:
             self.problem = _told(error)
         self.seconds = time.monotonic() - started
+        with self._lock:
+            self._done = True
+            if self._closed:
+                self._free()
 
     @property
     def running(self) -> bool:
         """Whether it has not come to an end."""
-        return self._thread.is_alive()
+        return not self._done
 
     def wait(self) -> None:
         """Return when it has come to an end, whichever."""
         self._thread.join()
 
     def close(self) -> None:
-        """Give the memory back."""
-        self.wait()
+        """Give the memory back: at once, or when what is under way has come to an end."""
+        with self._lock:
+            self._closed = True
+            if self._done:
+                self._free()
+
+    def _free(self) -> None:
         if self.update is not None:
             self.update.close()
         self.update, self.rest = None, []
@@ -122,15 +133,17 @@ class ServingRank:
             return
         client = settings.connect()
         try:
+            recording, serving = self._recording, self._serving
             if self._settings is not None and settings.model != self._settings.model:
-                self._recording, self._serving = None, None
-            if self._recording is None:
-                self._recording = self._record(client, settings)
+                recording, serving = None, None
+            if recording is None:
+                recording = self._record(client, settings)
         except BaseException:
             client.close()
             raise
         self.close()
         self._client, self._settings = client, settings
+        self._recording, self._serving = recording, serving
 
     def _record(self, client: EngineClient, settings: Settings) -> lazy.Recording:
         from vllm.config import set_current_vllm_config
