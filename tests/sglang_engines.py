@@ -97,7 +97,7 @@ class Ranks:
             line = next((line for line in process.stdout if line.startswith(_ANSWER)), "")
             assert line, (self._logs / f"rank{rank}.log").read_text()[-4000:]
             answers.append(json.loads(line.removeprefix(_ANSWER)))
-            assert "broken" not in answers[-1], answers[-1]  # the others may wait for it for ever
+            assert "failed" not in answers[-1], answers[-1]  # the others may wait for it for ever
         return answers
 
     def stop(self) -> None:

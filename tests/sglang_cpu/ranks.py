@@ -117,7 +117,7 @@ def main() -> None:
             answer = {"refused": f"{type(error).__name__}: {error}"}
         except Exception as error:
             log.exception(command)
-            answer = {"broken": f"{type(error).__name__}: {error}"}
+            answer = {"failed": f"{type(error).__name__}: {error}"}
         print(ANSWER + json.dumps(answer), flush=True)
 
 
