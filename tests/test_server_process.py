@@ -208,6 +208,21 @@ def test_a_second_signal_ends_the_process_at_once(
         assert time.monotonic() - started < 2
 
 
+def test_a_signal_is_heard_that_comes_while_the_main_thread_cannot_be_woken() -> None:
+    program = """
+import os, signal
+from weighbridge_service.server import _first_signal
+with _first_signal() as wait_for_signal:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # of this thread alone: the kernel hands it to another
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(wait_for_signal())
+    os.kill(os.getpid(), signal.SIGINT)
+    wait_for_signal()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, f"{signal.SIGTERM}\n", "")
+
+
 def test_what_is_not_finished_in_time_is_given_up_and_the_exit_code_says_so(
     tmp_path: Path, hf_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

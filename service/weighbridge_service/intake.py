@@ -226,9 +226,9 @@ class Intake:
         deadline = time.monotonic() + self._config.image_wait
         image = self.standbys.take(model.name, sizes, clients)
         while image is None:
-            self.standbys.make_room(sizes)
             try:
-                image = self._images.acquire(sizes)
+                with self.standbys.room_for(sizes):
+                    image = self._images.acquire(sizes)
             except ResourceExhausted:
                 with self._catalog.changed:
                     left = deadline - time.monotonic()

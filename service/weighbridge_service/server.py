@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -205,22 +204,39 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
 
 @contextlib.contextmanager
 def _first_signal() -> Iterator[Callable[[], int]]:
-    """Gives a function that waits for the first SIGTERM or SIGINT; the second ends the process."""
-    seen: list[int] = []
-    first: SimpleQueue[int] = SimpleQueue()  # its put may interrupt its get, unlike an event's set its wait
+    """Gives a function that waits for the first SIGTERM or SIGINT; the second ends the process.
 
-    def handle(number: int, _: FrameType | None) -> None:
-        if seen:
-            os._exit(128 + number)
-        seen.append(number)
-        first.put(number)
+    Handlers run in the main thread, when it is awake. The kernel may hand a signal to any thread, and one that comes just before the
+    main thread falls asleep does not wake it. So a thread reads which ones came from a socket, written to whatever the main thread does.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    first: SimpleQueue[int] = SimpleQueue()
 
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    def watch() -> None:
+        seen = False
+        while numbers := reader.recv(1):
+            if numbers[0] not in _SIGNALS:
+                continue
+            if seen:
+                os._exit(128 + numbers[0])
+            seen = True
+            first.put(numbers[0])
+
+    watching = threading.Thread(target=watch, name="signals", daemon=True)
+    watching.start()
+    # the handlers are there to keep the default ones from ending the process
+    before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    before_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield first.get
     finally:
+        signal.set_wakeup_fd(before_fd)
         for number, handler in before.items():
             signal.signal(number, handler)
+        writer.close()
+        watching.join()
+        reader.close()
 
 
 def _warm_up() -> None:

@@ -34,6 +34,7 @@ class Standbys:
         self._lock = threading.Lock()
         self._waiting: dict[ModelName, Image] = {}
         self._making: set[ModelName] = set()
+        self._wanting = 0  # versions that look for room now
         self._given: set[ModelName] = set()  # that new memory was made for
         self._asked: dict[ModelName, float] = {}  # since when there has been none
         self._on_recall: Callable[[Region], None] = lambda _region: None
@@ -59,7 +60,7 @@ class Standbys:
             waiting = self._waiting.get(model)
             if waiting is not None and waiting.sizes == sizes:
                 return waiting
-            if model in self._making:
+            if model in self._making or self._wanting:
                 return None
             self._making.add(model)
             asked = self._asked.setdefault(model, time.monotonic())
@@ -72,7 +73,7 @@ class Standbys:
         def make() -> None:
             made: Image | None = None
             try:
-                made = self._images.acquire(sizes)
+                made = self._images.acquire(sizes, may_spill=False)
             except WeighbridgeError as error:
                 log.info("no memory was made ahead for %s: %s", model, error.message)
             finally:
@@ -126,17 +127,29 @@ class Standbys:
             time.sleep(_RETURN_PAUSE)
         return image
 
-    def make_room(self, sizes: Mapping[str, int]) -> None:
-        """Give images back if a version would otherwise find no room in memory."""
-        if self._images.fits(sizes):
-            return
+    @contextmanager
+    def room_for(self, sizes: Mapping[str, int]) -> Iterator[None]:
+        """Give images back if a version would otherwise find no room in memory, and keep any from being made until it has it."""
         with self._lock:
-            waiting, self._waiting = list(self._waiting.values()), {}
-        for image in waiting:
-            self._drop(image)
-        deadline = time.monotonic() + _RETURN_SECONDS
-        while waiting and not self._images.fits(sizes) and time.monotonic() < deadline:
-            time.sleep(_RETURN_PAUSE)
+            self._wanting += 1
+        try:
+            deadline = time.monotonic() + _RETURN_SECONDS
+            dropped = False
+            while not self._images.fits(sizes):
+                with self._lock:
+                    waiting, self._waiting = list(self._waiting.values()), {}
+                    making = bool(self._making)
+                for image in waiting:
+                    self._drop(image)
+                    dropped = True
+                # what is being made holds memory already, and can be given back once it is there
+                if not making and (not dropped or time.monotonic() > deadline):
+                    break
+                time.sleep(_RETURN_PAUSE)
+            yield
+        finally:
+            with self._lock:
+                self._wanting -= 1
 
     def drop(self, region: Region) -> None:
         """Give an image back that nobody waits for any more."""

@@ -216,7 +216,7 @@ class ImagePool:
         self._made = 0
         self._reused = 0
 
-    def acquire(self, file_sizes: Mapping[str, int]) -> Image:
+    def acquire(self, file_sizes: Mapping[str, int], *, may_spill: bool = True) -> Image:
         """An image with room for these files.
 
         In this order: a free region in memory; a new one in memory, for which free ones are given up if need be; a free
@@ -225,10 +225,11 @@ class ImagePool:
 
         Args:
             file_sizes: size of each file in bytes, by name.
+            may_spill: whether it may lie on disk.
 
         Raises:
             InvalidArgument: a size is negative.
-            ResourceExhausted: over the budget, and no room on disk or no folder for it.
+            ResourceExhausted: over the budget, and no room on disk or no folder for it, or it may not lie there.
         """
         _, total = place_files(file_sizes)
         given_up: list[Region] = []
@@ -237,8 +238,9 @@ class ImagePool:
             region = self._take_free(total, in_memory=True)
             in_memory = region is not None or self._reserve_memory(total, given_up)
             if not in_memory:
-                region = self._take_free(total, in_memory=False)
-                if region is None and self._folder is None:
+                may_spill = may_spill and self._folder is not None
+                region = self._take_free(total, in_memory=False) if may_spill else None
+                if not may_spill:
                     raise ResourceExhausted(
                         f"an image of {total} bytes does not fit: {self._memory} of {self._budget} bytes are in use",
                         fix="wait until another version is done, raise the memory budget or set a spill folder",
