@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from tests.raw_clients import RawClient, TinyModel, assert_equal, tiny_folder
 from tests.services import RunningService, eventually, running_service
-from weighbridge import EngineClient, TrainerClient
+from weighbridge import EngineClient, TrainerClient, rpc
 from weighbridge.errors import InvalidArgument, ResourceExhausted, Unavailable
 from weighbridge.v1 import weight_service_pb2
 from weighbridge_service.byte_budget import LEAST_BYTES, MESSAGE_ROOM, ByteBudget, Direction, Share
@@ -287,6 +287,47 @@ def test_clients_that_do_not_read_hold_one_message_each_and_the_others_go_on(
         for call in calls:
             call.cancel()
     eventually(lambda: not any(budget.in_flight.nbytes.values()))
+
+
+def test_a_stream_that_was_fast_has_no_more_than_its_window_on_its_way_to_a_receiver_that_stands_still() -> (
+    None
+):
+    fast, stop = 200, threading.Event()
+
+    def receive(messages: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
+        for number, _message in enumerate(messages, 1):
+            if number == fast:
+                stop.wait(30)
+                break
+        return b""
+
+    sent = 0
+
+    def messages() -> Iterator[bytes]:
+        nonlocal sent
+        while not stop.is_set():
+            sent += 1
+            yield bytes(MIB)
+
+    handler = grpc.stream_unary_rpc_method_handler(receive)
+    server = grpc.server(
+        ThreadPoolExecutor(1),
+        handlers=[grpc.method_handlers_generic_handler("tests.Window", {"Push": handler})],
+        options=rpc.CHANNEL_OPTIONS,
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=rpc.CHANNEL_OPTIONS) as channel:
+        call = channel.stream_unary("/tests.Window/Push").future(messages())
+        seen = -1
+        while sent < fast or sent != seen:
+            seen = sent
+            assert not stop.wait(0.5)
+        stop.set()
+        call.cancel()
+    server.stop(0).wait(10)
+    # one more is with gRPC, and one in its encoder
+    assert (sent - fast) * MIB <= rpc.WINDOW_BYTES + 3 * MIB
 
 
 READER = """

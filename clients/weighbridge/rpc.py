@@ -34,12 +34,17 @@ MESSAGE_BYTES = STRIPE_BYTES
 """Payload of one message, and the most that there may be: with Python's protobuf, larger messages are slower."""
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either side accepts: a layout of some 500,000 shards, or a model's tokenizer."""
+WINDOW_BYTES = 4 << 20
+"""What a sender may have on its way in one stream that its receiver has not asked for yet."""
 CALL_SECONDS = 60.0
 """Deadline of calls that carry no weights."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # by itself gRPC widens the windows of busy streams to some 50 MB each, outside of every budget, and is no faster for it
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     # notice a peer that vanished without closing
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
