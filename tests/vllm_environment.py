@@ -1,6 +1,7 @@
 """Where is vLLM? In an environment of its own, which `make install-vllm` makes; tests that need it run there, or say why not.
 
-``make test-vllm`` names its Python in WEIGHBRIDGE_VLLM_PYTHON.
+``make test-vllm`` names its Python in WEIGHBRIDGE_VLLM_PYTHON. WEIGHBRIDGE_VLLM_KERNELS=0 says that it has no kernels for CPUs, as
+``make test-vllm-newest`` does: then nothing is computed, linear layers are not packed, and experts cannot be processed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 PYTHON = Path(os.environ.get("WEIGHBRIDGE_VLLM_PYTHON") or "/nowhere")
+HAS_KERNELS = os.environ.get("WEIGHBRIDGE_VLLM_KERNELS") != "0"
 
 needs_vllm = pytest.mark.skipif(
     not PYTHON.exists(), reason="vLLM has an environment of its own: make test-vllm"

@@ -21,11 +21,15 @@ os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # vLLM's CPU kernels want to be first
+from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
+
+SUPPORTS_ONEDNN = _custom_ops._supports_onednn
 
 
 def engine_config(job: dict[str, Any], **changes: Any) -> Any:
@@ -159,6 +163,8 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
     from weighbridge.integrations.vllm.serving import ServingRank
     from weighbridge.integrations.vllm.settings import Settings
 
+    if job.get("as_loaded"):  # kernels that take weights as a loader leaves them, as a GPU's do
+        _custom_ops._supports_onednn = False
     config = engine_config(job)
     if job.get("started_elsewhere"):  # nothing is known of where its weights have come from
         model = processed(config, by_vllm(config))
@@ -174,7 +180,8 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
     rank.connect(Settings(job["model"], "1", job["server"]))
     found = {}
     for turn, number in enumerate((2, 1, 2)):
-        with set_current_vllm_config(config):
+        made_anew: list[str] = []
+        with set_current_vllm_config(config), layers_made_anew(made_anew):
             rank.apply(number)
         found[f"{turn}: version {number}"] = [
             *different(model, expected[number]),
@@ -183,7 +190,24 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
     moved = [name for name, p in model.named_parameters() if p.data_ptr() != where.get(name)]
     status = rank.status()
     rank.close()
-    return {"different": found, "moved": moved, "serving": status["serving"]}
+    _custom_ops._supports_onednn = SUPPORTS_ONEDNN
+    return {"different": found, "moved": moved, "serving": status["serving"], "made anew": made_anew}
+
+
+@contextmanager
+def layers_made_anew(names: list[str]) -> Any:
+    """Notes the classes of layers that vLLM makes anew meanwhile, to fill, process and copy them."""
+    materialize = layerwise.materialize_layer
+
+    def noted(layer: torch.nn.Module, info: Any) -> None:
+        names.append(type(layer).__name__)
+        materialize(layer, info)
+
+    layerwise.materialize_layer = noted
+    try:
+        yield
+    finally:
+        layerwise.materialize_layer = materialize
 
 
 def fail(job: dict[str, Any]) -> dict[str, Any]:

@@ -2,18 +2,20 @@
 
 A layer whose weights vLLM processes after loading goes through vLLM's own layerwise reloading: it is made anew in the format of checkpoints,
 filled, processed, and copied to where the kernels read. A layer of which it was seen that processing does nothing to it is filled in
-place.
+place. If all are like that, the next update goes without reloading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
@@ -40,6 +42,8 @@ class Applier:
         self._model_config = model_config
         self._unprocessed: WeakSet[torch.nn.Module] = WeakSet()
         """Layers that vLLM's processing was seen to leave alone."""
+        self._all_as_loaded: lazy.Recording | None = None
+        """By which all that is filled was seen to be what the layers compute with."""
 
     @torch.no_grad()
     def apply(
@@ -52,34 +56,52 @@ class Applier:
             recording: that it was made of.
             rest: tensors of the version for which the model's loader has to run.
         """
-        filled: list[torch.nn.Module] = []
-        with layers.reloading(self._model, self._model_config), _borrowed_loaders() as borrowed:
-            if rest:
-                self._model.load_weights(iter(rest))
-            for prefix, layer in self._model.named_modules():
-                names = {
-                    name: full
-                    for name in layers.own_tensors(layer)
-                    if (full := f"{prefix}.{name}" if prefix else name) in recording.targets
-                }
-                if names:
+        if recording is self._all_as_loaded and not rest:
+            wanted = list(self._wanted(recording))
+            for layer, names in wanted:
+                for name, full in names.items():
+                    _filler(update, recording, full)(layers.own_tensors(layer)[name])
+            self._process_attention()
+        else:
+            in_place = True
+            with layers.reloading(self._model, self._model_config), _borrowed_loaders() as borrowed:
+                if rest:
+                    self._model.load_weights(iter(rest))
+                wanted = list(self._wanted(recording))
+                for layer, names in wanted:
                     fills = {name: _filler(update, recording, full) for name, full in names.items()}
-                    self._fill(layer, fills, borrowed)
-                    filled.append(layer)
-        self._process_shared(filled)
+                    in_place &= self._fill(layer, fills, borrowed)
+            self._all_as_loaded = recording if in_place and not rest else None
+        self._process_shared([layer for layer, _ in wanted])
 
-    def _fill(self, layer: torch.nn.Module, fills: Mapping[str, Fill], borrowed: Borrowed) -> None:
+    def _wanted(self, recording: lazy.Recording) -> Iterator[tuple[torch.nn.Module, dict[str, str]]]:
+        """The layers that are to be filled, and for each of their tensors its full name."""
+        for prefix, layer in self._model.named_modules():
+            full = {name: f"{prefix}.{name}" if prefix else name for name in layers.own_tensors(layer)}
+            names = {name: each for name, each in full.items() if each in recording.targets}
+            if names:
+                yield layer, names
+
+    def _process_attention(self) -> None:
+        """Let attention derive what it does from the weights of other layers, as reloading ends with."""
+        for layer in self._model.modules():
+            if is_deferred_attention_layer(layer):
+                layer.process_weights_after_loading(self._model_config.dtype)
+
+    def _fill(self, layer: torch.nn.Module, fills: Mapping[str, Fill], borrowed: Borrowed) -> bool:
+        """Fill one layer; says whether it was done in place."""
         if self._is_as_loaded(layer):
             live = _live_tensors(layer)
             for name, fill in fills.items():
                 fill(live[name])
-            return
+            return True
         with self._watched(layer):
             for name, fill in fills.items():
                 if name in SKIP_LOAD_TENSORS:  # vLLM leaves them in place
                     fill(layers.own_tensors(layer)[name])
                 else:
                     _load(layer, name, fill, borrowed)
+        return False
 
     def _is_as_loaded(self, layer: torch.nn.Module) -> bool:
         """Whether the tensors that the layer computes with are those that a loader fills."""
@@ -182,8 +204,17 @@ def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _state(layer: torch.nn.Module, method: object) -> list[Any]:
     """What processing could change, other than by operations on tensors."""
     tensors = [(name, id(t), t.data_ptr(), _lies(t)) for name, t in layers.own_tensors(layer).items()]
-    attributes = [(key, id(value)) for owner in (layer, method) for key, value in vars(owner).items()]
+    attributes = [(key, _identity(value)) for owner in (layer, method) for key, value in vars(owner).items()]
     return [tensors, attributes]
+
+
+def _identity(value: object) -> Any:
+    """What is the same before and after processing if it does not depend on weights."""
+    if isinstance(value, FunctionType):  # processing may define it anew each time
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        held = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return value.__code__, tuple(map(_identity, held))
+    return value if isinstance(value, bool | int | str | None) else id(value)
 
 
 class _AnyOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
