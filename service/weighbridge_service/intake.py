@@ -27,10 +27,11 @@ from weighbridge_service.clock import unix_ms
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.declaring import Home
 from weighbridge_service.forwarding import Forwarding, Peers
+from weighbridge_service.lending import LentImage
 from weighbridge_service.models import RegisteredModel
 from weighbridge_service.opening_versions import OpeningRequest, check_not_received_alone
 from weighbridge_service.publishing import Job, Publisher
-from weighbridge_service.receiving import LentImage, Receiving
+from weighbridge_service.receiving import Receiving
 from weighbridge_service.standbys import Standbys
 from weighbridge_storage.head import Head, OpenEntry
 from weighbridge_storage.head_changes import (
