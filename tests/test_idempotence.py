@@ -252,11 +252,11 @@ def test_a_push_that_a_restart_interrupts_says_so_and_the_step_can_be_pushed_aga
 def test_the_handle_of_a_push_that_a_restart_interrupts_raises_and_a_new_push_succeeds(
     tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weighbridge import trainer as trainer_module
+    from weighbridge import pushing
 
     service = KillableService(tmp_path / "store")
     service.start()
-    messages, half_way, go_on = trainer_module._messages, threading.Event(), threading.Event()
+    messages, half_way, go_on = pushing._messages, threading.Event(), threading.Event()
 
     def stalled(*args: Any) -> Iterator[Any]:
         given = messages(*args)
@@ -269,7 +269,7 @@ def test_the_handle_of_a_push_that_a_restart_interrupts_raises_and_a_new_push_su
         with TrainerClient(service.address, retry_seconds=20.0) as trainer:
             trainer.register_files(MODEL, source.files)
             with monkeypatch.context() as patched:
-                patched.setattr(trainer_module, "_messages", stalled)
+                patched.setattr(pushing, "_messages", stalled)
                 handle = trainer.push_folder(MODEL, source.folder, step=5)
                 assert half_way.wait(10)
                 service.kill()

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from tests.reference import tiny_config, tiny_model
 from tests.services import eventually
-from weighbridge import TrainerClient, trainer
+from weighbridge import TrainerClient, pushing
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge.resources import VersionState
 from weighbridge_service.server import HttpServer
@@ -110,7 +110,7 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def held_pushes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Pushes stop before their first byte; gives the event that says so and the one that lets them go on."""
     begun, go_on = threading.Event(), threading.Event()
-    messages = trainer._messages
+    messages = pushing._messages
 
     def slowly(*args: Any) -> Iterator[Any]:
         for message in messages(*args):
@@ -119,7 +119,7 @@ def held_pushes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
             go_on.wait(30)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "_messages", slowly)
+        patch.setattr(pushing, "_messages", slowly)
         try:
             yield begun, go_on
         finally:

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
-from weighbridge import bulk, dtypes, hf_folder, pieces, rpc, safetensors_files, wire
+from weighbridge import bulk, dtypes, hf_folder, pieces, safetensors_files, wire
 from weighbridge.client import Client
-from weighbridge.errors import (
-    AlreadyExists,
-    DataLoss,
-    DeadlineExceeded,
-    InvalidArgument,
-    WeighbridgeError,
-)
+from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.folder_weights import FolderWeights
-from weighbridge.lane_loans import WriteLoan
 from weighbridge.layouts import Layout, TensorSpec
-from weighbridge.local_lane import GRPC, LOCAL
-from weighbridge.push_handle import PushHandle, PushReport
-from weighbridge.push_sources import OpenSource, ShardSource, StagingPool, StreamSource, TensorSource
+from weighbridge.push_handle import PushHandle
+from weighbridge.push_sources import OpenSource, ShardSource, StagingPool, TensorSource
+from weighbridge.pushing import Pusher
 from weighbridge.resources import Model, Version
 from weighbridge.striping import Striping
 from weighbridge.tensor_stream import StreamWriter
@@ -37,16 +26,6 @@ from weighbridge.v1 import checkpoint_service_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:
     import torch
-
-_DECLARE_SECONDS = 600.0
-"""How long a rank waits for the other ranks to declare what they hold."""
-_DECLARE_CALL_SECONDS = 10.0
-"""How long one call waits for that before it is made again."""
-_PAUSE_SECONDS = 0.1
-_PREPARE_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before each question for the memory of the next version: it may be in use until this one is durable."""
-_PUSHES_AT_ONCE = 2
-"""Pushes of one client whose bytes may still be on their way; a further one waits."""
 
 
 class TrainerClient(Client):
@@ -70,11 +49,7 @@ class TrainerClient(Client):
         super().__init__(server, retry_seconds=retry_seconds, lane=lane, connections=connections)
         self.run = run
         self._staging = StagingPool()
-        self._lock = threading.Lock()
-        self._running: list[PushHandle] = []
-        self._slots = threading.BoundedSemaphore(_PUSHES_AT_ONCE)
-        self._closing = threading.Event()
-        self._preparing: set[str] = set()
+        self._pusher = Pusher(self)
 
     @cached_property
     def _checkpoints(self) -> checkpoint_service_pb2_grpc.CheckpointServiceStub:
@@ -229,161 +204,17 @@ class TrainerClient(Client):
             open_source: is called once, for the bytes of the shards that this rank is to push.
             step, rank, world_size, run, request_id: as for `push`.
         """
-        started = time.monotonic()
         run = self.run if run is None else run
         opening = pb.OpenVersionRequest(
             model=model, step=step, run=run, ranks=world_size, client_id=self._client_id,
             request_id=request_id or f"{run}/{step}",
         )  # fmt: skip
-        self._slots.acquire()
-        number = 0
-        delivery: _Delivery | None = None
-        try:
-            number = self._call(self._checkpoints.OpenVersion, opening).version.number
-            assigned = self._declare(model, number, rank, layout, space)
-            chosen = layout.select(assigned)
-            handle = PushHandle(self, model, number, chosen.nbytes)
-            header = pb.PushHeader(model=model, number=number, rank=rank, client_id=self._client_id)
-            copying = time.monotonic()
-            delivery = self._copy_out(header, chosen, open_source(assigned, chosen))
-            now = time.monotonic()
-            arguments = (handle, header, delivery, (now - started, now - copying))
-            # not a daemon: a trainer that ends after its last push must not lose it
-            threading.Thread(target=self._deliver, args=arguments, name=f"push-{model}@{number}").start()
-        except BaseException as error:
-            self._slots.release()
-            if delivery is not None:
-                delivery.give_up()
-            # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
-            # belongs to another process is that process's business.
-            if number and not isinstance(error, AlreadyExists):
-                with contextlib.suppress(WeighbridgeError):
-                    self.abort(
-                        model, number, f"rank {rank} gave up before it pushed anything: {error!r}"[:300]
-                    )
-            raise
-        with self._lock:
-            self._running = [h for h in self._running if not h.done] + [handle]
-        return handle
+        return self._pusher.push(opening, rank, layout, space, open_source)
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed, then close the connection."""
-        self._closing.set()
-        with self._lock:
-            running, self._running = self._running, []
-        for handle in running:
-            handle._report.exception()
+        self._pusher.close()
         super().close()
-
-    def _declare(
-        self, model: str, number: int, rank: int, layout: Layout, space: resources_pb2.TensorSpace.ValueType
-    ) -> list[int]:
-        request = pb.DeclareLayoutRequest(
-            model=model, number=number, rank=rank, client_id=self._client_id, digest=layout.digest
-        )
-        give_up = time.monotonic() + _DECLARE_SECONDS
-        while True:
-            try:
-                response = self._call(self._checkpoints.DeclareLayout, request, seconds=_DECLARE_CALL_SECONDS)
-            except DeadlineExceeded:  # ranks are still missing; it names them
-                if time.monotonic() > give_up:
-                    raise
-                request.ClearField("layout")  # it has arrived
-                time.sleep(_PAUSE_SECONDS)
-                continue
-            if not response.layout_needed:
-                return list(response.assigned)
-            request.layout.CopyFrom(wire.layout_to_proto(layout, space))
-
-    def _copy_out(self, header: pb.PushHeader, stream: Layout, source: ShardSource) -> _Delivery:
-        """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""
-        why = ""
-        if self._lane.wanted and stream.nbytes:
-            try:
-                loan = self._lane.write(header.model, header.number, header.rank, stream)
-            except WeighbridgeError as error:
-                why = self._lane.refused(error, f"push of {header.model}@{header.number}")
-            else:
-                try:
-                    loan.fill(source)
-                except BaseException:
-                    with contextlib.suppress(WeighbridgeError):
-                        loan.end(complete=False)
-                    raise
-                return _Delivery(loan, None, why)
-        return _Delivery(None, source.stage(), why)
-
-    def _deliver(
-        self,
-        handle: PushHandle,
-        header: pb.PushHeader,
-        delivery: _Delivery,
-        costs: tuple[float, float],
-    ) -> None:
-        started = time.monotonic()
-        try:
-            if delivery.loan is not None:
-                delivery.loan.end(complete=True)
-            if delivery.staged is not None:
-                self._stream(header, delivery.staged, handle.stream_bytes)
-            self._call(
-                self._checkpoints.SealRank,
-                pb.SealRankRequest(
-                    model=header.model, number=header.number, rank=header.rank, client_id=header.client_id
-                ),
-            )
-            seconds = time.monotonic() - started
-            handle._report.set_result(
-                PushReport(*costs, handle.stream_bytes, seconds, delivery.lane, delivery.why_not_local)
-            )
-        except BaseException as error:  # goes to whoever waits
-            handle._report.set_exception(error)
-        finally:
-            delivery.give_up()
-            self._slots.release()
-        if delivery.loan is not None:
-            # a daemon: nothing is lost if it does not get to its end
-            threading.Thread(target=self._prepare_next, args=(header.model,), daemon=True).start()
-
-    def _prepare_next(self, model: str) -> None:
-        """Map the memory of the next version while the trainer trains; if that fails, the next push will do it."""
-        with self._lock:
-            if model in self._preparing:
-                return
-            self._preparing.add(model)
-        try:
-            with contextlib.suppress(WeighbridgeError):
-                for pause in _PREPARE_PAUSES:
-                    if self._closing.wait(pause) or self._lane.prepare(model):
-                        return
-        finally:
-            with self._lock:
-                self._preparing.discard(model)
-
-    def _stream(self, header: pb.PushHeader, source: StreamSource, total: int) -> None:
-        """Stream all bytes; where it breaks, ask what has arrived and go on from there."""
-        missing = [(0, total)] if total else []
-        patience = rpc.Patience(self.retry_seconds)
-        while missing:
-            try:
-                with rpc.translated_errors(self.server):
-                    bulk.send(
-                        "/weighbridge.v1.CheckpointService/Push",
-                        partial(_messages, header, source, missing),
-                        self._bulk,
-                        sum(end - start for start, end in missing),
-                    )
-                return
-            except WeighbridgeError as error:
-                if not patience.wait_after(error):
-                    raise
-                state = self._call(
-                    self._checkpoints.GetPushState,
-                    pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank),
-                )
-                before, missing = missing, list(_gaps([(r.start, r.end) for r in state.received], total))
-                if missing != before:
-                    patience.renew()
 
     def abort(self, model: str, number: int, reason: str = "aborted by the trainer") -> Version:
         """Give a version up that has not become visible yet."""
@@ -492,50 +323,3 @@ class TrainerClient(Client):
         """
         request = pb.DescribeShardsRequest(model=model, **parallel)
         return wire.layout_from_proto(self._call(self._checkpoints.DescribeShards, request).layout)
-
-
-@dataclass(frozen=True, slots=True)
-class _Delivery:
-    """Shards that have been copied out, on their way.
-
-    Attributes:
-        loan: the memory that they were written to; None if they go by gRPC.
-        staged: their copy; None if there is none.
-        why_not_local: why they go by gRPC, if something else was wanted.
-    """
-
-    loan: WriteLoan | None
-    staged: StreamSource | None
-    why_not_local: str
-
-    @property
-    def lane(self) -> str:
-        return GRPC if self.loan is None else LOCAL
-
-    def give_up(self) -> None:
-        """Let go of everything; nothing happens to what has been delivered."""
-        if self.staged is not None:
-            self.staged.release()
-        if self.loan is not None:
-            with contextlib.suppress(WeighbridgeError):
-                self.loan.end(complete=False)
-
-
-def _messages(
-    header: pb.PushHeader, source: StreamSource, ranges: Sequence[tuple[int, int]], striping: Striping
-) -> Iterator[bytes]:
-    yield pb.PushRequest(header=header).SerializeToString()
-    for begin, end in ranges:
-        for start, stop in striping.messages(begin, end):
-            data = source.read(start, stop)
-            yield pieces.encode(pb.PushRequest(offset=start, checksum=rpc.checksum(data)), data)
-
-
-def _gaps(received: Sequence[tuple[int, int]], total: int) -> Iterator[tuple[int, int]]:
-    position = 0
-    for start, end in received:
-        if start > position:
-            yield position, start
-        position = max(position, end)
-    if position < total:
-        yield position, total

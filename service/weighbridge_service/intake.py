@@ -1,13 +1,12 @@
-"""Taking versions in: opened, declared, written, sealed, and made durable behind the back of those who pull them."""
+"""How do versions come in: opened, declared, written and sealed by ranks, or aborted, or given up when nothing more is heard?"""
 
 from __future__ import annotations
 
 import logging
 import socket
 import threading
-import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weighbridge.errors import (
@@ -22,16 +21,18 @@ from weighbridge.errors import (
 )
 from weighbridge.layouts import Layout
 from weighbridge.resources import Version, VersionState
+from weighbridge_service.announcing import CatalogFollower, announce_end, forget_old
 from weighbridge_service.catalog import Catalog, LiveVersion, ModelState
 from weighbridge_service.clock import unix_ms
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.declaring import Home
 from weighbridge_service.forwarding import Forwarding, Peers
-from weighbridge_service.models import RegisteredModel
+from weighbridge_service.lending import LentImage
 from weighbridge_service.opening_versions import OpeningRequest, check_not_received_alone
 from weighbridge_service.publishing import Job, Publisher
-from weighbridge_service.receiving import LentImage, Receiving
+from weighbridge_service.receiving import Receiving
 from weighbridge_service.standbys import Standbys
+from weighbridge_service.version_images import VersionImages
 from weighbridge_storage.head import Head, OpenEntry
 from weighbridge_storage.head_changes import (
     check_not_given_up,
@@ -46,11 +47,8 @@ log = logging.getLogger(__name__)
 
 _UNFINISHED = (VersionState.RECEIVING, VersionState.READY)
 _STOP_SECONDS = 10.0
-_IMAGES_OF_A_MODEL = 2
-_KEPT_ENDED = 100
-"""Ended versions of each model that are remembered, so that whoever pushed them learns what became of them."""
-MAX_RANKS = 65_536
-MAX_TEXT = 256
+_MAX_RANKS = 65_536
+_MAX_TEXT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,6 @@ class Intake:
 
     def __init__(self, catalog: Catalog, images: ImagePool, config: ServiceConfig) -> None:
         self._catalog = catalog
-        self._images = images
         self._config = config
         self.home = Home(config.advertise, uuid.uuid4().hex)
         self._lease_ms = round(config.open_lease * 1000)
@@ -96,6 +93,7 @@ class Intake:
             catalog.store, catalog.heads, config.publish_attempts, spreading=bool(config.advertise)
         )
         self.standbys = Standbys(images)
+        self._images = VersionImages(catalog, images, self.standbys, config.image_wait)
         self.bytes_in = 0
         self.bytes_in_locally = 0
         self._counting = threading.Lock()
@@ -122,14 +120,14 @@ class Intake:
             ResourceExhausted: too many versions are being received.
         """
         model_name = ModelName.parse(name)
-        if not 1 <= ranks <= MAX_RANKS:
-            raise InvalidArgument(f"{ranks} ranks are not between 1 and {MAX_RANKS}")
+        if not 1 <= ranks <= _MAX_RANKS:
+            raise InvalidArgument(f"{ranks} ranks are not between 1 and {_MAX_RANKS}")
         if not 0 <= step < 1 << 53:
             raise InvalidArgument(f"step {step} is not between 0 and 2**53")
         for what, text in (("run", run), ("request_id", request_id), ("client_id", client_id)):
-            if not text or len(text) > MAX_TEXT or not text.isprintable():
+            if not text or len(text) > _MAX_TEXT or not text.isprintable():
                 raise InvalidArgument(
-                    f"the {what} is empty, longer than {MAX_TEXT} characters, or not printable"
+                    f"the {what} is empty, longer than {_MAX_TEXT} characters, or not printable"
                 )
         state = self._catalog.state(model_name)
         with state.opening:
@@ -183,19 +181,19 @@ class Intake:
             entry.request_id,
             home=self.home,
             prepare=model.prepare,
-            acquire_image=lambda files, clients: self._acquire_image(model, files, clients),
+            acquire_image=lambda files, clients: self._images.acquire(model, files, clients),
             forwarding=Forwarding(self._peers, str(model.name), entry.number),
             confirm=lambda: self._confirm(model.name, entry.number),
             known=model.known_set,
-            on_end=lambda ended: self._on_end(state, model, ended),
+            on_end=lambda ended: announce_end(self._catalog, state, model, ended),
             recall=self.standbys.recall,
         )
         live = LiveVersion(receiving, client_id, entry.until_ms)
         with self._catalog.changed:
             state.versions[entry.number] = live
             state.by_request[entry.request_id] = entry.number
-            _forget_old(state)
-        self.publisher.start(Job(model, entry, receiving, _Follower(self, state, live)))
+            forget_old(state)
+        self.publisher.start(Job(model, entry, receiving, CatalogFollower(self._catalog, state, live)))
         return receiving
 
     def _opened_before(self, state: ModelState, request_id: str, client_id: str) -> Version | None:
@@ -219,30 +217,6 @@ class Intake:
             log.warning("whether %s@%d is still open could not be seen: %s", model, number, error)
         else:
             check_not_given_up(head, number)
-
-    def _acquire_image(self, model: RegisteredModel, names: Sequence[str], clients: Collection[str]) -> Image:
-        files = [file for file in model.files.files if file.name in set(names)]
-        sizes = {file.name: file.nbytes for file in files}
-        deadline = time.monotonic() + self._config.image_wait
-        image = self.standbys.take(model.name, sizes, clients)
-        while image is None:
-            try:
-                with self.standbys.room_for(sizes):
-                    image = self._images.acquire(sizes)
-            except ResourceExhausted:
-                with self._catalog.changed:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise
-                    self._catalog.changed.wait(min(left, 0.5))
-        try:
-            buffers = image.buffers
-            for file in files:
-                buffers[file.name][: len(file.header)] = memoryview(file.header)
-        except BaseException:
-            image.release()
-            raise
-        return image
 
     def _receiving(self, name: str, number: int) -> tuple[ModelState, Receiving]:
         """A version that is being received here, or was."""
@@ -365,26 +339,14 @@ class Intake:
     def prepare_image(self, name: str, client_id: str) -> Image | None:
         """The image that a model's next version will probably be written to; None if there is none now.
 
-        A model has two images at most by this: the one that is `live`, and one for the next version.
+        See `VersionImages.prepare`. While the service is shutting down, there is none.
 
         Raises:
             NotFound: the model is not registered.
-            FailedPrecondition: the client has not pushed the model lately. Who could keep the memory open without ever pushing
-                would make the versions of others fail.
+            FailedPrecondition: the client has not pushed the model lately.
         """
-        model_name = ModelName.parse(name)
-        state = self._catalog.state(model_name)
-        if self.draining:
-            return None
-        with self._catalog.changed:
-            versions = [live.receiving for live in state.versions.values()]
-        if not any(receiving.takes_part(client_id) for receiving in reversed(versions)):
-            raise FailedPrecondition(
-                f"{name}: memory is prepared only for those who have just pushed a version"
-            )
-        held = sum(receiving.image is not None for receiving in versions)
-        sizes = dict(state.model.files.file_sizes)
-        return self.standbys.get(model_name, sizes, may_make=held < _IMAGES_OF_A_MODEL)
+        state = self._catalog.state(ModelName.parse(name))
+        return None if self.draining else self._images.prepare(state, client_id)
 
     def push_state(self, name: str, number: int, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
         """Ranges of a rank's stream that have arrived, its length, and whether it is sealed."""
@@ -412,58 +374,6 @@ class Intake:
         if found.state.visible:  # another replica has just published it
             raise FailedPrecondition(f"{found} is visible already and cannot be aborted")
         return found
-
-    def _on_end(self, state: ModelState, model: RegisteredModel, receiving: Receiving) -> None:
-        version, image = receiving.version, receiving.image
-        with self._catalog.changed:
-            live = state.versions.get(version.number)
-            if version.state is VersionState.READY and live is not None:
-                model.known_set = receiving.known_set or model.known_set
-                state.live = max(state.live, version.number)
-                live.announced = True
-                if image is not None:
-                    image.freeze()
-                self._release_images(state)
-            else:
-                model.known_set = None  # if replicas do not agree on it, they have to find a new one
-            self._catalog.notify()
-        if version.state is VersionState.READY:
-            log.info("%s is ready", version)
-        else:
-            log.warning("%s failed: %s", version, version.error)
-
-    def settle(
-        self, state: ModelState, live: LiveVersion, error: WeighbridgeError | None, *, last: bool
-    ) -> None:
-        """Take note of how a publication gets on: it is done, or an attempt has failed."""
-        with self._catalog.changed:
-            live.publish_error = error
-            live.gave_up = error is not None and last
-            if error is None:
-                live.durable_time_ms = unix_ms()
-            self._release_images(state)
-            self._catalog.notify()
-        if error is None:
-            log.info("%s is durable", live.version)
-
-    def forget(self, state: ModelState, live: LiveVersion) -> None:
-        """Know no more of a version than its head does: it was opened here and is received by others."""
-        number = live.receiving.version.number
-        with self._catalog.changed:
-            state.versions.pop(number, None)
-            if state.by_request.get(live.receiving.request_id) == number:
-                del state.by_request[live.receiving.request_id]
-            self._catalog.notify()
-
-    def _release_images(self, state: ModelState) -> None:
-        """Let go of the images of versions that are done and are not what ``live`` names."""
-        for number, live in state.versions.items():
-            # one that is durable and not announced yet is about to be what `live` names
-            done = (live.durable_time_ms and live.announced) or live.gave_up
-            image = live.receiving.image
-            if done and image is not None and number != state.live:
-                live.receiving.image = None
-                image.release()
 
     def _renew(self, live: LiveVersion) -> None:
         """Keep an open version open, as long as this replica has something to do for it."""
@@ -500,41 +410,3 @@ class Intake:
         self._peers.close()
         self.publisher.stop(_STOP_SECONDS)
         self._janitor.join()
-
-
-@dataclass(frozen=True, slots=True)
-class _Follower:
-    """Tells the intake how a publication gets on."""
-
-    intake: Intake
-    state: ModelState
-    live: LiveVersion
-
-    def on_failure(self, error: WeighbridgeError, last: bool) -> None:
-        """See `publishing.Follower`."""
-        self.intake.settle(self.state, self.live, error, last=last)
-
-    def on_waiting(self, for_others: bool) -> None:
-        """See `publishing.Follower`."""
-        self.live.waiting_for_others = for_others
-
-    def on_success(self) -> None:
-        """See `publishing.Follower`."""
-        self.intake.settle(self.state, self.live, None, last=True)
-
-    def on_left_to_others(self) -> None:
-        """See `publishing.Follower`."""
-        self.intake.forget(self.state, self.live)
-
-
-def _forget_old(state: ModelState) -> None:
-    """Keep what this process knows of ended versions bounded."""
-    ended = [
-        number
-        for number, live in sorted(state.versions.items())
-        if live.receiving.image is None and live.version.state is not VersionState.RECEIVING
-    ]
-    for number in ended[:-_KEPT_ENDED]:
-        live = state.versions.pop(number)
-        if state.by_request.get(live.receiving.request_id) == number:
-            del state.by_request[live.receiving.request_id]

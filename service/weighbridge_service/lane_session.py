@@ -16,7 +16,8 @@ from weighbridge import lane_protocol, wire
 from weighbridge.errors import FailedPrecondition, InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge.layouts import STREAM, Layout
 from weighbridge.v1 import local_lane_pb2 as pb
-from weighbridge_service.receiving import LentImage, Receiving
+from weighbridge_service.lending import LentImage
+from weighbridge_service.receiving import Receiving
 from weighbridge_service.service import Weighbridge
 from weighbridge_service.serving import LentVersion
 from weighbridge_service.transfers import Transfer

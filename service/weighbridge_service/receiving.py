@@ -1,8 +1,8 @@
-"""A version while it is being received: who holds what, what has arrived, and when it is complete.
+"""How does a version get from its opening to being ready, or to having failed?
 
 The ranks of a push declare what they hold. When all have, the shards are shared out, the plan is made and coverage is
-proved, before a byte moves. Then bytes arrive in any order, and each goes straight to its final place in the image.
-When every rank has sealed, all bytes are there and the version is ready.
+proved, before a byte moves. Then the image is filled with what the ranks send (`filling`), or by their own processes, which it is
+lent to (`lending`). When every rank has sealed, all bytes are there and the version is ready.
 
 A trainer that pushes again with the layouts of last time does not wait for its other ranks: what the set of layouts
 leads to is known, and each rank gets its part of it at once.
@@ -18,53 +18,31 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from weighbridge import rpc
 from weighbridge.errors import (
-    DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
-    InvalidArgument,
     Unavailable,
     VersionFailed,
     WeighbridgeError,
 )
 from weighbridge.resources import Version, VersionState
-from weighbridge_service.arrivals import Arrivals
-from weighbridge_service.clock import unix_ms
 from weighbridge_service.declaring import Agreement, Declaration, Declarations, Home, KnownSet, numbers_of
+from weighbridge_service.filling import Filling
 from weighbridge_service.forwarding import Forwarding
+from weighbridge_service.lending import Lending, LentImage
+from weighbridge_service.lifecycle import Lifecycle
 from weighbridge_service.preparing import PreparedPush
 from weighbridge_service.ranges import RangeSet
-from weighbridge_service.transfers import Bytes
-from weighbridge_storage.images import Image, Lease
+from weighbridge_storage.images import Image
 from weighbridge_storage.regions import Region
 
 _NAMED = 20
-_LET_GO_SECONDS = 5.0
-"""How long processes that were asked to let go of memory may take for it: they unmap it in milliseconds."""
-_LET_GO_PAUSE = 0.002
-
-
-@dataclass(frozen=True, slots=True)
-class LentImage:
-    """An image that a rank's process writes to.
-
-    Attributes:
-        image: the image.
-        lease: keeps it from being used for something else; to be released at the end.
-        prepared: where the bytes of the rank's stream belong.
-    """
-
-    image: Image
-    lease: Lease
-    prepared: PreparedPush
 
 
 @dataclass
 class _Rank:
-    received: RangeSet = field(default_factory=RangeSet)
     sealed: bool = False
     writers: int = 0
 
@@ -101,41 +79,38 @@ class Receiving:
         confirm: Callable[[], None],
         known: KnownSet | None,
         on_end: Callable[[Receiving], None],
-        recall: Callable[[Region], None] = lambda _region: None,
+        recall: Callable[[Region], None],
     ) -> None:
         self.request_id = request_id
         self.home = home
         self._opened = opened
         self._name = f"{opened.model}@{opened.number}"
+        self._lifecycle = Lifecycle(self._name)
+        self._changed = self._lifecycle.changed
         self._prepare = prepare
         self._acquire_image = acquire_image
         self._forwarding = forwarding
         self._confirm = confirm
         self._on_end = on_end
         self._recall = recall
-        self._changed = threading.Condition()
         self._declarations = Declarations(opened, home, known)
         self._ranks = [_Rank() for _ in range(opened.ranks)]
-        self._state = VersionState.RECEIVING
         self._complete = False
-        self._error: WeighbridgeError | None = None
-        self._ready_time_ms = 0
-        self._last_activity = time.monotonic()
         self.image: Image | None = None
-        self._buffers: Mapping[str, Bytes] = {}
-        self._arrivals: Arrivals | None = None
+        self._filling: Filling | None = None
+        self._lending: Lending | None = None
 
     @property
     def version(self) -> Version:
         """The version as it stands now."""
         with self._changed:
-            error = self._error
+            error = self._lifecycle.error
             return replace(
                 self._opened,
-                state=self._state,
+                state=self._lifecycle.state,
                 sealed_ranks=sum(rank.sealed for rank in self._ranks),
-                received_bytes=sum(rank.received.size for rank in self._ranks),
-                ready_time_ms=self._ready_time_ms,
+                received_bytes=sum(self._received(rank).size for rank in range(len(self._ranks))),
+                ready_time_ms=self._lifecycle.ready_time_ms,
                 error=error.message if error else "",
                 error_details=error.details if error else (),
             )
@@ -168,7 +143,7 @@ class Receiving:
     def failed(self) -> bool:
         """Whether the version has failed, as far as is known here."""
         with self._changed:
-            return self._state is VersionState.FAILED
+            return self._lifecycle.state is VersionState.FAILED
 
     def takes_part(self, client_id: str) -> bool:
         """Whether this client has declared a rank of this version."""
@@ -186,18 +161,18 @@ class Receiving:
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            self._check_receiving()
+            self._lifecycle.check_receiving()
             news = rank in self._declarations.absent
             contradiction = self._declarations.declare(rank, client_id, digest)
             if news:  # who only asks again waits for others, and would wait for ever for one that has gone
-                self._touch()
+                self._lifecycle.touch()
             if contradiction is None and self._declarations.agree_as_before(rank):
                 agreed = self._declarations.agreed
                 threading.Thread(target=self._begin, args=(agreed,), daemon=True).start()
         self._go_on(contradiction)
         with self._changed:
-            while self._agreed is None or (self.image is None and self._state is VersionState.RECEIVING):
-                self._check_receiving()
+            while self._agreed is None or (self.image is None and self._lifecycle.is_receiving):
+                self._lifecycle.check_receiving()
                 left = deadline - time.monotonic()
                 if left <= 0:
                     absent = self._declarations.absent
@@ -208,7 +183,7 @@ class Receiving:
                         "of the service, serve each of these with --advertise",
                     )
                 self._changed.wait(left)
-            self._check_receiving()
+            self._lifecycle.check_receiving()
             return self._agreed
 
     def declare_elsewhere(self, declarations: Mapping[int, Declaration]) -> None:
@@ -218,7 +193,7 @@ class Receiving:
             WeighbridgeError: the layouts contradict the model or each other; the version has failed.
         """
         with self._changed:
-            if self._state is not VersionState.RECEIVING:
+            if not self._lifecycle.is_receiving:
                 return
             contradiction = self._declarations.hear(declarations)
         self._go_on(contradiction)
@@ -257,9 +232,8 @@ class Receiving:
             self._declarations.agreed = agreed
             self._changed.notify_all()
             clients = {declaration.client_id for declaration in self._declarations.here.values()}
-        to_come = agreed.to_come_to(self.home)
         try:
-            image = self._acquire_image(list(to_come), clients)
+            image = self._acquire_image(list(agreed.to_come_to(self.home)), clients)
         except WeighbridgeError as error:
             self.fail(error)
             return
@@ -267,9 +241,10 @@ class Receiving:
             self.fail(WeighbridgeError(f"no image could be made for {self._name}: {error!r}"))
             return
         with self._changed:
-            if self._state is VersionState.RECEIVING:
-                self.image, self._buffers = image, image.buffers
-                self._arrivals = Arrivals(to_come, image.region)
+            if self._lifecycle.is_receiving:
+                filling = Filling(self._lifecycle, agreed, self.home, image, self._forwarding)
+                self.image, self._filling = image, filling
+                self._lending = Lending(self._lifecycle, image, filling, self._recall)
                 self._changed.notify_all()
                 return
         image.release()
@@ -283,12 +258,12 @@ class Receiving:
             FailedPrecondition: the rank or the version is sealed, or the rank has not declared.
         """
         with self._changed:
-            self._check_receiving()
+            self._lifecycle.check_receiving()
             self._declarations.check_client(rank, client_id)
             if self._ranks[rank].sealed:
                 raise FailedPrecondition(f"rank {rank} of {self._name} is sealed")
-        with self._writing(rank) as agreed:
-            self._take(agreed, rank, offset, data, checksum, forward=True)
+        with self._writing(rank) as filling:
+            filling.take(rank, offset, data, checksum, forward=True)
 
     def write_forwarded(self, claim: str, rank: int, offset: int, data: memoryview, checksum: int) -> None:
         """Take a part of a rank's stream that another replica passes on.
@@ -308,67 +283,25 @@ class Receiving:
                 if self._complete:
                     return  # it is all here: the answer to the same bytes was lost
         try:
-            with self._writing(rank) as agreed:
-                agreed.check_forwarded(self.home, claim, rank, offset, offset + len(data))
-                self._take(agreed, rank, offset, data, checksum, forward=False)
+            with self._writing(rank) as filling:
+                filling.agreed.check_forwarded(self.home, claim, rank, offset, offset + len(data))
+                filling.take(rank, offset, data, checksum, forward=False)
         except _NotBegun as error:
             raise Unavailable(error.message, fix=error.fix) from error
 
-    def _take(
-        self, agreed: Agreement, rank: int, offset: int, data: memoryview, checksum: int, *, forward: bool
-    ) -> None:
-        if rpc.checksum(data) != checksum:
-            raise DataLoss(
-                f"{self._name}, rank {rank}: the piece at byte {offset} does not agree with its checksum"
-            )
-        end, whole = offset + len(data), agreed.prepared.streams[rank].nbytes
-        if end > whole:
-            raise InvalidArgument(
-                f"{self._name}, rank {rank}: bytes {offset} to {end} lie outside of its stream of {whole} bytes"
-            )
-        with self._changed:
-            # taken by this call, before they are copied: nobody else copies and counts them again
-            fresh = self._ranks[rank].received.claim(offset, end)
-        for start, stop in fresh:
-            self._place(agreed, rank, start, data[start - offset : stop - offset], forward=forward)
-
-    def _place(self, agreed: Agreement, rank: int, start: int, data: memoryview, *, forward: bool) -> None:
-        prepared = agreed.prepared
-        filled = prepared.transfer.scatter(data, start, self._buffers, str(rank))
-        self._count_filled(filled)
-        if forward and prepared.spread is not None:
-            for number, meant in prepared.spread.routes.get(rank, {}).items():
-                if agreed.homes[number] != self.home:
-                    for begin, end in meant.within(start, start + len(data)):
-                        self._forwarding.forward(
-                            agreed.claim, agreed.homes[number], rank, begin, data[begin - start : end - start]
-                        )
-
-    def _count_filled(self, filled: Mapping[str, int]) -> None:
-        with self._changed:
-            if self._arrivals is not None and self._arrivals.count(filled):
-                self._changed.notify_all()
-
     def lend(self, rank: int, client_id: str) -> LentImage:
-        """Let a rank's process write its stream to the image itself.
+        """Let a rank's process write its stream to the image itself. See `Lending.lend`.
 
         Raises:
-            FailedPrecondition: the rank or the version is sealed, the rank has not declared, or other replicas of the service have
-                a part in the version, so that the rank's bytes do not all belong here.
+            FailedPrecondition: the version is sealed, the rank has not declared, or the image cannot be lent for it.
         """
         with self._changed:
-            self._check_receiving()
+            self._lifecycle.check_receiving()
             self._declarations.check_client(rank, client_id)
-            agreed = self._agreed
-            if agreed is None or self.image is None or self._arrivals is None:
+            if self._lending is None:
                 raise _NotBegun(f"not all ranks of {self._name} have declared their layouts")
-            if self._ranks[rank].received.size == agreed.prepared.streams[rank].nbytes:
-                raise FailedPrecondition(f"all bytes of rank {rank} of {self._name} have come")
-            if not agreed.alone:
-                raise FailedPrecondition(f"{self._name} is received by several replicas of the service")
-            self._arrivals.lend(rank)
-            lent = LentImage(self.image, self.image.lease(), agreed.prepared)
-            self._touch()
+            lent = self._lending.lend(rank)
+            self._lifecycle.touch()
             return lent
 
     def end_lending(self, rank: int, *, complete: bool) -> None:
@@ -381,80 +314,35 @@ class Receiving:
         Raises:
             FailedPrecondition: the version is no longer being received.
         """
-        with self._changed:
-            if self._arrivals is not None:
-                self._arrivals.give_back(rank)
+        if self._lending is not None:
+            self._lending.give_back(rank)
         if complete:
-            with self._writing(rank) as agreed:
-                self._take_written(agreed, rank)
+            with self._writing(rank) as filling:
+                filling.take_written(rank)
         else:
             self.look_again()
 
-    def _wait_let_go(self) -> None:
-        """When all bytes are here, wait until no process can write to the image.
-
-        Raises:
-            VersionFailed: one still can, though all that were lent it have said that they are done; the version has failed.
-        """
-        region = self._show_arrivals()
-        if region is None:
-            return
-        self._recall(region)
-        deadline = time.monotonic() + _LET_GO_SECONDS
-        while self._show_arrivals() is not None:
-            if time.monotonic() > deadline:
-                error = VersionFailed(
-                    f"{self._name} was given up: a process can still write to its memory, although all that were lent it "
-                    "have said that they are done",
-                    fix="close every mapping of the memory, and its descriptor, before the end of the loan; push the step "
-                    "again",
-                )
-                self.fail(error)
-                raise error
-            time.sleep(_LET_GO_PAUSE)
-
-    def _show_arrivals(self) -> Region | None:
-        """Let those who wait have the files that are complete; gives the image's region if all bytes are here, all that it was lent
-        have given it back, and a process can still write to it."""
-        with self._changed:
-            arrivals, image = self._arrivals, self.image
-            if self._state is not VersionState.RECEIVING or arrivals is None or image is None:
-                return None
-            if arrivals.show():
-                self._changed.notify_all()
-            held_back = arrivals.held_back and arrivals.all_here and not arrivals.is_lent
-            return image.region if held_back else None
-
-    def _take_written(self, agreed: Agreement, rank: int) -> None:
-        """All of a rank's stream was written to the image by its own process."""
-        with self._changed:
-            fresh = self._ranks[rank].received.claim(0, agreed.prepared.streams[rank].nbytes)
-        for start, stop in fresh:
-            self._count_filled(agreed.prepared.transfer.filled(start, stop, str(rank)))
-
     def look_again(self) -> None:
         """Go on if a process that could still write to the image has let go of it, or has ended."""
-        region = self._show_arrivals()
-        if region is not None:
-            # whoever was lent it ahead of the version may not be one of its ranks, and there may be no rank that waits
-            self._recall(region)
+        if self._lending is not None:
+            self._lending.look_again()
         with self._changed:
             complete = self._complete_if_all_is_here()
         if complete:
             self._become_ready()
 
     @contextmanager
-    def _writing(self, rank: int) -> Iterator[Agreement]:
+    def _writing(self, rank: int) -> Iterator[Filling]:
         """Hold the image while writing to it: it is neither published nor given away meanwhile."""
         with self._changed:
-            self._check_receiving()
-            if self._agreed is None or self.image is None:
+            self._lifecycle.check_receiving()
+            filling = self._filling
+            if filling is None:
                 raise _NotBegun(f"not all ranks of {self._name} have declared their layouts")
             self._ranks[rank].writers += 1
-            agreed = self._agreed
         broken: WeighbridgeError | None = None
         try:
-            yield agreed
+            yield filling
         except VersionFailed as error:
             broken = error
             raise
@@ -466,7 +354,7 @@ class Receiving:
         finally:
             with self._changed:
                 self._ranks[rank].writers -= 1
-                self._touch()
+                self._lifecycle.touch()
                 complete = broken is None and self._complete_if_all_is_here()
                 self._changed.notify_all()
             if complete:
@@ -481,11 +369,7 @@ class Receiving:
             WeighbridgeError: the version has failed.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._error is not None or (self._agreed is not None and self.image is not None),
-                seconds,
-            )
-            self._check_not_failed()
+            self._lifecycle.wait_for(lambda: self._agreed is not None and self.image is not None, seconds)
             return self._agreed if self.image is not None else None
 
     def wait_filled(self, known: int, seconds: float) -> list[str]:
@@ -495,13 +379,12 @@ class Receiving:
             WeighbridgeError: the version has failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or len(self._filled) > known, seconds)
-            self._check_not_failed()
+            self._lifecycle.wait_for(lambda: len(self._filled) > known, seconds)
             return self._filled[known:]
 
     @property
     def _filled(self) -> list[str]:
-        return [] if self._arrivals is None else self._arrivals.filled
+        return [] if self._filling is None else self._filling.arrivals.filled
 
     def wait_complete(self, seconds: float) -> bool:
         """Wait until all that this replica is to receive has arrived and its ranks have sealed.
@@ -510,8 +393,7 @@ class Receiving:
             WeighbridgeError: the version has failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._complete, seconds)
-            self._check_not_failed()
+            self._lifecycle.wait_for(lambda: self._complete, seconds)
             return self._complete
 
     def push_state(self, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
@@ -524,9 +406,9 @@ class Receiving:
             self._declarations.check_rank(rank)
             if self._agreed is None:
                 raise _NotBegun(f"not all ranks of {self._name} have declared their layouts")
-            self._touch()
-            state = self._ranks[rank]
-            return list(state.received), self._agreed.prepared.streams[rank].nbytes, state.sealed
+            self._lifecycle.touch()
+            nbytes = self._agreed.prepared.streams[rank].nbytes
+            return list(self._received(rank)), nbytes, self._ranks[rank].sealed
 
     def seal(self, rank: int, client_id: str) -> None:
         """The rank has pushed everything; the last one makes the version ready. Repeating it is harmless.
@@ -538,22 +420,21 @@ class Receiving:
             if self._may_be_sealed(rank, client_id):
                 return
             # a piece that has come a second time may still be on its way to its place, or to another replica
-            self._changed.wait_for(
-                lambda: not self._ranks[rank].writers or self._state is not VersionState.RECEIVING
-            )
+            self._changed.wait_for(lambda: not self._ranks[rank].writers or not self._lifecycle.is_receiving)
             elsewhere = self._agreed is not None and not self._agreed.alone
-        if elsewhere:
-            try:
+        try:
+            if elsewhere:
                 self._forwarding.flush(rank)
-            except VersionFailed as error:
-                self.fail(error)
-                raise
-        self._wait_let_go()
+            if self._lending is not None:
+                self._lending.wait_let_go()
+        except VersionFailed as error:
+            self.fail(error)
+            raise
         with self._changed:
             if self._may_be_sealed(rank, client_id):
                 return
             self._ranks[rank].sealed = True
-            self._touch()
+            self._lifecycle.touch()
             complete = self._complete_if_all_is_here()
         if complete:
             self._become_ready()
@@ -561,9 +442,9 @@ class Receiving:
     def _may_be_sealed(self, rank: int, client_id: str) -> bool:
         """Whether a rank is sealed already; raises if it cannot be."""
         self._declarations.check_rank(rank)
-        if self._state is VersionState.READY:
+        if self._lifecycle.state is VersionState.READY:
             return True
-        self._check_receiving()
+        self._lifecycle.check_receiving()
         self._declarations.check_client(rank, client_id)
         missing = self._missing(rank)
         if missing:
@@ -576,20 +457,15 @@ class Receiving:
 
     def _complete_if_all_is_here(self) -> bool:
         """Take note if nothing more is to come to this replica; whether the version can become ready by that."""
-        agreed = self._agreed
-        if (
-            agreed is None
-            or self._arrivals is None
-            or self._complete
-            or self._state is not VersionState.RECEIVING
-        ):
+        filling = self._filling
+        if filling is None or self._complete or not self._lifecycle.is_receiving:
             return False
-        here = [rank for rank, state in enumerate(self._ranks) if agreed.home_of(rank) == self.home]
-        if not all(self._ranks[rank].sealed for rank in here) or not self._arrivals.complete:
+        here = [state for rank, state in enumerate(self._ranks) if filling.agreed.home_of(rank) == self.home]
+        if not all(state.sealed for state in here) or not filling.arrivals.complete:
             return False
         self._complete = True
         self._changed.notify_all()
-        return agreed.alone
+        return filling.agreed.alone
 
     def _become_ready(self) -> None:
         """Everything is here: be ready, unless the version was given up elsewhere meanwhile."""
@@ -599,8 +475,8 @@ class Receiving:
             self.fail(error)
             raise
         with self._changed:
-            self._check_not_failed()
-            if self._state is VersionState.READY:
+            self._lifecycle.check_not_failed()
+            if self._lifecycle.state is VersionState.READY:
                 return  # it has been published meanwhile
             self._make_ready()
         self._on_end(self)
@@ -608,28 +484,27 @@ class Receiving:
     def publish_elsewhere(self) -> None:
         """The version, of which other replicas hold parts, has been published. Nothing happens if that is known already."""
         with self._changed:
-            if self._state is not VersionState.RECEIVING:
+            if not self._lifecycle.is_receiving:
                 return
             self._make_ready()
         self._on_end(self)
 
     def _make_ready(self) -> None:
-        self._state = VersionState.READY
-        self._ready_time_ms = unix_ms()
-        self._buffers = {}  # they would keep the image's memory after it was given away
-        self._changed.notify_all()
+        self._lifecycle.become_ready()
+        if self._filling is not None:
+            self._filling.close()  # it would keep the image's memory after it was given away
 
     def fail(self, error: WeighbridgeError) -> None:
         """Give the version up: it was never visible. Nothing happens if it is no longer being received."""
         with self._changed:
-            if self._state is not VersionState.RECEIVING:
+            if not self._lifecycle.is_receiving:
                 return
-            self._state = VersionState.FAILED
-            self._error = error
-            self._changed.notify_all()
+            self._lifecycle.fail(error)
             self._forwarding.stop()  # a writer may be waiting for room there
             self._changed.wait_for(lambda: not any(rank.writers for rank in self._ranks))
-            image, self.image, self._buffers = self.image, None, {}
+            image, self.image = self.image, None
+            if self._filling is not None:
+                self._filling.close()
         if image is not None:
             image.release()
         self._on_end(self)
@@ -637,14 +512,13 @@ class Receiving:
     def time_out(self, seconds: float) -> None:
         """Fail the version if no rank has been heard of for so long; says what is missing."""
         with self._changed:
-            idle = time.monotonic() - self._last_activity
-            if self._state is not VersionState.RECEIVING or self._complete or idle < seconds:
+            if not self._lifecycle.is_receiving or self._complete or self._lifecycle.idle_seconds < seconds:
                 return
             missing = [f"rank {rank} has not declared" for rank in self._declarations.absent]
             if self._agreed is not None:
                 for rank in sorted(self._declarations.here):
                     missing += self._missing(rank)
-                if self._arrivals is not None and self._arrivals.held_back:
+                if self._filling is not None and self._filling.arrivals.held_back:
                     missing.append("a process can still write to the memory of files that have arrived")
                 missing += [
                     f"rank {rank} has not sealed"
@@ -662,28 +536,15 @@ class Receiving:
     def _missing(self, rank: int) -> list[str]:
         if self._agreed is None:
             return [f"rank {rank} has no stream yet"]
-        stream, received = self._agreed.prepared.streams[rank], self._ranks[rank].received
+        stream, received = self._agreed.prepared.streams[rank], self._received(rank)
         return [
             f"{stream.tensors[p.shard.tensor]}: box {p.shard.box} of rank {rank}"
             for p in stream.placements
             if not received.covers(p.offset, p.offset + p.nbytes)
         ]
 
-    def _check_not_failed(self) -> None:
-        if self._error is not None:
-            error = self._error
-            raise type(error)(error.message, fix=error.fix, details=error.details)
-
-    def _check_receiving(self) -> None:
-        self._check_not_failed()
-        if self._state is not VersionState.RECEIVING:
-            raise FailedPrecondition(
-                f"{self._name} is sealed",
-                fix="push a new version: another step or run",
-            )
-
-    def _touch(self) -> None:
-        self._last_activity = time.monotonic()
+    def _received(self, rank: int) -> RangeSet:
+        return RangeSet() if self._filling is None else self._filling.received[rank]
 
 
 class _NotBegun(FailedPrecondition):

@@ -1,0 +1,275 @@
+"""How do the shards of a rank get to the service, while its training goes on?"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from weighbridge import bulk, pieces, rpc, wire
+from weighbridge.errors import AlreadyExists, DeadlineExceeded, WeighbridgeError
+from weighbridge.lane_loans import WriteLoan
+from weighbridge.layouts import Layout
+from weighbridge.local_lane import GRPC, LOCAL
+from weighbridge.push_handle import PushHandle, PushReport
+from weighbridge.push_sources import OpenSource, ShardSource, StreamSource
+from weighbridge.striping import Striping
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+from weighbridge.v1 import resources_pb2
+
+if TYPE_CHECKING:
+    from weighbridge.trainer import TrainerClient
+
+_DECLARE_SECONDS = 600.0
+"""How long a rank waits for the other ranks to declare what they hold."""
+_DECLARE_CALL_SECONDS = 10.0
+"""How long one call waits for that before it is made again."""
+_PAUSE_SECONDS = 0.1
+_PREPARE_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Seconds before each question for the memory of the next version: it may be in use until this one is durable."""
+_PUSHES_AT_ONCE = 2
+"""Pushes of one client whose bytes may still be on their way; a further one waits."""
+
+
+class Pusher:
+    """Makes the pushes of one client. Thread-safe.
+
+    Args:
+        client: whose calls, lane and connections are used.
+    """
+
+    def __init__(self, client: TrainerClient) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._running: list[PushHandle] = []
+        self._slots = threading.BoundedSemaphore(_PUSHES_AT_ONCE)
+        self._closing = threading.Event()
+        self._preparing: set[str] = set()
+
+    def push(
+        self,
+        opening: pb.OpenVersionRequest,
+        rank: int,
+        layout: Layout,
+        space: resources_pb2.TensorSpace.ValueType,
+        open_source: OpenSource,
+    ) -> PushHandle:
+        """Push the shards of a rank. Returns once they are copied out.
+
+        Args:
+            opening: says which version; the same of all ranks, but for the client's id.
+            rank: which rank.
+            layout: the shards that it holds, as one stream.
+            space: to which the names of their tensors belong.
+            open_source: is called once, for the bytes of the shards that this rank is to push.
+
+        Raises:
+            WeighbridgeError: as `TrainerClient.push` says.
+        """
+        started = time.monotonic()
+        client, model = self._client, opening.model
+        self._slots.acquire()
+        number = 0
+        delivery: _Delivery | None = None
+        try:
+            number = client._call(client._checkpoints.OpenVersion, opening).version.number
+            header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
+            assigned = self._declare(header, layout, space)
+            chosen = layout.select(assigned)
+            handle = PushHandle(client, model, number, chosen.nbytes)
+            copying = time.monotonic()
+            delivery = self._copy_out(header, chosen, open_source(assigned, chosen))
+            now = time.monotonic()
+            arguments = (handle, header, delivery, (now - started, now - copying))
+            # not a daemon: a trainer that ends after its last push must not lose it
+            threading.Thread(target=self._deliver, args=arguments, name=f"push-{model}@{number}").start()
+        except BaseException as error:
+            self._slots.release()
+            if delivery is not None:
+                delivery.give_up()
+            # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
+            # belongs to another process is that process's business.
+            if number and not isinstance(error, AlreadyExists):
+                with contextlib.suppress(WeighbridgeError):
+                    client.abort(
+                        model, number, f"rank {rank} gave up before it pushed anything: {error!r}"[:300]
+                    )
+            raise
+        with self._lock:
+            self._running = [h for h in self._running if not h.done] + [handle]
+        return handle
+
+    def close(self) -> None:
+        """Wait until what was pushed has arrived or failed."""
+        self._closing.set()
+        with self._lock:
+            running, self._running = self._running, []
+        for handle in running:
+            handle._report.exception()
+
+    def _declare(
+        self, header: pb.PushHeader, layout: Layout, space: resources_pb2.TensorSpace.ValueType
+    ) -> list[int]:
+        """Say what the rank holds; gives the indexes of the shards that it is to push."""
+        client = self._client
+        request = pb.DeclareLayoutRequest(
+            model=header.model, number=header.number, rank=header.rank, client_id=header.client_id,
+            digest=layout.digest,
+        )  # fmt: skip
+        give_up = time.monotonic() + _DECLARE_SECONDS
+        while True:
+            try:
+                response = client._call(
+                    client._checkpoints.DeclareLayout, request, seconds=_DECLARE_CALL_SECONDS
+                )
+            except DeadlineExceeded:  # ranks are still missing; it names them
+                if time.monotonic() > give_up:
+                    raise
+                request.ClearField("layout")  # it has arrived
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            if not response.layout_needed:
+                return list(response.assigned)
+            request.layout.CopyFrom(wire.layout_to_proto(layout, space))
+
+    def _copy_out(self, header: pb.PushHeader, stream: Layout, source: ShardSource) -> _Delivery:
+        """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""
+        lane, why = self._client._lane, ""
+        if lane.wanted and stream.nbytes:
+            try:
+                loan = lane.write(header.model, header.number, header.rank, stream)
+            except WeighbridgeError as error:
+                why = lane.refused(error, f"push of {header.model}@{header.number}")
+            else:
+                try:
+                    loan.fill(source)
+                except BaseException:
+                    with contextlib.suppress(WeighbridgeError):
+                        loan.end(complete=False)
+                    raise
+                return _Delivery(loan, None, why)
+        return _Delivery(None, source.stage(), why)
+
+    def _deliver(
+        self,
+        handle: PushHandle,
+        header: pb.PushHeader,
+        delivery: _Delivery,
+        costs: tuple[float, float],
+    ) -> None:
+        started = time.monotonic()
+        try:
+            if delivery.loan is not None:
+                delivery.loan.end(complete=True)
+            if delivery.staged is not None:
+                self._stream(header, delivery.staged, handle.stream_bytes)
+            self._client._call(
+                self._client._checkpoints.SealRank,
+                pb.SealRankRequest(
+                    model=header.model, number=header.number, rank=header.rank, client_id=header.client_id
+                ),
+            )
+            seconds = time.monotonic() - started
+            handle._report.set_result(
+                PushReport(*costs, handle.stream_bytes, seconds, delivery.lane, delivery.why_not_local)
+            )
+        except BaseException as error:  # goes to whoever waits
+            handle._report.set_exception(error)
+        finally:
+            delivery.give_up()
+            self._slots.release()
+        if delivery.loan is not None:
+            # a daemon: nothing is lost if it does not get to its end
+            threading.Thread(target=self._prepare_next, args=(header.model,), daemon=True).start()
+
+    def _prepare_next(self, model: str) -> None:
+        """Map the memory of the next version while the trainer trains; if that fails, the next push will do it."""
+        with self._lock:
+            if model in self._preparing:
+                return
+            self._preparing.add(model)
+        try:
+            with contextlib.suppress(WeighbridgeError):
+                for pause in _PREPARE_PAUSES:
+                    if self._closing.wait(pause) or self._client._lane.prepare(model):
+                        return
+        finally:
+            with self._lock:
+                self._preparing.discard(model)
+
+    def _stream(self, header: pb.PushHeader, source: StreamSource, total: int) -> None:
+        """Stream all bytes; where it breaks, ask what has arrived and go on from there."""
+        client = self._client
+        missing = [(0, total)] if total else []
+        patience = rpc.Patience(client.retry_seconds)
+        while missing:
+            try:
+                with rpc.translated_errors(client.server):
+                    bulk.send(
+                        "/weighbridge.v1.CheckpointService/Push",
+                        partial(_messages, header, source, missing),
+                        client._bulk,
+                        sum(end - start for start, end in missing),
+                    )
+                return
+            except WeighbridgeError as error:
+                if not patience.wait_after(error):
+                    raise
+                state = client._call(
+                    client._checkpoints.GetPushState,
+                    pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank),
+                )
+                before, missing = missing, list(_gaps([(r.start, r.end) for r in state.received], total))
+                if missing != before:
+                    patience.renew()
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """Shards that have been copied out, on their way.
+
+    Attributes:
+        loan: the memory that they were written to; None if they go by gRPC.
+        staged: their copy; None if there is none.
+        why_not_local: why they go by gRPC, if something else was wanted.
+    """
+
+    loan: WriteLoan | None
+    staged: StreamSource | None
+    why_not_local: str
+
+    @property
+    def lane(self) -> str:
+        return GRPC if self.loan is None else LOCAL
+
+    def give_up(self) -> None:
+        """Let go of everything; nothing happens to what has been delivered."""
+        if self.staged is not None:
+            self.staged.release()
+        if self.loan is not None:
+            with contextlib.suppress(WeighbridgeError):
+                self.loan.end(complete=False)
+
+
+def _messages(
+    header: pb.PushHeader, source: StreamSource, ranges: Sequence[tuple[int, int]], striping: Striping
+) -> Iterator[bytes]:
+    yield pb.PushRequest(header=header).SerializeToString()
+    for begin, end in ranges:
+        for start, stop in striping.messages(begin, end):
+            data = source.read(start, stop)
+            yield pieces.encode(pb.PushRequest(offset=start, checksum=rpc.checksum(data)), data)
+
+
+def _gaps(received: Sequence[tuple[int, int]], total: int) -> Iterator[tuple[int, int]]:
+    position = 0
+    for start, end in received:
+        if start > position:
+            yield position, start
+        position = max(position, end)
+    if position < total:
+        yield position, total

@@ -1,0 +1,88 @@
+"""In which memory is a version put together, and in which will a model's next one probably be?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+
+from weighbridge.errors import FailedPrecondition, ResourceExhausted
+from weighbridge_service.catalog import Catalog, ModelState
+from weighbridge_service.models import RegisteredModel
+from weighbridge_service.standbys import Standbys
+from weighbridge_storage.images import Image, ImagePool
+
+_IMAGES_OF_A_MODEL = 2
+
+
+class VersionImages:
+    """Gives versions their images. Thread-safe.
+
+    Args:
+        catalog: is notified when an image may have been given back.
+        pool: where images come from.
+        standbys: those that are lent ahead of their versions.
+        patience: how many seconds a version waits for an image.
+    """
+
+    def __init__(self, catalog: Catalog, pool: ImagePool, standbys: Standbys, patience: float) -> None:
+        self._catalog = catalog
+        self._pool = pool
+        self._standbys = standbys
+        self._patience = patience
+
+    def acquire(self, model: RegisteredModel, names: Sequence[str], clients: Collection[str]) -> Image:
+        """An image for a version that begins now, with the headers of its files written. Waits for room.
+
+        Args:
+            model: whose version.
+            names: of those of its files that are put together here.
+            clients: who pushes it, as far as they are known.
+
+        Raises:
+            ResourceExhausted: there was no room in time.
+        """
+        files = [file for file in model.files.files if file.name in set(names)]
+        sizes = {file.name: file.nbytes for file in files}
+        deadline = time.monotonic() + self._patience
+        image = self._standbys.take(model.name, sizes, clients)
+        while image is None:
+            try:
+                with self._standbys.room_for(sizes):
+                    image = self._pool.acquire(sizes)
+            except ResourceExhausted:
+                with self._catalog.changed:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise
+                    self._catalog.changed.wait(min(left, 0.5))
+        try:
+            buffers = image.buffers
+            for file in files:
+                buffers[file.name][: len(file.header)] = memoryview(file.header)
+        except BaseException:
+            image.release()
+            raise
+        return image
+
+    def prepare(self, state: ModelState, client_id: str) -> Image | None:
+        """The image that a model's next version will probably be written to; None if there is none now.
+
+        A model has two images at most by this: the one that is `live`, and one for the next version.
+
+        Args:
+            state: the model's.
+            client_id: who would write to it.
+
+        Raises:
+            FailedPrecondition: the client has not pushed the model lately. Who could keep the memory open without ever pushing
+                would make the versions of others fail.
+        """
+        with self._catalog.changed:
+            versions = [live.receiving for live in state.versions.values()]
+        if not any(receiving.takes_part(client_id) for receiving in reversed(versions)):
+            raise FailedPrecondition(
+                f"{state.model.name}: memory is prepared only for those who have just pushed a version"
+            )
+        held = sum(receiving.image is not None for receiving in versions)
+        sizes = dict(state.model.files.file_sizes)
+        return self._standbys.get(state.model.name, sizes, may_make=held < _IMAGES_OF_A_MODEL)
