@@ -65,6 +65,41 @@ def test_memory_made_ahead_never_lies_on_disk(tmp_path: Path, monkeypatch: pytes
     image.release()
 
 
+def test_memory_that_could_not_be_made_ahead_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = ImagePool(IMAGE_BYTES, tmp_path)
+    standbys = Standbys(pool)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="new thread"):
+            standbys.get(FIRST, SIZES, may_make=True)
+    taken = pool.acquire(SIZES)
+    with standbys.room_for(SIZES):
+        image = pool.acquire(SIZES)
+    taken.release()
+    image.release()
+    assert standbys.get(FIRST, SIZES, may_make=True) is not None
+
+
+def test_memory_that_is_long_in_the_making_is_not_waited_for_for_ever(
+    tmp_path: Path, slow_memory: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weighbridge_service.standbys._MADE_SECONDS", 0.2)
+    begun, _go_on = slow_memory
+    pool = ImagePool(IMAGE_BYTES, tmp_path)
+    standbys = Standbys(pool)
+    assert standbys.get(FIRST, SIZES, may_make=True) is None
+    assert begun.wait(20)
+    with standbys.room_for(SIZES):
+        image = pool.acquire(SIZES)
+    assert not image.region.in_memory
+    image.release()
+
+
 def test_a_version_that_fits_into_no_memory_does_not_wait_for_any(tmp_path: Path) -> None:
     pool = ImagePool(IMAGE_BYTES, tmp_path)
     standbys = Standbys(pool)

@@ -24,12 +24,13 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  # vLLM's CPU kernels want to be fir
 from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-SUPPORTS_ONEDNN = _custom_ops._supports_onednn
+from weighbridge.integrations.vllm import layers
 
 
 def engine_config(job: dict[str, Any], **changes: Any) -> Any:
@@ -163,8 +164,6 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
     from weighbridge.integrations.vllm.serving import ServingRank
     from weighbridge.integrations.vllm.settings import Settings
 
-    if job.get("as_loaded"):  # kernels that take weights as a loader leaves them, as a GPU's do
-        _custom_ops._supports_onednn = False
     config = engine_config(job)
     if job.get("started_elsewhere"):  # nothing is known of where its weights have come from
         model = processed(config, by_vllm(config))
@@ -180,8 +179,8 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
     rank.connect(Settings(job["model"], "1", job["server"]))
     found = {}
     for turn, number in enumerate((2, 1, 2)):
-        made_anew: list[str] = []
-        with set_current_vllm_config(config), layers_made_anew(made_anew):
+        counts: dict[str, int] = {}
+        with set_current_vllm_config(config), counted(counts):
             rank.apply(number)
         found[f"{turn}: version {number}"] = [
             *different(model, expected[number]),
@@ -190,24 +189,68 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
     moved = [name for name, p in model.named_parameters() if p.data_ptr() != where.get(name)]
     status = rank.status()
     rank.close()
-    _custom_ops._supports_onednn = SUPPORTS_ONEDNN
-    return {"different": found, "moved": moved, "serving": status["serving"], "made anew": made_anew}
+    attention = sum(isinstance(layer, Attention) for layer in model.modules())
+    return {
+        "different": found,
+        "moved": moved,
+        "serving": status["serving"],
+        "counts": counts,
+        "attention": attention,
+    }
 
 
 @contextmanager
-def layers_made_anew(names: list[str]) -> Any:
-    """Notes the classes of layers that vLLM makes anew meanwhile, to fill, process and copy them."""
-    materialize = layerwise.materialize_layer
+def counted(counts: dict[str, int]) -> Any:
+    """Counts what vLLM does meanwhile: the layers that it makes anew, by class, its reloads, and attention that it processes."""
+    materialize, reload = layerwise.materialize_layer, layers.initialize_layerwise_reload
+    attention = Attention.process_weights_after_loading
 
-    def noted(layer: torch.nn.Module, info: Any) -> None:
-        names.append(type(layer).__name__)
-        materialize(layer, info)
+    def count(what: str, do: Any) -> Any:
+        def counting(*args: Any) -> Any:
+            name = what or type(args[0]).__name__
+            counts[name] = counts.get(name, 0) + 1
+            return do(*args)
 
-    layerwise.materialize_layer = noted
+        return counting
+
+    layerwise.materialize_layer = count("", materialize)
+    layers.initialize_layerwise_reload = count("reloads", reload)
+    Attention.process_weights_after_loading = count("attention", attention)
     try:
         yield
     finally:
-        layerwise.materialize_layer = materialize
+        layerwise.materialize_layer, layers.initialize_layerwise_reload = materialize, reload
+        Attention.process_weights_after_loading = attention
+
+
+@contextmanager
+def kernels_of(job: dict[str, Any]) -> Any:
+    """Kernels that take weights as a loader leaves them, as a GPU's do, if the job says so."""
+    supported = _custom_ops._supports_onednn
+    if job.get("as_loaded"):
+        _custom_ops._supports_onednn = False
+    try:
+        yield
+    finally:
+        _custom_ops._supports_onednn = supported
+
+
+def wrap(job: dict[str, Any]) -> str:
+    """What is said of an engine that has wrapped a layer after loading, as vLLM does for LoRA."""
+    from weighbridge.errors import WeighbridgeError
+    from weighbridge.integrations.vllm.serving import ServingRank
+    from weighbridge.integrations.vllm.settings import Settings
+
+    config = engine_config(job)
+    model = processed(config, by_weighbridge(config, job, 1))
+    mlp = model.get_submodule("model.layers.1.mlp")
+    mlp.down_proj = torch.nn.ModuleDict({"base_layer": mlp.down_proj})
+    rank = ServingRank(model, config)
+    try:
+        rank.connect(Settings(job["model"], "1", job["server"]))
+    except WeighbridgeError as error:
+        return str(error)
+    return ""
 
 
 def fail(job: dict[str, Any]) -> dict[str, Any]:
@@ -225,6 +268,9 @@ def fail(job: dict[str, Any]) -> dict[str, Any]:
     rank = ServingRank(model, config)
     rank.connect(Settings(job["model"], "1", job["server"]))
     last = get_world_group().rank_in_group == job["tp"] - 1
+    for number in (2, 1) if job.get("as_loaded") else ():  # from then on without vLLM's reloading
+        with set_current_vllm_config(config):
+            rank.apply(number)
     filler, filled = applying._filler, []
 
     def spoilt(update: Any, recording: Any, name: str) -> Any:
@@ -290,7 +336,11 @@ def rank_main(rank: int, size: int, meeting: str, jobs: list[dict[str, Any]], an
         with set_current_vllm_config(engine_config(max(jobs, key=has_experts))):
             init_distributed_environment(size, rank, f"file://{meeting}", rank, "gloo")
             initialize_model_parallel(size)
-        answers.send([globals()[job["do"]](job) for job in jobs])
+        said = []
+        for job in jobs:
+            with kernels_of(job):
+                said.append(globals()[job["do"]](job))
+        answers.send(said)
     except BaseException:
         answers.send(traceback.format_exc())
         raise

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -225,15 +226,16 @@ def _first_signal() -> Iterator[Callable[[], int]]:
 
     watching = threading.Thread(target=watch, name="signals", daemon=True)
     watching.start()
-    # the handlers are there to keep the default ones from ending the process
-    before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    before: dict[signal.Signals, Any] = {}
     before_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
+        for number in _SIGNALS:  # the default handlers would end the process
+            before[number] = signal.signal(number, lambda *_: None)
         yield first.get
     finally:
-        signal.set_wakeup_fd(before_fd)
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(before_fd)
         writer.close()
         watching.join()
         reader.close()

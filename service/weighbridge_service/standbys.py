@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 _RETURN_SECONDS = 2.0
 """How long a push waits for memory that was lent ahead, before it takes other memory."""
 _RETURN_PAUSE = 0.005
+_MADE_SECONDS = 10.0
+"""How long a push waits for memory that is just being made ahead, to be given it, before it takes other memory."""
 _MAKE_SECONDS = 1.0
 """How long a model that has been given memory ahead waits for some that others will let go of, before it is given more."""
 
@@ -57,33 +59,38 @@ class Standbys:
             may_make: whether new memory may be taken for it.
         """
         with self._lock:
+            if model in self._making or self._wanting:
+                return None
             waiting = self._waiting.get(model)
             if waiting is not None and waiting.sizes == sizes:
                 return waiting
-            if model in self._making or self._wanting:
-                return None
             self._making.add(model)
             asked = self._asked.setdefault(model, time.monotonic())
             soon = model in self._given and time.monotonic() - asked < _MAKE_SECONDS
-        image = self._images.reuse(sizes)
-        if image is not None or not may_make or soon or not self._images.fits(sizes):
-            self._enter(model, image)
-            return image
+        try:
+            image = self._images.reuse(sizes)
+            if image is None and may_make and not soon and self._images.fits(sizes):
+                # fresh memory takes seconds; whoever has asked asks again
+                threading.Thread(
+                    target=self._make, args=(model, sizes), name=f"standby-{model}", daemon=True
+                ).start()
+                return None
+        except BaseException:
+            self._enter(model, None)
+            raise
+        self._enter(model, image)
+        return image
 
-        def make() -> None:
-            made: Image | None = None
-            try:
-                made = self._images.acquire(sizes, may_spill=False)
-            except WeighbridgeError as error:
-                log.info("no memory was made ahead for %s: %s", model, error.message)
-            finally:
-                with self._lock:
-                    self._given.add(model)
-                self._enter(model, made)
-
-        # fresh memory takes seconds; whoever has asked asks again
-        threading.Thread(target=make, name=f"standby-{model}", daemon=True).start()
-        return None
+    def _make(self, model: ModelName, sizes: Mapping[str, int]) -> None:
+        made: Image | None = None
+        try:
+            made = self._images.acquire(sizes, may_spill=False)
+        except WeighbridgeError as error:
+            log.info("no memory was made ahead for %s: %s", model, error.message)
+        finally:
+            with self._lock:
+                self._given.add(model)
+            self._enter(model, made)
 
     def _enter(self, model: ModelName, image: Image | None) -> None:
         with self._lock:
@@ -133,17 +140,17 @@ class Standbys:
         with self._lock:
             self._wanting += 1
         try:
-            deadline = time.monotonic() + _RETURN_SECONDS
-            dropped = False
+            made_by = time.monotonic() + _MADE_SECONDS
+            returned_by = 0.0
             while not self._images.fits(sizes):
                 with self._lock:
                     waiting, self._waiting = list(self._waiting.values()), {}
-                    making = bool(self._making)
+                    # what is being made holds memory already, and can be given back once it is there
+                    making = bool(self._making) and time.monotonic() < made_by
                 for image in waiting:
                     self._drop(image)
-                    dropped = True
-                # what is being made holds memory already, and can be given back once it is there
-                if not making and (not dropped or time.monotonic() > deadline):
+                    returned_by = time.monotonic() + _RETURN_SECONDS
+                if not making and time.monotonic() > returned_by:
                     break
                 time.sleep(_RETURN_PAUSE)
             yield

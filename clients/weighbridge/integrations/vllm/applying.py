@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from weighbridge import lazy
+from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.vllm import layers
 
 Fill = Callable[[torch.Tensor], None]
@@ -45,6 +46,15 @@ class Applier:
         self._all_as_loaded: lazy.Recording | None = None
         """By which all that is filled was seen to be what the layers compute with."""
 
+    def check(self, recording: lazy.Recording) -> None:
+        """See whether all that was recorded is in the model still. The model cannot compute meanwhile.
+
+        Raises:
+            FailedPrecondition: it is not.
+        """
+        with layers.reloading(self._model, self._model_config):
+            self._wanted(recording)
+
     @torch.no_grad()
     def apply(
         self, update: lazy.Update, recording: lazy.Recording, rest: Sequence[tuple[str, torch.Tensor]]
@@ -57,7 +67,7 @@ class Applier:
             rest: tensors of the version for which the model's loader has to run.
         """
         if recording is self._all_as_loaded and not rest:
-            wanted = list(self._wanted(recording))
+            wanted = self._wanted(recording)
             for layer, names in wanted:
                 for name, full in names.items():
                     _filler(update, recording, full)(layers.own_tensors(layer)[name])
@@ -65,22 +75,31 @@ class Applier:
         else:
             in_place = True
             with layers.reloading(self._model, self._model_config), _borrowed_loaders() as borrowed:
+                wanted = self._wanted(recording)
                 if rest:
                     self._model.load_weights(iter(rest))
-                wanted = list(self._wanted(recording))
                 for layer, names in wanted:
                     fills = {name: _filler(update, recording, full) for name, full in names.items()}
                     in_place &= self._fill(layer, fills, borrowed)
             self._all_as_loaded = recording if in_place and not rest else None
         self._process_shared([layer for layer, _ in wanted])
 
-    def _wanted(self, recording: lazy.Recording) -> Iterator[tuple[torch.nn.Module, dict[str, str]]]:
+    def _wanted(self, recording: lazy.Recording) -> list[tuple[torch.nn.Module, dict[str, str]]]:
         """The layers that are to be filled, and for each of their tensors its full name."""
+        found = []
+        missing = set(recording.targets)
         for prefix, layer in self._model.named_modules():
             full = {name: f"{prefix}.{name}" if prefix else name for name in layers.own_tensors(layer)}
             names = {name: each for name, each in full.items() if each in recording.targets}
             if names:
-                yield layer, names
+                found.append((layer, names))
+                missing.difference_update(names.values())
+        if missing:
+            raise FailedPrecondition(
+                f"{len(missing)} parameters that weights go to are not in the model any more: {', '.join(sorted(missing)[:3])}",
+                fix="vLLM has wrapped or renamed layers after loading, as it does for LoRA: updates of such engines are not supported",
+            )
+        return found
 
     def _process_attention(self) -> None:
         """Let attention derive what it does from the weights of other layers, as reloading ends with."""
@@ -210,10 +229,10 @@ def _state(layer: torch.nn.Module, method: object) -> list[Any]:
 
 def _identity(value: object) -> Any:
     """What is the same before and after processing if it does not depend on weights."""
-    if isinstance(value, FunctionType):  # processing may define it anew each time
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        held = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return value.__code__, tuple(map(_identity, held))
+    if isinstance(value, FunctionType) and not (
+        value.__closure__ or value.__defaults__ or value.__kwdefaults__
+    ):
+        return value.__code__  # processing may define it anew each time
     return value if isinstance(value, bool | int | str | None) else id(value)
 
 

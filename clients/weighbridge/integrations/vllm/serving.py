@@ -120,7 +120,7 @@ class ServingRank:
         """Say which service and which model updates come from; None keeps where the weights have come from.
 
         Raises:
-            FailedPrecondition: the engine has not been told, or is not configured for this model.
+            FailedPrecondition: the engine has not been told, or is not configured for this model, or has wrapped its layers.
             NotFound: the service has no such model.
         """
         settings = settings or self._settings
@@ -138,6 +138,7 @@ class ServingRank:
                 recording, serving = None, None
             if recording is None:
                 recording = self._record(client, settings)
+            self._applier.check(recording)
         except BaseException:
             client.close()
             raise
