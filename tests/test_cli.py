@@ -32,6 +32,7 @@ from weighbridge.cli.output import readable_size
 from weighbridge.cli.parsing import Reference, parse_reference, parse_size
 from weighbridge.cli.serving import serve_command
 from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge.pushing import Pusher
 from weighbridge_service.config import ServiceConfig
 
 MODEL = "acme/tiny"
@@ -561,7 +562,7 @@ def test_a_push_that_breaks_is_given_up_at_once(
     def broken(*args: object) -> None:
         raise DataLoss("the stream is broken")
 
-    monkeypatch.setattr(TrainerClient, "_stream", broken)
+    monkeypatch.setattr(Pusher, "_stream", broken)
     error = error_of(weighbridge(service, "push", hf_dir, "acme/broken", "--step", 1))
     assert error["message"] == "the stream is broken"
     newest = as_json(weighbridge(service, "versions", "acme/broken", "--all"))[0]

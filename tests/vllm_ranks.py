@@ -246,10 +246,14 @@ def wrap(job: dict[str, Any]) -> str:
     mlp = model.get_submodule("model.layers.1.mlp")
     mlp.down_proj = torch.nn.ModuleDict({"base_layer": mlp.down_proj})
     rank = ServingRank(model, config)
+    rank.connect(Settings(job["model"], "1", job["server"]))
     try:
-        rank.connect(Settings(job["model"], "1", job["server"]))
+        with set_current_vllm_config(config):
+            rank.apply(2)
     except WeighbridgeError as error:
-        return str(error)
+        return f"{error} {rank.status()['serving']}"
+    finally:
+        rank.close()
     return ""
 
 

@@ -47,13 +47,17 @@ class Applier:
         """By which all that is filled was seen to be what the layers compute with."""
 
     def check(self, recording: lazy.Recording) -> None:
-        """See whether all that was recorded is in the model still. The model cannot compute meanwhile.
+        """See whether all that was recorded is in the model still.
 
         Raises:
             FailedPrecondition: it is not.
         """
-        with layers.reloading(self._model, self._model_config):
-            self._wanted(recording)
+        missing = recording.targets.keys() - layers.names_loaded(self._model)
+        if missing:
+            raise FailedPrecondition(
+                f"{len(missing)} parameters that weights go to are not in the model any more: {', '.join(sorted(missing)[:3])}",
+                fix="vLLM has wrapped or renamed layers after loading, as it does for LoRA: updates of such engines are not supported",
+            )
 
     @torch.no_grad()
     def apply(
@@ -87,18 +91,11 @@ class Applier:
     def _wanted(self, recording: lazy.Recording) -> list[tuple[torch.nn.Module, dict[str, str]]]:
         """The layers that are to be filled, and for each of their tensors its full name."""
         found = []
-        missing = set(recording.targets)
         for prefix, layer in self._model.named_modules():
-            full = {name: f"{prefix}.{name}" if prefix else name for name in layers.own_tensors(layer)}
+            full = {name: layers.full_name(prefix, name) for name in layers.own_tensors(layer)}
             names = {name: each for name, each in full.items() if each in recording.targets}
             if names:
                 found.append((layer, names))
-                missing.difference_update(names.values())
-        if missing:
-            raise FailedPrecondition(
-                f"{len(missing)} parameters that weights go to are not in the model any more: {', '.join(sorted(missing)[:3])}",
-                fix="vLLM has wrapped or renamed layers after loading, as it does for LoRA: updates of such engines are not supported",
-            )
         return found
 
     def _process_attention(self) -> None:

@@ -31,8 +31,23 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
         for name, tensor in own_tensors(layer).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                found[f"{prefix}.{name}" if prefix else name] = tensor
+                found[full_name(prefix, name)] = tensor
     return found
+
+
+def names_loaded(model: torch.nn.Module) -> set[str]:
+    """Names of the tensors that layers have in the format of checkpoints, or have now."""
+    return {
+        full_name(prefix, name)
+        for prefix, layer in model.named_modules()
+        for names in (*get_layerwise_info(layer).restore_metadata, own_tensors(layer))
+        for name in names
+    }
+
+
+def full_name(prefix: str, name: str) -> str:
+    """The name in the model of a layer's tensor."""
+    return f"{prefix}.{name}" if prefix else name
 
 
 def own_tensors(layer: torch.nn.Module) -> Tensors:

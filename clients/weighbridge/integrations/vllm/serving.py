@@ -120,7 +120,7 @@ class ServingRank:
         """Say which service and which model updates come from; None keeps where the weights have come from.
 
         Raises:
-            FailedPrecondition: the engine has not been told, or is not configured for this model, or has wrapped its layers.
+            FailedPrecondition: the engine has not been told, or is not configured for this model.
             NotFound: the service has no such model.
         """
         settings = settings or self._settings
@@ -138,7 +138,6 @@ class ServingRank:
                 recording, serving = None, None
             if recording is None:
                 recording = self._record(client, settings)
-            self._applier.check(recording)
         except BaseException:
             client.close()
             raise
@@ -159,9 +158,10 @@ class ServingRank:
         """Begin to bring a version to this machine; `status` tells when it is there.
 
         Raises:
-            FailedPrecondition: another one is being prepared, or there is no connection.
+            FailedPrecondition: another one is being prepared, there is no connection, or vLLM has wrapped layers since they were loaded.
         """
         client, settings, recording = self._connected()
+        self._applier.check(recording)
         there = self._preparation
         if there is not None and there.version == version and not there.problem:
             return
