@@ -161,7 +161,6 @@ class ServingRank:
             FailedPrecondition: another one is being prepared, there is no connection, or vLLM has wrapped layers since they were loaded.
         """
         client, settings, recording = self._connected()
-        self._applier.check(recording)
         there = self._preparation
         if there is not None and there.version == version and not there.problem:
             return
@@ -170,6 +169,7 @@ class ServingRank:
                 f"version {there.version} is being prepared",
                 fix="wait for it, or let one agent update this engine",
             )
+        self._applier.check(recording)
         self.discard()
         self._preparation = Preparation(client, settings.model, version, recording)
 
