@@ -1,15 +1,17 @@
-"""How is a stored JSON document read without trusting it?
+"""Reader and writer of stored JSON documents, which trusts nothing that it reads.
 
-Every field must be there, have its type and lie within its bounds, and no other field may be there: a program that drops a
-field it does not know, and writes the rest back, would lose what a newer one has written.
+Every known field must be there, have its type and lie within its bounds. What becomes of a field that this release does not know is
+for the reader to say: `Fields.rest` keeps it, so that it is written back with the others, and `Fields.end` refuses it. A document
+says what its reader has to understand: its ``format``, and the features that it ``requires``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, NoReturn
 
-from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument
 from weighbridge_storage.names import shown
 
 MAX_INTEGER = 2**63 - 1
@@ -38,7 +40,9 @@ def decode(data: bytes, where: str) -> Fields:
         DataLoss: it is no JSON, no object, repeats a key or has a number that JSON does not have.
     """
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(
+            data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise DataLoss(f"{where} is not valid JSON: {error}") from error
     return Fields(value, where)
@@ -95,6 +99,48 @@ class Fields:
             self._wrong(name, value, "an object")
         return value
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a field is there and has not been taken."""
+        return name in self._rest
+
+    def check_format(self, current: int) -> None:
+        """Take ``format``.
+
+        Raises:
+            FailedPrecondition: it is not ``current``; says which program reads or migrates it.
+        """
+        found = self.integer("format", 1)
+        if found != current:
+            older = found < current
+            raise FailedPrecondition(
+                f"{self.where} has format {found}, and this Weighbridge reads format {current}",
+                fix="run `weighbridge migrate STORE`" if older else "use a newer Weighbridge",
+            )
+
+    def required(self, known: frozenset[str]) -> tuple[str, ...]:
+        """Take ``requires``: names of features without which the document cannot be understood, or not be changed safely.
+
+        Args:
+            known: the features that the reader has.
+
+        Raises:
+            FailedPrecondition: it requires others; names them.
+        """
+        names = self.array("requires")
+        if not all(isinstance(name, str) for name in names):
+            self._wrong("requires", names, "an array of strings")
+        if lacking := sorted(set(names) - known):
+            raise FailedPrecondition(
+                f"{self.where} requires {', '.join(map(shown, lacking[:5]))}, which this Weighbridge does not have",
+                fix="use a newer Weighbridge",
+            )
+        return tuple(names)
+
+    def rest(self) -> dict[str, Any]:
+        """Take all fields that have not been taken: those that this release does not know."""
+        rest, self._rest = self._rest, {}
+        return rest
+
     def end(self) -> None:
         """Refuse what has not been taken."""
         if self._rest:
@@ -117,6 +163,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice in one object")
     return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{shown(text)} is too large for a number")
+    return value
 
 
 def _no_constant(text: str) -> NoReturn:
