@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from blake3 import blake3
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -41,7 +42,10 @@ def manifest_of(folder: Path) -> tuple[Manifest, dict[str, np.ndarray]]:
             created_ms=1_767_225_600_000,
             files={
                 name: FileEntry(
-                    (folder / name).stat().st_size, xxhash.xxh3_128_hexdigest((folder / name).read_bytes())
+                    (folder / name).stat().st_size,
+                    xxhash.xxh3_128_hexdigest((folder / name).read_bytes()),
+                    # a file of one block: the digest of the block's digest
+                    blake3(blake3((folder / name).read_bytes()).digest()).hexdigest(),
                 )
                 for name in ("model.safetensors", "config.json")
             },
@@ -53,6 +57,7 @@ def manifest_of(folder: Path) -> tuple[Manifest, dict[str, np.ndarray]]:
                     content.rindex(value.tobytes()),
                     value.nbytes,
                     xxhash.xxh3_128_hexdigest(value.tobytes()),
+                    nonfinite=2 if name == "model.norm.weight" else 0,
                 )
                 for name, value in tensors.items()
             },
@@ -93,6 +98,9 @@ BREAKS: list[Any] = [
     lambda d: d["files"]["config.json"].update(size=-1),
     lambda d: d["files"]["config.json"].update(xxh3_128="A" * 32),
     lambda d: d["files"]["config.json"].update(xxh3_128="0" * 31),
+    lambda d: d["files"]["config.json"].update(blake3="0" * 63),
+    lambda d: d["files"]["config.json"].update(blake3="g" * 64),
+    lambda d: d["files"]["config.json"].pop("blake3"),
     lambda d: d["files"]["config.json"].update(md5="0"),
     lambda d: d["files"].update({"config.json": []}),
     lambda d: d["files"].pop("model.safetensors"),
@@ -113,6 +121,8 @@ BREAKS: list[Any] = [
     lambda d: d["tensors"]["steps"].update(file="config.json"),
     lambda d: d["tensors"]["steps"].update(file="/etc/passwd"),
     lambda d: d["tensors"]["steps"].update(xxh3_128=""),
+    lambda d: d["tensors"]["steps"].update(nonfinite=-1),
+    lambda d: d["tensors"]["steps"].update(nonfinite=7),
     lambda d: d["tensors"].update({"a\nb": d["tensors"].pop("steps")}),
     lambda d: d["tensors"].update({"": d["tensors"].pop("steps")}),
     lambda d: d.update(lineage=[]),
@@ -122,7 +132,7 @@ BREAKS: list[Any] = [
     lambda d: d["tensors"]["steps"].update(more=1),
     *[
         lambda d, name=name: d["tensors"]["steps"].pop(name)
-        for name in ("dtype", "shape", "file", "offset", "nbytes", "xxh3_128")
+        for name in ("dtype", "shape", "file", "offset", "nbytes", "xxh3_128", "nonfinite")
     ],
     *[
         lambda d, name=name: d.pop(name)

@@ -89,6 +89,7 @@ def test_usual_refs_pass(name: str) -> None:
         "model.safetensors",
         "x.SafeTensors",
         "model.safetensors.index.json",
+        "model.safetensors.blake3",
     ],
 )
 def test_a_side_file_cannot_stand_in_for_what_the_service_writes(name: str) -> None:

@@ -23,10 +23,9 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
-import xxhash
-
 from weighbridge.errors import NotFound
 from weighbridge.resources import REF_LATEST
+from weighbridge_storage.digests import digest_bytes
 from weighbridge_storage.head import Head
 from weighbridge_storage.manifest import FileEntry, Manifest
 from weighbridge_storage.names import MANIFEST_FILE, ModelName, shown
@@ -120,7 +119,7 @@ class HubVersion:
     @staticmethod
     def of(manifest: Manifest, text: bytes) -> HubVersion:
         """The version that a manifest describes; ``text`` is the manifest as it is stored."""
-        files = {**manifest.files, MANIFEST_FILE: FileEntry(len(text), xxhash.xxh3_128_hexdigest(text))}
+        files = {**manifest.files, MANIFEST_FILE: digest_bytes(text)}
         return HubVersion(
             manifest.model,
             manifest.version,

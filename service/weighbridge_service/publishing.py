@@ -29,6 +29,7 @@ from weighbridge_service.declaring import Agreement, Home, alone_at, is_alone_el
 from weighbridge_service.meeting import Meeting
 from weighbridge_service.models import RegisteredModel, files_key
 from weighbridge_service.receiving import Receiving
+from weighbridge_storage.digests import FileDigests, digest_file
 from weighbridge_storage.head import Head, OpenEntry
 from weighbridge_storage.head_changes import (
     check_not_given_up,
@@ -356,12 +357,18 @@ class _Publication:
             buffers = image.read_only_buffers
             while count < len(names):
                 for name in self._receiving.wait_filled(count, _LOOK):
-                    written |= self._keep_trying(lambda: self._upload(name, buffers[name], parent))  # noqa: B023
+                    digests = self._keep_trying(lambda: self._digest(name, buffers[name]))  # noqa: B023
+                    written |= self._keep_trying(
+                        lambda: self._upload(name, buffers[name], digests, parent)  # noqa: B023
+                    )
                     count += 1
                 self._look(agreed)
         return written
 
-    def _upload(self, name: str, data: ByteArray, parent: Manifest | None) -> Written:
+    def _digest(self, name: str, data: ByteArray) -> FileDigests:
+        return digest_file(self._model.files, name, data, self._go_on)
+
+    def _upload(self, name: str, data: ByteArray, digests: FileDigests, parent: Manifest | None) -> Written:
         with self._publisher.turns:
             return write_weights(
                 self._store,
@@ -369,7 +376,7 @@ class _Publication:
                 self._number,
                 name,
                 data,
-                self._model.files,
+                digests,
                 parent,
                 self._go_on,
             )

@@ -8,6 +8,7 @@ Modules, lowest first; each imports only from those above it and from `weighbrid
 - `strict_json`: how a stored JSON document is read without trusting it.
 - `head`: a model's `head.json`, what may change in it, and how writers take turns.
 - `manifest`: a version's `weighbridge.json`.
+- `digests`: digests of a version's files and their blocks, and non-finite elements of its tensors.
 - `images`: the buffers in which a version is put together.
 - `file_bytes`: where the bytes of one file of a version are.
 - `block_cache`: a remote store's files, read in blocks; `block_books` says which blocks stay, `block_file` is where they lie, and

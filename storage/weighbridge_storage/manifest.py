@@ -4,12 +4,12 @@ Its `weighbridge.json` lists every other file of the version's folder, every ten
 the version comes from::
 
     {"format": 1, "model": "acme/smol", "version": 17, "step": 1700, "run": "r1", "created_ms": 1767225600000,
-     "files": {"config.json": {"size": 704, "xxh3_128": "<32 hex digits>"}, ...},
-     "tensors": {"model.norm.weight": {"dtype": "BF16", "shape": [576], "file": "model.safetensors",
-                 "offset": 4104, "nbytes": 1152, "xxh3_128": "<32 hex digits>"}, ...},
+     "files": {"config.json": {"size": 704, "xxh3_128": "<32 hex digits>", "blake3": "<64 hex digits>"}, ...},
+     "tensors": {"model.norm.weight": {"dtype": "BF16", "shape": [576], "file": "model.safetensors", "offset": 4104,
+                 "nbytes": 1152, "xxh3_128": "<32 hex digits>", "nonfinite": 0}, ...},
      "lineage": {"parent": 16}}
 
-Digests are XXH3-128 of the bytes with seed 0, as its reference implementation prints them: most significant byte first. An
+BLAKE3 and non-finite elements: `weighbridge_storage.digests`. Others are XXH3-128 of the bytes with seed 0, as its reference implementation prints them: most significant byte first. An
 offset counts from the start of the file, header included.
 """
 
@@ -30,15 +30,23 @@ from weighbridge_storage.names import MANIFEST_FILE, ModelName, check_version_fi
 
 FORMAT = 1
 
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+_XXH3 = re.compile(r"[0-9a-f]{32}")
+_BLAKE3 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file: its size in bytes, and the XXH3-128 of its content as 32 hex digits."""
+    """One file.
+
+    Attributes:
+        size: in bytes.
+        xxh3_128: digest of its content, as 32 hex digits.
+        blake3: root of its block digests (`weighbridge_storage.digests`), as 64 hex digits.
+    """
 
     size: int
     xxh3_128: str
+    blake3: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,7 @@ class TensorEntry:
         offset: byte of the file where the tensor starts.
         nbytes: its length in bytes.
         xxh3_128: digest of these bytes, as 32 hex digits.
+        nonfinite: how many of its elements are NaN or infinite.
     """
 
     dtype: DType
@@ -60,6 +69,7 @@ class TensorEntry:
     offset: int
     nbytes: int
     xxh3_128: str
+    nonfinite: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,8 @@ class Manifest:
         for name, file in self.files.items():
             if check_version_file_name(name) == MANIFEST_FILE:
                 raise InvalidArgument(f"the manifest lists itself, {name}")
-            _check_digest(f"file {name}", file.xxh3_128)
+            _check_digest(f"file {name}", file.xxh3_128, _XXH3)
+            _check_digest(f"file {name}", file.blake3, _BLAKE3)
         for name, tensor in self.tensors.items():
             self._check_tensor(name, tensor)
         self._check_disjoint()
@@ -150,7 +161,7 @@ class Manifest:
 
     def _check_tensor(self, name: str, tensor: TensorEntry) -> None:
         check_spec(TensorSpec(name, tensor.dtype, tensor.shape))
-        _check_digest(f"tensor {name}", tensor.xxh3_128)
+        _check_digest(f"tensor {name}", tensor.xxh3_128, _XXH3)
         expected = math.prod(tensor.shape) * tensor.dtype.itemsize
         if tensor.nbytes != expected:
             raise InvalidArgument(f"tensor {name} has {tensor.nbytes} bytes, and its shape needs {expected}")
@@ -162,6 +173,9 @@ class Manifest:
                 f"tensor {name} ends at byte {tensor.offset + tensor.nbytes} of {tensor.file}, "
                 f"which has {file.size} bytes"
             )
+        elements = math.prod(tensor.shape)
+        if not 0 <= tensor.nonfinite <= elements:
+            raise InvalidArgument(f"tensor {name} has {tensor.nonfinite} non-finite elements of {elements}")
 
     def _check_disjoint(self) -> None:
         places = sorted(
@@ -174,7 +188,10 @@ class Manifest:
 
 def files_to_json(files: Mapping[str, FileEntry]) -> dict[str, Any]:
     """Entries of files as JSON values."""
-    return {name: {"size": file.size, "xxh3_128": file.xxh3_128} for name, file in files.items()}
+    return {
+        name: {"size": file.size, "xxh3_128": file.xxh3_128, "blake3": file.blake3}
+        for name, file in files.items()
+    }
 
 
 def files_from_json(table: Mapping[str, Any], where: str) -> dict[str, FileEntry]:
@@ -192,6 +209,7 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
             "offset": tensor.offset,
             "nbytes": tensor.nbytes,
             "xxh3_128": tensor.xxh3_128,
+            "nonfinite": tensor.nonfinite,
         }
         for name, tensor in tensors.items()
     }
@@ -202,14 +220,18 @@ def tensors_from_json(table: Mapping[str, Any], where: str) -> dict[str, TensorE
     return {name: _read_tensor(value, f"{where}, tensor {shown(name)}") for name, value in table.items()}
 
 
-def _check_digest(what: str, digest: str) -> None:
-    if not _DIGEST.fullmatch(digest):
-        raise InvalidArgument(f"{what} has the digest {shown(digest)}, not 32 hex digits")
+def _check_digest(what: str, digest: str, pattern: re.Pattern[str]) -> None:
+    if not pattern.fullmatch(digest):
+        raise InvalidArgument(
+            f"{what} has the digest {shown(digest)}, which does not match {pattern.pattern}"
+        )
 
 
 def _read_file(value: object, where: str) -> FileEntry:
     fields = strict_json.Fields(value, where)
-    entry = FileEntry(size=fields.integer("size"), xxh3_128=fields.text("xxh3_128"))
+    entry = FileEntry(
+        size=fields.integer("size"), xxh3_128=fields.text("xxh3_128"), blake3=fields.text("blake3")
+    )
     fields.end()
     return entry
 
@@ -226,6 +248,7 @@ def _read_tensor(value: object, where: str) -> TensorEntry:
         offset=fields.integer("offset"),
         nbytes=fields.integer("nbytes"),
         xxh3_128=fields.text("xxh3_128"),
+        nonfinite=fields.integer("nonfinite"),
     )
     fields.end()
     return entry

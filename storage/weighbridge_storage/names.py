@@ -12,6 +12,8 @@ from weighbridge.errors import InvalidArgument
 from weighbridge.resources import REF_LATEST, REF_LIVE
 
 MANIFEST_FILE = "weighbridge.json"
+BLOCKS_SUFFIX = ".blake3"
+"""What is behind a file's name in that of its block digests, which are no file of the version."""
 HEAD_FILE = "head.json"
 RESERVED_REFS = frozenset({REF_LATEST, REF_LIVE})
 """Refs that move by themselves."""
@@ -149,6 +151,15 @@ def version_key(model: ModelName, number: int, file_name: str) -> str:
     return version_prefix(model, number) + check_version_file_name(file_name)
 
 
+def blocks_key(model: ModelName, number: int, file_name: str) -> str:
+    """Key of the block digests of one file of a version.
+
+    Raises:
+        InvalidArgument: no such number or file name can be.
+    """
+    return version_key(model, number, file_name + BLOCKS_SUFFIX)
+
+
 def check_ref_name(name: str) -> str:
     """``name``, if a caller may set a ref called so: 1 to 64 letters, digits, ``-``, ``_`` or ``.``.
 
@@ -192,7 +203,9 @@ def check_file_name(name: str) -> str:
     """
     check_version_file_name(name)
     lowered = name.lower()
-    if lowered == MANIFEST_FILE or lowered.endswith((".safetensors", ".safetensors.index.json")):
+    if lowered == MANIFEST_FILE or lowered.endswith(
+        (".safetensors", ".safetensors.index.json", BLOCKS_SUFFIX)
+    ):
         raise InvalidArgument(
             f"{shown(name)} cannot come with a model: the service writes it", fix="leave this file out"
         )

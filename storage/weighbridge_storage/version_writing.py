@@ -9,14 +9,12 @@ Only who holds the version's claim in the head may write to its folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-import xxhash
 
 from weighbridge.errors import NotFound
 from weighbridge.safetensors_files import INDEX_FILE, FilesLayout
 from weighbridge_storage import strict_json
+from weighbridge_storage.digests import FileDigests, digest_bytes
 from weighbridge_storage.head import OpenEntry, VersionEntry
 from weighbridge_storage.head_changes import publish
 from weighbridge_storage.head_store import HeadStore
@@ -29,7 +27,14 @@ from weighbridge_storage.manifest import (
     tensors_from_json,
     tensors_to_json,
 )
-from weighbridge_storage.names import MANIFEST_FILE, ModelName, incoming_prefix, version_key, version_prefix
+from weighbridge_storage.names import (
+    MANIFEST_FILE,
+    ModelName,
+    blocks_key,
+    incoming_prefix,
+    version_key,
+    version_prefix,
+)
 from weighbridge_storage.objects import ByteArray, ObjectStore
 
 _PIECE = 16 << 20
@@ -73,11 +78,11 @@ def write_weights(
     number: int,
     name: str,
     data: ByteArray,
-    files: FilesLayout,
+    digests: FileDigests,
     parent: Manifest | None,
     go_on: Callable[[], None],
 ) -> Written:
-    """Write one file of weights, or have it copied from the version before if it is the same there.
+    """Write one file of weights and its block digests; a file that the parent has, too, is copied by the store.
 
     Args:
         store: where to.
@@ -85,7 +90,7 @@ def write_weights(
         number: which version.
         name: of the file.
         data: its bytes, header included.
-        files: how the version's tensors lie in its files.
+        digests: what `digest_file` made of these bytes.
         parent: the manifest of a version whose files may be the same; None if there is none.
         go_on: is called now and then; what it raises ends the writing.
 
@@ -93,15 +98,12 @@ def write_weights(
         ResourceExhausted: no room; the same call can be repeated.
     """
     key = version_key(model, number, name)
-    # digests are computed while the store is busy, but for that by which a file is found to be the same as before
-    with ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
-        digested = beside.submit(_entry, data)
-        tensors = beside.submit(_tensor_entries, files, name, data)
-        same = parent is not None and parent.files.get(name) == digested.result()
-        if parent is None or not same or not _copied(store, parent, name, key):
-            # overwrite: an attempt before this one may have got as far as here
-            store.put(key, _pieces(data, go_on), mode="overwrite")
-        return Written({name: digested.result()}, tensors.result())
+    same = parent is not None and parent.files.get(name) == digests.entry
+    if parent is None or not same or not _copied(store, parent, name, key):
+        # overwrite: an attempt before this one may have got as far as here
+        store.put(key, _pieces(data, go_on), mode="overwrite")
+    store.put(blocks_key(model, number, name), digests.blocks, mode="overwrite")
+    return Written({name: digests.entry}, digests.tensors)
 
 
 def _copied(store: ObjectStore, parent: Manifest, name: str, key: str) -> bool:
@@ -135,11 +137,11 @@ def write_side_files(
     for name, key in side_keys.items():
         content, _ = store.get(key)
         store.copy(key, version_key(model, number, name))
-        entries[name] = FileEntry(len(content), xxhash.xxh3_128_hexdigest(content))
+        entries[name] = digest_bytes(content)
     index = files.index_json
     if index is not None:
         store.put(version_key(model, number, INDEX_FILE), index, mode="overwrite")
-        entries[INDEX_FILE] = FileEntry(len(index), xxhash.xxh3_128_hexdigest(index))
+        entries[INDEX_FILE] = digest_bytes(index)
     return Written(entries, {})
 
 
@@ -186,17 +188,3 @@ def discard_version(store: ObjectStore, model: ModelName, number: int) -> None:
         for key in list(store.list(prefix)):
             store.delete(key)
     store.discard_unfinished(version_prefix(model, number), older_than_s=0)
-
-
-def _tensor_entries(files: FilesLayout, name: str, data: ByteArray) -> dict[str, TensorEntry]:
-    entries = {}
-    for p in files.layout.placements:
-        if p.buffer == name:
-            spec = files.layout.tensors[p.shard.tensor]
-            digest = xxhash.xxh3_128_hexdigest(data[p.offset : p.offset + p.nbytes].data)
-            entries[spec.name] = TensorEntry(spec.dtype, spec.shape, p.buffer, p.offset, p.nbytes, digest)
-    return entries
-
-
-def _entry(data: ByteArray) -> FileEntry:
-    return FileEntry(len(data), xxhash.xxh3_128_hexdigest(data.data))
