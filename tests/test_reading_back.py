@@ -137,7 +137,7 @@ def objects(written: Written) -> dict[str, bytes]:
 
 
 def manifest(written: Written) -> Any:
-    return json.loads(objects(written)["weighbridge.json"])
+    return json.loads(objects(written)["weighbridge.json"])["parts"]["weights"]
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -404,7 +404,8 @@ def test_verify_reads_each_file_once_and_names_what_is_wrong(
         found = running.service.catalog.verify(MODEL, "1")
         assert found.problems == ()
         assert found.tensors_checked == len(tensors)
-        files = {name: len(data) for name, data in objects(own).items() if name != "weighbridge.json"}
+        files = {n: len(data) for n, data in objects(own).items() if n in manifest(own)["files"]}
+        assert files.keys() == {n for n in objects(own) if not n.endswith((".blake3", "weighbridge.json"))}
         assert found.bytes_checked == sum(files.values())
         assert sorted(streamed) == sorted(files)
         assert running.service.read_cache.usage().fetched == 0
@@ -419,6 +420,8 @@ def test_verify_reads_each_file_once_and_names_what_is_wrong(
             assert found.problems == (
                 f"tensor {name} in {entry['file']} does not agree with its digest",
                 f"{entry['file']} does not agree with its digest",
+                # none of these files is larger than one block
+                f"{entry['file']} is damaged between bytes 0 and {len(data)}; 1 of its 1 blocks are",
             )
             store.put(FOLDER + entry["file"], data, mode="overwrite")
 

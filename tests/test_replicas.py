@@ -386,7 +386,7 @@ def test_files_that_are_as_in_the_version_before_are_copied_by_the_store(
             monkeypatch.undo()
             manifest = json.loads(store.get(f"{NAME.prefix}versions/{second:012}/weighbridge.json")[0])
             uploaded = {key.rpartition("/")[2] for key in written if key.endswith(".safetensors")}
-            assert uploaded == {manifest["tensors"][name]["file"]}
+            assert uploaded == {manifest["parts"]["weights"]["tensors"][name]["file"]}
             assert manifest["lineage"] == {"parent": first}
             assert not trainer.verify(MODEL, second).problems
             assert_equal(engine, MODEL, second, changed)

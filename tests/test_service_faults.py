@@ -34,7 +34,8 @@ from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.opening import open_store
 from weighbridge_storage.s3_settings import SMALLEST_PART, S3Settings
-from weighbridge_storage.version_reading import read_manifest, verify_version
+from weighbridge_storage.version_reading import read_manifest
+from weighbridge_storage.version_verifying import verify_version
 
 RUNS = int(os.environ.get("WEIGHBRIDGE_SERVICE_FAULTS", "2"))
 FIRST_SEED = int(os.environ.get("WEIGHBRIDGE_SERVICE_FAULTS_SEED", "1"))

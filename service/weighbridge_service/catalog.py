@@ -37,7 +37,8 @@ from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.leases import Grace
 from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
 from weighbridge_storage.objects import ObjectStore
-from weighbridge_storage.version_reading import side_files, verify_version
+from weighbridge_storage.version_reading import side_files
+from weighbridge_storage.version_verifying import verify_version
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ Modules, lowest first; each imports only from those above it and from `weighbrid
 - `file_bytes`: where the bytes of one file of a version are.
 - `block_cache`: a remote store's files, read in blocks; `block_books` says which blocks stay, `block_file` is where they lie, and
   `strides` which of them a slice needs.
-- `version_reading`, `versions`: how a version comes out of a store, and how it gets in.
+- `version_reading`, `version_writing`, `version_verifying`: a version out of a store, into one, and compared with its manifest.
 - `torch_dist`: checkpoints of Megatron-core, as layouts of their files, both ways; `torch_dist_metadata` is their ``.metadata``,
   `torch_dist_items` what lies in a file, and `torch_dist_pickles` reads pickles without running them.
 """

@@ -1,16 +1,8 @@
-"""What does a version consist of?
+"""Manifest of a version: the content of its `weighbridge.json`, which is written once, after all other files of the version.
 
-Its `weighbridge.json` lists every other file of the version's folder, every tensor with the bytes that hold it, and where
-the version comes from::
-
-    {"format": 1, "model": "acme/smol", "version": 17, "step": 1700, "run": "r1", "created_ms": 1767225600000,
-     "files": {"config.json": {"size": 704, "xxh3_128": "<32 hex digits>", "blake3": "<64 hex digits>"}, ...},
-     "tensors": {"model.norm.weight": {"dtype": "BF16", "shape": [576], "file": "model.safetensors", "offset": 4104,
-                 "nbytes": 1152, "xxh3_128": "<32 hex digits>", "nonfinite": 0}, ...},
-     "lineage": {"parent": 16}}
-
-BLAKE3 and non-finite elements: `weighbridge_storage.digests`. Others are XXH3-128 of the bytes with seed 0, as its reference implementation prints them: most significant byte first. An
-offset counts from the start of the file, header included.
+It lists the files of the version's folder, every tensor with the bytes that hold it, and where the version comes from. The format, with
+an example, is in docs/manifest.md. Fields and parts that this release does not know are kept and written back (``extra``,
+``other_parts``); a feature in ``requires`` that it lacks is refused by name.
 """
 
 from __future__ import annotations
@@ -20,18 +12,44 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from weighbridge.dtypes import DType, from_safetensors
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.layouts import TensorSpec, check_spec
 from weighbridge_storage import strict_json
-from weighbridge_storage.names import MANIFEST_FILE, ModelName, check_version_file_name, shown, version_prefix
+from weighbridge_storage.names import (
+    BLOCKS_SUFFIX,
+    MANIFEST_FILE,
+    MAX_VERSION,
+    ModelName,
+    check_version_file_name,
+    shown,
+    version_prefix,
+)
 
-FORMAT = 1
+FORMAT = 2
+FEATURES: frozenset[str] = frozenset()
+"""The features that a manifest may require here: none yet."""
+WEIGHTS = "weights"
+"""Name of the part that every version has."""
+MAX_METADATA = 256
+"""Most entries of the metadata."""
+MAX_METADATA_TEXT = 4096
+"""Most characters of a text in the metadata; a name has at most 256."""
 
+Metadata: TypeAlias = Mapping[str, str | int | float]
+
+_MAX_METADATA_NAME = 256
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""Shared by all entries that have no unknown field: a model may have 500,000 of them."""
 _XXH3 = re.compile(r"[0-9a-f]{32}")
 _BLAKE3 = re.compile(r"[0-9a-f]{64}")
+
+
+def _nothing() -> Mapping[str, Any]:
+    return _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +60,17 @@ class FileEntry:
         size: in bytes.
         xxh3_128: digest of its content, as 32 hex digits.
         blake3: root of its block digests (`weighbridge_storage.digests`), as 64 hex digits.
+        extra: the fields that this release does not know.
     """
 
     size: int
     xxh3_128: str
     blake3: str
+    extra: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
+
+    def same_content(self, other: FileEntry) -> bool:
+        """Whether both are of the same bytes."""
+        return (self.size, self.blake3) == (other.size, other.blake3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +85,7 @@ class TensorEntry:
         nbytes: its length in bytes.
         xxh3_128: digest of these bytes, as 32 hex digits.
         nonfinite: how many of its elements are NaN or infinite.
+        extra: the fields that this release does not know.
     """
 
     dtype: DType
@@ -70,6 +95,7 @@ class TensorEntry:
     nbytes: int
     xxh3_128: str
     nonfinite: int
+    extra: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +108,18 @@ class Manifest:
         step: the trainer's step.
         run: the trainer's name for its run; may be empty.
         created_ms: when the version was opened, in milliseconds since 1970 UTC.
-        files: all files of the folder but the manifest.
+        files: all files of the folder but the manifest and the block digests.
         tensors: all tensors by name.
-        lineage: where the version comes from, e.g. ``parent``; texts and integers by printable names.
+        lineage: where the version comes from: ``parent``, the number of the version before, and what later releases add.
+        metadata: what the user says of the version: texts and finite numbers by printable names.
+        requires: the features without which the version cannot be read rightly.
+        weights_extra: the fields of the weights that this release does not know.
+        other_parts: the parts that this release does not know, by name.
+        extra: the other fields that it does not know.
 
     Raises:
         InvalidArgument: a name or a digest is malformed, a tensor's length does not follow from its shape, lies
-            outside its file or on another tensor's bytes, or its file is not listed.
+            outside its file or on another tensor's bytes, or its file is not listed; the metadata is over a limit.
     """
 
     model: ModelName
@@ -98,35 +129,57 @@ class Manifest:
     created_ms: int
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
-    lineage: Mapping[str, str | int] = field(default_factory=dict)
+    lineage: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
+    metadata: Metadata = field(default_factory=_nothing, hash=False)
+    requires: tuple[str, ...] = ()
+    weights_extra: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
+    other_parts: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
+    extra: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
 
     def __post_init__(self) -> None:
         version_prefix(self.model, self.version)
         for name, file in self.files.items():
-            if check_version_file_name(name) == MANIFEST_FILE:
-                raise InvalidArgument(f"the manifest lists itself, {name}")
+            if check_version_file_name(name) == MANIFEST_FILE or name.endswith(BLOCKS_SUFFIX):
+                raise InvalidArgument(f"{name} is listed, which the version has besides its files")
             _check_digest(f"file {name}", file.xxh3_128, _XXH3)
             _check_digest(f"file {name}", file.blake3, _BLAKE3)
         for name, tensor in self.tensors.items():
             self._check_tensor(name, tensor)
         self._check_disjoint()
-        for name, value in self.lineage.items():
-            if not name.isprintable() or type(value) not in (str, int):
-                raise InvalidArgument(f"lineage has {shown(name)} = {shown(value)}, no text and no integer")
+        parent = self.lineage.get("parent", 1)
+        if type(parent) is not int or not 1 <= parent <= MAX_VERSION:
+            raise InvalidArgument(f"the parent is {shown(parent)}, which is no version number")
+        _check_metadata(self.metadata)
+
+    @property
+    def weight_files(self) -> frozenset[str]:
+        """Names of the files that hold tensors; beside each lie its block digests."""
+        return frozenset(tensor.file for tensor in self.tensors.values())
 
     def to_json(self) -> bytes:
-        """The manifest as the text of `weighbridge.json`."""
+        """The manifest as the text of `weighbridge.json`.
+
+        Raises:
+            InvalidArgument: a field that is kept holds something that JSON does not have.
+        """
+        weights = {
+            **self.weights_extra,
+            "files": files_to_json(self.files),
+            "tensors": tensors_to_json(self.tensors),
+        }
         return strict_json.encode(
             {
+                **self.extra,
                 "format": FORMAT,
+                "requires": list(self.requires),
                 "model": str(self.model),
                 "version": self.version,
                 "step": self.step,
                 "run": self.run,
                 "created_ms": self.created_ms,
-                "files": files_to_json(self.files),
-                "tensors": tensors_to_json(self.tensors),
+                "parts": {**self.other_parts, WEIGHTS: weights},
                 "lineage": dict(self.lineage),
+                "metadata": dict(self.metadata),
             }
         )
 
@@ -135,34 +188,38 @@ class Manifest:
         """Read the text of a `weighbridge.json`; ``where`` names it in errors.
 
         Raises:
-            DataLoss: it is malformed, contradicts itself, or has a format that this version does not know.
+            DataLoss: it is malformed, or contradicts itself.
+            FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
         """
         fields = strict_json.decode(data, where)
-        found = fields.integer("format")
-        if found != FORMAT:
-            raise DataLoss(
-                f"{where} has format {found}, and only {FORMAT} is known here", fix="use a newer Weighbridge"
-            )
+        fields.check_format(FORMAT)
+        requires = fields.required(FEATURES)
+        parts = strict_json.Fields(fields.table("parts"), f"{where}, parts")
+        weights = strict_json.Fields(parts.table(WEIGHTS), f"{where}, parts, {WEIGHTS}")
         try:
-            manifest = Manifest(
+            return Manifest(
                 model=ModelName.parse(fields.text("model")),
                 version=fields.integer("version", 1),
                 step=fields.integer("step"),
                 run=fields.text("run"),
                 created_ms=fields.integer("created_ms"),
-                files=files_from_json(fields.table("files"), where),
-                tensors=tensors_from_json(fields.table("tensors"), where),
+                files=files_from_json(weights.table("files"), where),
+                tensors=tensors_from_json(weights.table("tensors"), where),
                 lineage=fields.table("lineage"),
+                metadata=fields.table("metadata"),
+                requires=requires,
+                weights_extra=weights.rest(),
+                other_parts=parts.rest(),
+                extra=fields.rest(),
             )
         except InvalidArgument as error:
             raise DataLoss(f"{where} is malformed: {error.message}") from error
-        fields.end()
-        return manifest
 
     def _check_tensor(self, name: str, tensor: TensorEntry) -> None:
         check_spec(TensorSpec(name, tensor.dtype, tensor.shape))
         _check_digest(f"tensor {name}", tensor.xxh3_128, _XXH3)
-        expected = math.prod(tensor.shape) * tensor.dtype.itemsize
+        elements = math.prod(tensor.shape)
+        expected = elements * tensor.dtype.itemsize
         if tensor.nbytes != expected:
             raise InvalidArgument(f"tensor {name} has {tensor.nbytes} bytes, and its shape needs {expected}")
         file = self.files.get(tensor.file)
@@ -173,7 +230,6 @@ class Manifest:
                 f"tensor {name} ends at byte {tensor.offset + tensor.nbytes} of {tensor.file}, "
                 f"which has {file.size} bytes"
             )
-        elements = math.prod(tensor.shape)
         if not 0 <= tensor.nonfinite <= elements:
             raise InvalidArgument(f"tensor {name} has {tensor.nonfinite} non-finite elements of {elements}")
 
@@ -189,7 +245,7 @@ class Manifest:
 def files_to_json(files: Mapping[str, FileEntry]) -> dict[str, Any]:
     """Entries of files as JSON values."""
     return {
-        name: {"size": file.size, "xxh3_128": file.xxh3_128, "blake3": file.blake3}
+        name: {**file.extra, "size": file.size, "xxh3_128": file.xxh3_128, "blake3": file.blake3}
         for name, file in files.items()
     }
 
@@ -203,6 +259,7 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Entries of tensors as JSON values."""
     return {
         name: {
+            **tensor.extra,
             "dtype": tensor.dtype.name,
             "shape": tensor.shape,
             "file": tensor.file,
@@ -227,13 +284,35 @@ def _check_digest(what: str, digest: str, pattern: re.Pattern[str]) -> None:
         )
 
 
+def _check_metadata(metadata: Metadata) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise InvalidArgument(f"the metadata has {len(metadata)} entries, more than {MAX_METADATA}")
+    for name, value in metadata.items():
+        if not name.isprintable() or not 0 < len(name) <= _MAX_METADATA_NAME:
+            raise InvalidArgument(
+                f"metadata is called {shown(name)}", fix=f"use 1 to {_MAX_METADATA_NAME} printable characters"
+            )
+        if isinstance(value, str):
+            allowed = len(value) <= MAX_METADATA_TEXT
+        elif type(value) is int:
+            allowed = abs(value) <= strict_json.MAX_INTEGER
+        else:
+            allowed = type(value) is float and math.isfinite(value)
+        if not allowed:
+            raise InvalidArgument(
+                f"metadata {shown(name)} is {shown(value)}",
+                fix=f"use a text of up to {MAX_METADATA_TEXT} characters, a finite number, or an integer of 64 bits",
+            )
+
+
 def _read_file(value: object, where: str) -> FileEntry:
     fields = strict_json.Fields(value, where)
-    entry = FileEntry(
-        size=fields.integer("size"), xxh3_128=fields.text("xxh3_128"), blake3=fields.text("blake3")
+    return FileEntry(
+        size=fields.integer("size"),
+        xxh3_128=fields.text("xxh3_128"),
+        blake3=fields.text("blake3"),
+        extra=fields.rest() or _NOTHING,
     )
-    fields.end()
-    return entry
 
 
 def _read_tensor(value: object, where: str) -> TensorEntry:
@@ -241,7 +320,7 @@ def _read_tensor(value: object, where: str) -> TensorEntry:
     shape = fields.array("shape")
     if any(type(n) is not int for n in shape):
         raise DataLoss(f"{where} has the shape {shown(shape)}")
-    entry = TensorEntry(
+    return TensorEntry(
         dtype=from_safetensors(fields.text("dtype")),
         shape=tuple(shape),
         file=fields.text("file"),
@@ -249,6 +328,5 @@ def _read_tensor(value: object, where: str) -> TensorEntry:
         nbytes=fields.integer("nbytes"),
         xxh3_128=fields.text("xxh3_128"),
         nonfinite=fields.integer("nonfinite"),
+        extra=fields.rest() or _NOTHING,
     )
-    fields.end()
-    return entry

@@ -1,4 +1,4 @@
-"""How does a version come out of a store again, and prove that it is unharmed?"""
+"""Reader of a durable version: its manifest, its weights and its other files."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
-import xxhash
 
-from weighbridge.errors import DataLoss, InvalidArgument, NotFound, WeighbridgeError
-from weighbridge.resources import Verification
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 from weighbridge.safetensors_files import INDEX_FILE, FilesLayout, layout_of_files
 from weighbridge_storage.block_cache import BlockCache, Digested
 from weighbridge_storage.file_bytes import FileBytes, MappedBytes, Place
-from weighbridge_storage.manifest import FileEntry, Manifest, TensorEntry
+from weighbridge_storage.manifest import Manifest, TensorEntry
 from weighbridge_storage.names import MANIFEST_FILE, ModelName, version_key
 from weighbridge_storage.objects import ByteArray, ObjectStore
 
@@ -62,7 +60,7 @@ def open_version(
         ResourceExhausted, Unavailable: the cache has no place for it.
     """
     manifest = read_manifest(store, model, number)
-    tensors = _tensors_of_files(manifest)
+    tensors = tensors_of_files(manifest)
     sizes = {name: manifest.files[name].size for name in tensors}
     reader = _Reader(store, model, number, sizes)
     mapped = {name: reader.map(name) for name in tensors}
@@ -136,7 +134,7 @@ class _Reader:
         return DataLoss(f"{name} of {self.title} is missing from the store")
 
 
-def _tensors_of_files(manifest: Manifest) -> dict[str, list[tuple[str, TensorEntry]]]:
+def tensors_of_files(manifest: Manifest) -> dict[str, list[tuple[str, TensorEntry]]]:
     """The tensors of each file that has any, in the order in which they lie there."""
     tensors: dict[str, list[tuple[str, TensorEntry]]] = {}
     for name, entry in sorted(manifest.tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
@@ -158,80 +156,10 @@ def _check_places(files: FilesLayout, manifest: Manifest) -> None:
         raise DataLoss(f"{title} lacks tensors that its manifest lists")
 
 
-def verify_version(store: ObjectStore, model: ModelName, number: int) -> Verification:
-    """Read all files of a durable version once, and compare them with its manifest.
-
-    Args:
-        store: where the version lies.
-        model: whose version.
-        number: which version.
-
-    Raises:
-        DataLoss: the manifest itself is missing or malformed.
-    """
-    manifest = read_manifest(store, model, number)
-    tensors = _tensors_of_files(manifest)
-    problems: list[str] = []
-    done = checked = 0
-    for name, file in manifest.files.items():
-        key = version_key(model, number, name)
-        try:
-            size = store.size(key)
-            if size != file.size:
-                problems.append(f"{name} has {size} bytes instead of {file.size}")
-                continue
-            found = _problems_of_file(store, key, name, file, tensors.get(name, ()))
-        except WeighbridgeError as error:
-            problems.append(f"{name}: {error.message}")
-            continue
-        problems += found
-        checked += len(tensors.get(name, ()))
-        done += file.size
-    return Verification(number, checked, done, tuple(problems))
-
-
-def _problems_of_file(
-    store: ObjectStore, key: str, name: str, file: FileEntry, tensors: Sequence[tuple[str, TensorEntry]]
-) -> list[str]:
-    """What is wrong with the content of a file, found in one pass over it.
-
-    Args:
-        store: where it lies.
-        key: under which key.
-        name: for messages.
-        file: what the manifest says about it.
-        tensors: those that lie in it, in this order and not overlapping.
-    """
-    problems: list[str] = []
-    whole, part = xxhash.xxh3_128(), xxhash.xxh3_128()
-    position, rest = 0, iter(tensors)
-    current = next(rest, None)
-    for piece in store.stream(key):
-        view = memoryview(piece)
-        whole.update(view)
-        end = position + len(view)
-        while current is not None and (current[1].offset < end or not current[1].nbytes):
-            tensor, entry = current
-            stop = entry.offset + entry.nbytes
-            part.update(view[max(entry.offset - position, 0) : max(stop - position, 0)])
-            if stop > end:
-                break
-            if part.hexdigest() != entry.xxh3_128:
-                problems.append(f"tensor {tensor} in {name} does not agree with its digest")
-            part.reset()
-            current = next(rest, None)
-        position = end
-    if whole.hexdigest() != file.xxh3_128:
-        problems.append(f"{name} does not agree with its digest")
-    return problems
-
-
 def side_files(store: ObjectStore, model: ModelName, number: int) -> dict[str, bytes]:
     """The files besides the weights of a durable version, by name."""
     manifest = read_manifest(store, model, number)
-    weights = {tensor.file for tensor in manifest.tensors.values()}
     return {
         name: store.get(version_key(model, number, name))[0]
-        for name in manifest.files
-        if name not in weights and name != INDEX_FILE
+        for name in manifest.files.keys() - manifest.weight_files - {INDEX_FILE}
     }

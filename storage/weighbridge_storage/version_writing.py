@@ -1,6 +1,6 @@
-"""How does a version get into a store?
+"""Writing of a version's objects, in the order in which a crash does no harm.
 
-Its folder is written file by file, in any order, its manifest last. Only the head, which is changed after that, makes it part of
+The folder is written file by file, in any order, its manifest last. Only the head, which is changed after that, makes it part of
 history. What a crash leaves behind is in no head, so nobody sees it, and its number is never given again.
 
 Only who holds the version's claim in the head may write to its folder.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from weighbridge.errors import NotFound
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 from weighbridge.safetensors_files import INDEX_FILE, FilesLayout
 from weighbridge_storage import strict_json
 from weighbridge_storage.digests import FileDigests, digest_bytes
@@ -19,6 +19,7 @@ from weighbridge_storage.head import OpenEntry, VersionEntry
 from weighbridge_storage.head_changes import publish
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.manifest import (
+    FEATURES,
     FileEntry,
     Manifest,
     TensorEntry,
@@ -50,19 +51,34 @@ class Written:
     def to_json(self, claim: str) -> bytes:
         """As text for other replicas of the service; ``claim`` says under which agreement they were written."""
         return strict_json.encode(
-            {"claim": claim, "files": files_to_json(self.files), "tensors": tensors_to_json(self.tensors)}
+            {
+                "requires": [],
+                "claim": claim,
+                "files": files_to_json(self.files),
+                "tensors": tensors_to_json(self.tensors),
+            }
         )
 
     @staticmethod
     def from_json(data: bytes, where: str) -> tuple[str, Written]:
-        """The claim and the files of a text; ``where`` names it in errors. Raises DataLoss."""
+        """The claim and the files of a text; ``where`` names it in errors.
+
+        What a replica of a later release says of a file or a tensor goes into the manifest, known here or not. What else it says
+        is left out, unless the text requires it.
+
+        Raises:
+            DataLoss: it is malformed.
+            FailedPrecondition: it requires a feature that is lacking here.
+        """
         fields = strict_json.decode(data, where)
-        claim = fields.text("claim")
-        written = Written(
-            files_from_json(fields.table("files"), where), tensors_from_json(fields.table("tensors"), where)
-        )
-        fields.end()
-        return claim, written
+        fields.required(FEATURES)
+        try:
+            return fields.text("claim"), Written(
+                files_from_json(fields.table("files"), where),
+                tensors_from_json(fields.table("tensors"), where),
+            )
+        except InvalidArgument as error:
+            raise DataLoss(f"{where} is malformed: {error.message}") from error
 
     def __or__(self, other: Written) -> Written:
         """These files and those."""
@@ -98,7 +114,8 @@ def write_weights(
         ResourceExhausted: no room; the same call can be repeated.
     """
     key = version_key(model, number, name)
-    same = parent is not None and parent.files.get(name) == digests.entry
+    before = parent.files.get(name) if parent is not None else None
+    same = before is not None and before.same_content(digests.entry)
     if parent is None or not same or not _copied(store, parent, name, key):
         # overwrite: an attempt before this one may have got as far as here
         store.put(key, _pieces(data, go_on), mode="overwrite")

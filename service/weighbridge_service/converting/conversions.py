@@ -36,6 +36,7 @@ from weighbridge_service.model_tensors import tensors_found
 from weighbridge_service.planning import Plan, make_plan
 from weighbridge_service.relations import Link, WeightMap
 from weighbridge_service.weight_maps import derive_weight_map
+from weighbridge_storage.names import BLOCKS_SUFFIX, MANIFEST_FILE
 from weighbridge_storage.torch_dist import (
     FramedFile,
     iterations_in,
@@ -321,8 +322,8 @@ def _from_torch_dist(source: Path, options: ConvertOptions) -> Conversion:
 
 def _not_taken(source: Path, taken: Iterable[str]) -> dict[str, int]:
     """What lies in a Hugging Face folder and is not converted, by what it is."""
-    known = {*taken, safetensors_files.INDEX_FILE, "weighbridge.json"}
-    names = sorted(path.name for path in source.iterdir() if path.name not in known)
+    known = {*taken, safetensors_files.INDEX_FILE, MANIFEST_FILE}
+    names = sorted(p.name for p in source.iterdir() if p.name not in known and p.suffix != BLOCKS_SUFFIX)
     return {f"files ({', '.join(names[:_NAMED])})": len(names)} if names else {}
 
 
