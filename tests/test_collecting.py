@@ -1,4 +1,4 @@
-"""Are versions that are not kept deleted, all of them and nothing else, whoever collects, reads, writes or dies meanwhile?"""
+"""Collections: what is not kept is deleted, all of it and nothing else, whoever collects, reads, writes or dies meanwhile."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.heads import stored
 from tests.s3_server import S3Server
 from weighbridge.collection import Collection, DeletedVersion, SweptVersion, WaitingVersion
 from weighbridge.errors import (
@@ -35,7 +36,8 @@ from weighbridge.errors import (
 )
 from weighbridge.resources import Retention
 from weighbridge_storage.collecting import collect
-from weighbridge_storage.head import Head, VersionEntry
+from weighbridge_storage.entries import VersionEntry
+from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import (
     claim_version,
     delete_versions,
@@ -45,6 +47,7 @@ from weighbridge_storage.head_changes import (
     set_retention,
 )
 from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.history import History
 from weighbridge_storage.leases import Grace, read_lease, write_lease
 from weighbridge_storage.local import LocalStore
 from weighbridge_storage.names import MANIFEST_FILE, ModelName, lease_key, version_key, version_prefix
@@ -68,9 +71,15 @@ class Bench:
 
     @property
     def head(self) -> Head:
-        found = self.heads.read(SMOL)
-        assert found is not None
-        return found[0]
+        return stored(self.store, SMOL).head
+
+    @property
+    def versions(self) -> dict[int, VersionEntry]:
+        return stored(self.store, SMOL).versions()
+
+    @property
+    def retired(self) -> dict[int, VersionEntry]:
+        return stored(self.store, SMOL).retired()
 
     def clock(self) -> int:
         return self.now_ms
@@ -96,7 +105,7 @@ class Bench:
 
     def publish(self, number: int) -> None:
         entry = VersionEntry(number, 1, "r", self.now_ms, NBYTES, 1, "f", f"w{number}")
-        self.heads.update(SMOL, lambda head: (publish(head, entry), None))
+        self.heads.edit(SMOL, lambda history: (publish(history, entry), None))
 
     def add(self, count: int = 1) -> None:
         """Add durable versions."""
@@ -105,11 +114,11 @@ class Bench:
             self.write(number)
             self.publish(number)
 
-    def change(self, change: Callable[[Head], Head]) -> None:
-        self.heads.update(SMOL, lambda head: (change(head), None))
+    def change(self, change: Callable[[History], Head]) -> None:
+        self.heads.edit(SMOL, lambda history: (change(history), None))
 
     def keep(self, **rules: int) -> None:
-        self.change(lambda head: set_retention(head, Retention(**rules)))
+        self.change(lambda history: set_retention(history.head, Retention(**rules)))
 
     def collect(self, store: ObjectStore | None = None, *, dry_run: bool = False) -> Collection:
         store = store or self.store
@@ -126,9 +135,13 @@ class Bench:
         keys = [key.removeprefix(SMOL.prefix).split("/") for key in self.store.list(SMOL.prefix)]
         return {int(key[1]) for key in keys if len(key) > 2}
 
+    def nodes(self) -> set[str]:
+        """Names of the nodes in the store."""
+        return {key.split("/")[-1].removesuffix(".json") for key in self.store.list(f"{SMOL.prefix}history/")}
+
     def check_readable(self) -> None:
         """What the head lists is complete."""
-        for number in self.head.versions:
+        for number in self.versions:
             for name in ("config.json", "model.safetensors", MANIFEST_FILE):
                 assert self.store.get(version_key(SMOL, number, name))[0] == content(number, name)
 
@@ -148,7 +161,7 @@ def bench(store: ObjectStore) -> Bench:
 
 def test_what_is_not_kept_is_gone_after_the_grace_time_and_everything_else_is_there(bench: Bench) -> None:
     bench.add(6)
-    bench.change(lambda head: set_ref(head, "prod", 2))
+    bench.change(lambda history: set_ref(history, "prod", 2))
     bench.keep(keep_last=2)
     first = bench.collect()
     assert first.retired == (1, 3, 4)
@@ -160,7 +173,7 @@ def test_what_is_not_kept_is_gone_after_the_grace_time_and_everything_else_is_th
     end_ms = bench.now_ms + GRACE.ms
     assert first.waiting == tuple(WaitingVersion(number, end_ms, 0) for number in (1, 3, 4))
     assert first.deleted == ()
-    assert set(bench.head.versions) == {2, 5, 6}, "nobody finds them any more"
+    assert set(bench.versions) == {2, 5, 6}, "nobody finds them any more"
     assert bench.folders() == {1, 2, 3, 4, 5, 6}, "and who is reading them still does"
 
     bench.now_ms = end_ms - 1
@@ -169,8 +182,8 @@ def test_what_is_not_kept_is_gone_after_the_grace_time_and_everything_else_is_th
     last = bench.collect()
     assert last.deleted == tuple(DeletedVersion(number, NBYTES) for number in (1, 3, 4))
     assert (last.deleted_bytes, last.waiting, last.problems) == (3 * NBYTES, (), ())
-    assert bench.folders() == set(bench.head.versions) == {2, 5, 6}
-    assert bench.head.tombstones == {}
+    assert bench.folders() == set(bench.versions) == {2, 5, 6}
+    assert bench.retired == {}
     bench.check_readable()
 
 
@@ -188,7 +201,7 @@ def messy(bench: Bench) -> None:
     """A model with one of everything that a collection finds."""
     bench.add(5)
     bench.keep(keep_last=1)
-    bench.change(lambda head: delete_versions(head, [1, 2], bench.now_ms))
+    bench.change(lambda history: delete_versions(history, [1, 2], bench.now_ms))
     write_lease(bench.store, SMOL, 2, "reader", bench.now_ms + 5 * GRACE.ms)
     write_lease(bench.store, SMOL, 5, "dead", bench.now_ms)
     for folder in ("versions", "incoming", "leases"):
@@ -267,7 +280,7 @@ def test_a_lease_that_cannot_be_read_keeps_its_version_and_is_reported(
 
 def test_only_numbers_that_stand_for_nothing_are_swept(bench: Bench) -> None:
     bench.add(2)
-    bench.change(lambda head: delete_versions(head, [1], bench.now_ms))
+    bench.change(lambda history: delete_versions(history, [1], bench.now_ms))
     still_open = bench.open(lease_ms=10**6)
     bench.write(still_open, ["config.json"])
     abandoned = bench.open(lease_ms=0)
@@ -339,7 +352,7 @@ def test_eight_collectors_at_once_delete_each_version_once(bench: Bench, locatio
     deleted = sorted(version.number for report in reports for version in report.deleted)
     assert deleted == [1, 2, 3, 4]
     assert sorted(number for report in reports for number in report.given_up) == [6, 7, 8]
-    assert bench.folders() == set(bench.head.versions) == {5}
+    assert bench.folders() == set(bench.versions) == {5}
     bench.check_readable()
 
 
@@ -379,7 +392,7 @@ def test_collectors_and_writers_do_not_disturb_each_other(bench: Bench, location
     bench.check_readable()
     bench.now_ms = 2 * time.time_ns() // 10**6
     bench.collect_all()
-    assert bench.folders() == set(bench.head.versions) == {wanted - 1, wanted}
+    assert bench.folders() == set(bench.versions) == {wanted - 1, wanted}
     bench.check_readable()
 
 
@@ -433,7 +446,7 @@ def test_a_collector_that_is_killed_anywhere_is_made_good_by_the_next_one(tmp_pa
         except Killed:
             came_through = False
         bench.check_readable()
-        for number in bench.head.tombstones.keys() & bench.folders():
+        for number in bench.retired.keys() & bench.folders():
             keys = set(bench.store.list(version_prefix(SMOL, number)))
             whole = {
                 version_key(SMOL, number, n) for n in ("config.json", "model.safetensors", MANIFEST_FILE)
@@ -443,8 +456,8 @@ def test_a_collector_that_is_killed_anywhere_is_made_good_by_the_next_one(tmp_pa
         assert bench.folders() == {2, 3, 4, 5}
         bench.now_ms += 10 * GRACE.ms
         assert bench.collect().problems == ()
-        assert bench.folders() == set(bench.head.versions) == {5}
-        assert bench.head.tombstones == {}
+        assert bench.folders() == set(bench.versions) == {5}
+        assert bench.retired == {}
         if came_through:
             break
     assert at > 10, "there are that many calls to be killed at"
@@ -462,7 +475,7 @@ def test_a_deletion_that_fails_stops_no_other_and_is_reported_and_tried_again(tm
     report = bench.collect(failing)
     assert [version.number for version in report.deleted] == [1, 4]
     assert sorted(report.problems) == sorted(f"no {key}" for key in bad)
-    assert set(bench.head.tombstones) == {2, 3}
+    assert set(bench.retired) == {2, 3}
     assert len(list(bench.store.list(version_prefix(SMOL, 2)))) == 3, (
         "complete as long as there is a manifest"
     )
@@ -521,7 +534,7 @@ def test_a_report_is_json(bench: Bench) -> None:
     assert document["swept"][0] == {"number": 6, "objects": 1}
 
 
-class History(RuleBasedStateMachine):
+class Everybody(RuleBasedStateMachine):
     """Everybody at once, in any order, on one clock."""
 
     store: ObjectStore
@@ -561,27 +574,27 @@ class History(RuleBasedStateMachine):
         assert was_open
         self.newest = max(self.newest, number)
 
-    @precondition(lambda self: self.bench.head.versions)
+    @precondition(lambda self: self.bench.versions)
     @rule(data=st.data(), name=st.sampled_from(["prod", "test"]))
     def tag(self, data: st.DataObject, name: str) -> None:
-        number = data.draw(st.sampled_from(sorted(self.bench.head.versions)))
-        self.bench.change(lambda head: set_ref(head, name, number))
+        number = data.draw(st.sampled_from(sorted(self.bench.versions)))
+        self.bench.change(lambda history: set_ref(history, name, number))
         self.tagged[name] = number
 
-    @precondition(lambda self: self.bench.head.versions)
+    @precondition(lambda self: self.bench.versions)
     @rule(data=st.data())
     def delete(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.bench.head.versions)))
+        number = data.draw(st.sampled_from(sorted(self.bench.versions)))
         try:
-            self.bench.change(lambda head: delete_versions(head, [number], self.bench.now_ms))
+            self.bench.change(lambda history: delete_versions(history, [number], self.bench.now_ms))
         except FailedPrecondition:
             assert number in {*self.tagged.values(), self.newest}
 
-    @precondition(lambda self: self.bench.head.versions)
+    @precondition(lambda self: self.bench.versions)
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
         """Begin a read of any length, with a lease from the start."""
-        number = data.draw(st.sampled_from(sorted(self.bench.head.versions)))
+        number = data.draw(st.sampled_from(sorted(self.bench.versions)))
         self.readers[number] = self.bench.now_ms + GRACE.ms
         write_lease(self.store, SMOL, number, "reader", self.readers[number])
 
@@ -623,14 +636,14 @@ class History(RuleBasedStateMachine):
         self.bench.now_ms += 10**6
         self.bench.collect_all()
         head = self.bench.head
-        assert head.open == head.tombstones == {}
-        assert self.bench.folders() == set(head.versions)
+        assert head.open == self.bench.retired == {}
+        assert self.bench.folders() == set(self.bench.versions)
 
 
 def test_in_any_order_of_events_what_is_listed_is_whole_and_nothing_is_left(tmp_path: Path) -> None:
-    History.store = LocalStore(tmp_path)
+    Everybody.store = LocalStore(tmp_path)
     run_state_machine_as_test(
-        History,
+        Everybody,
         settings=settings(
             max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),

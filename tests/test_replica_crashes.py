@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.heads import stored
 from tests.killable_service import KillableService
 from tests.raw_clients import TinyModel, assert_equal, rows_layout, tiny_folder
 from weighbridge import EngineClient, TrainerClient, wire
@@ -24,8 +25,8 @@ from weighbridge.errors import WeighbridgeError
 from weighbridge.layouts import Layout
 from weighbridge.push_sources import StagingPool, StreamSource
 from weighbridge.resources import VersionState
+from weighbridge_storage.entries import VersionEntry
 from weighbridge_storage.head import Head
-from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.opening import open_store
 
@@ -88,12 +89,12 @@ def push_step(services: list[KillableService], source: TinyModel, step: int) -> 
         return None if failed else numbers
 
 
-def head_of(location: str) -> Head:
+def history_of(location: str) -> tuple[Head, dict[int, VersionEntry]]:
+    """The head, and the versions that are part of history."""
     store = open_store(location)
     try:
-        found = HeadStore(store).read(ModelName.parse(MODEL))
-        assert found is not None
-        return found[0]
+        found = stored(store, ModelName.parse(MODEL))
+        return found.head, found.versions()
     finally:
         store.close()
 
@@ -135,15 +136,15 @@ def test_a_replica_killed_in_mid_push_costs_at_most_that_version_and_the_step_ca
             assert attempts < ATTEMPTS
             numbers = push_step(services, source, crash)
         (number,) = numbers
-        head = head_of(location)
-        assert number in head.versions
+        _, versions = history_of(location)
+        assert number in versions
         with TrainerClient(chance.choice(services).address) as trainer:
-            for listed in head.versions.keys() - checked:
+            for listed in versions.keys() - checked:
                 # a push that its ranks took for failed may have been completed by other replicas
-                expected = pushed[head.versions[listed].step]
+                expected = pushed[versions[listed].step]
                 assert not trainer.verify(MODEL, listed).problems
                 with EngineClient(chance.choice(services).address) as engine:
                     assert_equal(engine, MODEL, listed, expected.arrays)
                 checked.add(listed)
         print(f"crash {crash + 1}: {len(checked)} versions, {whole} pushes were not disturbed")
-    assert not head_of(location).open, "versions were left open"
+    assert not history_of(location)[0].open, "versions were left open"

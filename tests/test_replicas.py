@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.heads import stored
 from tests.raw_clients import (
     Arrays,
     RawClient,
@@ -50,7 +51,6 @@ from weighbridge_service import models
 from weighbridge_service.bridges import bridge_for
 from weighbridge_service.model_tensors import ModelTensors
 from weighbridge_storage.head import Head
-from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import ObjectStore
 
@@ -161,10 +161,9 @@ def push_all(
 
 def assert_published_once(store: ObjectStore, number: int, *others: int) -> None:
     """The store has these versions, and nothing of any other, open or failed."""
-    found = HeadStore(store).read(NAME)
-    assert found is not None
-    assert set(found[0].versions) == {number, *others}
-    assert not found[0].open
+    found = stored(store, NAME)
+    assert set(found.versions()) == {number, *others}
+    assert not found.head.open
     folders = {key.split("/")[4] for key in store.list(f"{NAME.prefix}versions/")}
     assert folders == {f"{n:012}" for n in (number, *others)}
     assert not list(store.list(f"{NAME.prefix}incoming/"))
@@ -354,9 +353,7 @@ def test_a_file_is_uploaded_as_soon_as_its_bytes_are_there(
         content = store.get(folder + first.name)[0]
         assert content[: len(first.header)] == first.header
         assert content[len(first.header) :] == stream[:enough]
-        found = HeadStore(store).read(NAME)
-        assert found is not None
-        assert not found[0].versions
+        assert not stored(store, NAME).versions()
         raw.push(MODEL, number, cut(stream))
         raw.seal(MODEL, number)
         with TrainerClient(running[0].address) as trainer:

@@ -1,4 +1,4 @@
-"""Which versions are kept: what the rules and refs speak for, no more and no less, whatever happens later?"""
+"""Which versions are kept: what the rules and refs speak for, no more and no less, whatever happens later."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.heads import Nodes, history
 from weighbridge.errors import InvalidArgument
 from weighbridge.resources import Retention
-from weighbridge_storage.head import Head, OpenEntry, VersionEntry
+from weighbridge_storage.entries import OpenEntry, Ref, VersionEntry
+from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import (
     claim_version,
     delete_versions,
@@ -21,7 +23,7 @@ from weighbridge_storage.head_changes import (
     set_ref,
     set_retention,
 )
-from weighbridge_storage.retention import decide, retire
+from weighbridge_storage.retention import Decision, decide, retire
 
 NOW = 1_000_000
 
@@ -34,14 +36,21 @@ def head_of(created: Mapping[int, int], retention: Retention, tags: Mapping[str,
     """A head with these versions, by number and time."""
     return Head(
         next_version=max(created, default=0) + 1,
-        versions={number: version(number, ms) for number, ms in created.items()},
-        refs={**(tags or {}), **({"latest": max(created)} if created else {})},
+        recent={number: version(number, ms) for number, ms in created.items()},
+        refs={
+            name: Ref(number)
+            for name, number in {**(tags or {}), **({"latest": max(created)} if created else {})}.items()
+        },
         retention=retention,
     )
 
 
+def decided_of(head: Head, now_ms: int = NOW) -> Decision:
+    return decide(head, history(head).versions(), now_ms)
+
+
 def kept(head: Head, now_ms: int = NOW) -> list[int]:
-    return [version.number for version in decide(head, now_ms).kept]
+    return [version.number for version in decided_of(head, now_ms).kept]
 
 
 heads = st.builds(
@@ -57,10 +66,11 @@ heads = st.builds(
 @given(heads, st.integers(0, 2 * NOW))
 def test_a_version_is_kept_if_and_only_if_something_speaks_for_it(head: Head, now_ms: int) -> None:
     rules = head.retention
-    decided = decide(head, now_ms)
+    versions = history(head).versions()
+    decided = decide(head, versions, now_ms)
     found = {version.number: version for version in decided.kept}
-    for number, entry in head.versions.items():
-        others = set(head.versions) - {number}
+    for number, entry in versions.items():
+        others = set(versions) - {number}
         speaking = set()
         if rules.keep_last and sum(other > number for other in others) < rules.keep_last:
             speaking.add("keep_last")
@@ -72,22 +82,30 @@ def test_a_version_is_kept_if_and_only_if_something_speaks_for_it(head: Head, no
             speaking.add("keep_younger_s")
         if rules == Retention():
             speaking.add("keep_everything")
-        refs = {name for name, named in head.refs.items() if named == number}
+        refs = {name for name, named in head.ref_numbers.items() if named == number}
         if speaking or refs:
             assert (set(found[number].rules), set(found[number].refs)) == (speaking, refs)
         else:
             assert number in decided.retired
-    assert sorted([*found, *decided.retired]) == sorted(head.versions)
+    assert sorted([*found, *decided.retired]) == sorted(versions)
 
 
-@given(heads, st.integers(0, 2 * NOW))
-def test_what_is_retired_leaves_tombstones_and_nothing_more_to_decide(head: Head, now_ms: int) -> None:
-    after, decided = retire(head, now_ms)
-    assert set(after.tombstones) == set(decided.retired)
-    assert set(after.versions) == {version.number for version in decided.kept}
+@given(heads, st.integers(0, 2 * NOW), st.integers(0, 4))
+def test_what_is_retired_stays_readable_and_leaves_nothing_more_to_decide(
+    head: Head, now_ms: int, most: int
+) -> None:
+    nodes = Nodes()
+    head = nodes.settle(head, most)
+    after, decided = retire(nodes.history(head), now_ms)
+    there = nodes.history(after)
+    assert {number: entry.retired_ms for number, entry in there.retired().items()} == dict.fromkeys(
+        decided.retired, max(now_ms, 1)
+    )
+    assert set(there.versions()) == {version.number for version in decided.kept}
     assert after.refs == head.refs
-    again, nothing = retire(after, now_ms)
-    assert again == after
+    settled = nodes.settle(after, most)
+    again, nothing = retire(nodes.history(settled), now_ms)
+    assert again == settled
     assert (nothing.kept, nothing.retired) == (decided.kept, ())
 
 
@@ -102,7 +120,7 @@ def test_the_rules_keep_what_their_words_say() -> None:
     assert kept(
         head_of(versions, Retention(keep_last=2**53, keep_every=2**53, keep_younger_s=2**53))
     ) == sorted(versions)
-    assert decide(Head(retention=Retention(keep_last=1)), NOW).kept == ()
+    assert decided_of(Head(retention=Retention(keep_last=1))).kept == ()
 
 
 def test_a_version_from_the_future_of_this_clock_is_young() -> None:
@@ -129,29 +147,31 @@ def test_the_one_of_every_k_stays_the_one_in_whatever_order_versions_come(
             head, _ = opened(head)
         elif step == "publish":
             number = data.draw(st.sampled_from(open_numbers))
-            head = publish(claim_version(head, number, f"w{number}"), version(number))
+            head = publish(history(claim_version(head, number, f"w{number}")), version(number))
         elif step == "give up":
             head = give_up_version(head, data.draw(st.sampled_from(open_numbers)), "gone", NOW)
         elif step == "retire":
-            head, _ = retire(head, NOW)
+            head, _ = retire(history(head), NOW)
         else:
-            head = forget_versions(head, list(head.tombstones))
-        slots = {number // every for number in head.versions}
-        firsts = {min(n for n in head.versions if n // every == slot) for slot in slots}
+            head = forget_versions(history(head), list(history(head).retired()))
+        there = history(head).versions()
+        slots = {number // every for number in there}
+        firsts = {min(n for n in there if n // every == slot) for slot in slots}
         final |= {n for n in firsts if not any(o // every == n // every and o < n for o in head.open)}
-        assert final <= set(head.versions)
-        assert {n // every for n in [*head.tombstones]} <= slots
-    assert final <= {kept.number for kept in decide(head, NOW).kept}
+        assert final <= set(there)
+        assert {n // every for n in history(head).retired()} <= slots
+    assert final <= {kept.number for kept in decided_of(head).kept}
 
 
 def test_a_slot_whose_first_version_is_deleted_by_hand_keeps_the_next_one() -> None:
-    head = delete_versions(head_of(dict.fromkeys(range(1, 8), 0), Retention(keep_every=4)), [4], NOW)
+    before = head_of(dict.fromkeys(range(1, 8), 0), Retention(keep_every=4))
+    head = delete_versions(history(before), [4], NOW)
     assert kept(head) == [1, 5, 7]
 
 
 def test_a_tag_keeps_a_version_that_the_rules_do_not() -> None:
-    head = set_ref(head_of(dict.fromkeys(range(1, 5), 0), Retention(keep_last=1)), "prod", 2)
-    (tagged, newest) = decide(head, NOW).kept
+    head = set_ref(history(head_of(dict.fromkeys(range(1, 5), 0), Retention(keep_last=1))), "prod", 2)
+    (tagged, newest) = decided_of(head).kept
     assert (tagged.number, tagged.rules, tagged.refs) == (2, (), ("prod",))
     assert (newest.number, newest.rules, newest.refs) == (4, ("keep_last",), ("latest",))
 

@@ -281,7 +281,7 @@ def test_a_service_collects_by_itself_and_leaves_readers_alone(tmp_path: Path) -
             reading.close()
             eventually(lambda: not list(store.list(version_prefix(model, 2))))
             eventually(lambda: not list(store.list(model.prefix + "leases/")))
-            eventually(lambda: running.service.catalog.head(model).tombstones == {})
+            eventually(lambda: running.service.catalog.history(model).retired() == {})
             assert [v.number for v in trainer.versions(MODEL)] == [3]
 
 

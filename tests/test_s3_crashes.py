@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.heads import in_memory, stored
 from tests.killable_service import KillableService
 from tests.raw_clients import TinyModel, assert_equal, tiny_folder
 from tests.s3_server import S3Server, SeaweedFS
 from tests.test_crash import Driver, Record
 from weighbridge.engine import EngineClient
 from weighbridge.errors import Unavailable, WeighbridgeError
-from weighbridge.resources import REF_LATEST, Retention, VersionState
+from weighbridge.resources import Retention, VersionState
 from weighbridge.trainer import TrainerClient
-from weighbridge_storage.head import Head
-from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.history import History
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.opening import open_store
 
@@ -70,20 +70,21 @@ class World:
         if victim != "store":
             self.service.start()
 
-    def head(self) -> Head:
-        """What the store says; one that has just been started answers 500 until it has found its volumes."""
+    def history(self) -> History:
+        """What the store says; one that has just been started answers 500 until it has found its volumes.
+
+        All of it is read now.
+        """
         store = open_store(self.location)
         deadline = time.monotonic() + START_SECONDS
         try:
             while True:
                 try:
-                    found = HeadStore(store).read(NAME)
+                    found = stored(store, NAME)
+                    return in_memory(found.head, *found.versions().values(), *found.retired().values())
                 except Unavailable:
                     if time.monotonic() > deadline:
                         raise
-                else:
-                    assert found is not None
-                    return found[0]
         finally:
             store.close()
 
@@ -100,21 +101,22 @@ def check(world: World, record: Record, checked: set[int]) -> None:
     """What the head lists is whole, and what is not listed any more may be gone."""
     assert not record.problems, record.problems
     with TrainerClient(world.service.address) as trainer, EngineClient(world.service.address) as engine:
-        head = world.head()
-        for number in record.durable - head.versions.keys():
-            newer = sum(other > number for other in head.versions)
+        history = world.history()
+        head, versions = history.head, history.versions()
+        for number in record.durable - versions.keys():
+            newer = sum(other > number for other in versions)
             assert newer >= KEPT, f"version {number} was durable, is among the last {KEPT}, and is gone"
-        tagged = set(head.refs.values())
+        tagged = set(head.ref_numbers.values())
         assert record.tagged is None or record.tagged in tagged, "a tagged version is gone"
-        if head.versions:
-            assert head.refs[REF_LATEST] == max(head.versions) >= record.latest
-        for number in sorted(head.versions.keys() - checked):
+        if versions:
+            assert head.latest == max(versions) >= record.latest
+        for number in sorted(versions.keys() - checked):
             assert number in record.source_of, f"version {number} was never pushed"
             try:
                 assert trainer.verify(MODEL, number).problems == ()
                 assert_equal(engine, MODEL, number, record.source_of[number].arrays)
             except WeighbridgeError:
-                assert number not in world.head().versions, "a listed version cannot be read"
+                assert world.history().durable(number) is None, "a listed version cannot be read"
             checked.add(number)
 
 
@@ -146,11 +148,11 @@ def test_a_killed_service_or_store_loses_no_durable_version_tears_none_and_leaks
 def tag(world: World, record: Record, chance: random.Random) -> None:
     """Let a tag name one of the versions that are there."""
     with TrainerClient(world.service.address) as trainer:
-        number = chance.choice(sorted(world.head().versions) or [0])
+        number = chance.choice(list(world.history().versions()) or [0])
         try:
             record.tagged = trainer.set_ref(MODEL, "kept", number).number if number else None
         except WeighbridgeError:  # it was collected just now
-            record.tagged = world.head().refs.get("kept")
+            record.tagged = world.history().head.ref_numbers.get("kept")
 
 
 def leave_nothing_behind(world: World, record: Record, sources: list[TinyModel]) -> None:
@@ -165,16 +167,17 @@ def leave_nothing_behind(world: World, record: Record, sources: list[TinyModel])
         )  # open versions of dead services end by themselves, after two minutes
         while True:
             trainer.collect(MODEL)
-            head = world.head()
+            history = world.history()
+            left = history.head.open, history.retired()
             store = open_store(world.location)
             try:
                 folders = {int(key.split("/")[4]) for key in store.list(f"{NAME.prefix}versions/")}
                 rest = [key for key in store.list(NAME.prefix) if key.split("/")[3] in ("incoming", "leases")]
-                if not head.open and not head.tombstones and folders == set(head.versions) and not rest:
+                if left == ({}, {}) and folders == set(history.versions()) and not rest:
                     assert store.discard_unfinished("", older_than_s=0.0) == 0, "an upload was left"
                     break
             finally:
                 store.close()
-            assert time.monotonic() < deadline, (head.open, head.tombstones, folders, rest)
+            assert time.monotonic() < deadline, (left, folders, rest)
             time.sleep(1.0)
     check(world, record, set())

@@ -21,6 +21,7 @@ import pytest
 import xxhash
 
 from tests.fault_proxy import FAULTS, FaultProxy, fault_proxy
+from tests.heads import stored
 from tests.raw_clients import RawClient, TinyModel, cut, rows_layout, stream_of, tiny_folder
 from tests.s3_server import BUCKET, S3Server
 from tests.services import RunningService, running_service
@@ -28,8 +29,6 @@ from weighbridge import TrainerClient
 from weighbridge.errors import WeighbridgeError
 from weighbridge.resources import REF_LATEST, Retention, VersionState
 from weighbridge_storage import opening
-from weighbridge_storage.head import Head
-from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.opening import open_store
@@ -151,12 +150,6 @@ def tag_and_collect(place: Place, model: str, dice: random.Random) -> None:
                 trainer.collect(model)
 
 
-def head_of(store: ObjectStore, name: ModelName) -> Head:
-    found = HeadStore(store).read(name)
-    assert found is not None
-    return found[0]
-
-
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + RUNS))
 def test_no_version_is_torn_lost_or_leaked_on_a_bad_way_to_the_store(
@@ -201,16 +194,17 @@ def test_no_version_is_torn_lost_or_leaked_on_a_bad_way_to_the_store(
 
 def check(place: Place, name: ModelName, record: Record) -> None:
     """What the head lists is whole and what was pushed; what clients saw durable is there, or was not to be kept."""
-    head = head_of(place.honest, name)
-    for number in record.durable - head.versions.keys():
-        assert sum(other > number for other in head.versions) >= KEPT, f"version {number} is lost"
-    assert head.refs.get(REF_LATEST) == max(head.versions, default=None)
-    for number in head.versions:
+    history = stored(place.honest, name)
+    versions = history.versions()
+    for number in record.durable - versions.keys():
+        assert sum(other > number for other in versions) >= KEPT, f"version {number} is lost"
+    assert history.head.latest == max(versions, default=0)
+    for number in versions:
         try:
             assert verify_version(place.honest, name, number).problems == ()
             tensors = read_manifest(place.honest, name, number).tensors
         except WeighbridgeError:
-            assert number not in head_of(place.honest, name).versions, f"version {number} cannot be read"
+            assert stored(place.honest, name).durable(number) is None, f"version {number} cannot be read"
             continue
         pushed = {
             n: xxhash.xxh3_128_hexdigest(a.tobytes()) for n, a in record.source_of[number].arrays.items()
@@ -225,11 +219,12 @@ def settle(place: Place, model: str) -> None:
     while True:
         with TrainerClient(place.services[0].address) as trainer:
             trainer.collect(model)
-        head = head_of(place.honest, name)
+        history = stored(place.honest, name)
+        left = history.head.open, history.retired()
         folders = {int(key.split("/")[4]) for key in place.honest.list(f"{name.prefix}versions/")}
         rest = [key for key in place.honest.list(name.prefix) if key.split("/")[3] in ("incoming", "leases")]
-        if not head.open and not head.tombstones and folders == set(head.versions) and not rest:
+        if left == ({}, {}) and folders == set(history.versions()) and not rest:
             break
-        assert time.monotonic() < deadline, (head.open, head.tombstones, folders, rest)
+        assert time.monotonic() < deadline, (left, folders, rest)
         time.sleep(0.5)
     assert place.honest.discard_unfinished(name.prefix, older_than_s=0.0) == 0, "an upload was left"

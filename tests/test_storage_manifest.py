@@ -22,7 +22,7 @@ from weighbridge.dtypes import from_safetensors
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument
 from weighbridge.safetensors_files import layout_of_files
 from weighbridge_storage.digests import digest_bytes, digest_file
-from weighbridge_storage.head import OpenEntry
+from weighbridge_storage.entries import OpenEntry
 from weighbridge_storage.local import LocalStore
 from weighbridge_storage.manifest import FileEntry, Manifest, TensorEntry
 from weighbridge_storage.names import ModelName, version_prefix

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.heads import stored
 from weighbridge.errors import Unavailable
 from weighbridge.resources import Retention
 from weighbridge_service.store_readers import StoreReaders, reading_since
 from weighbridge_storage.collecting import collect
-from weighbridge_storage.head import Head, Tombstone, VersionEntry
+from weighbridge_storage.entries import Ref, VersionEntry
+from weighbridge_storage.head import Head
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.leases import Grace
 from weighbridge_storage.local import LocalStore
@@ -28,18 +30,16 @@ START_MS = 10**9
 WEIGHTS = SMOL.prefix + "versions/000000000001/model.safetensors"
 
 
-def version(number: int) -> VersionEntry:
-    return VersionEntry(number, number, "r", START_MS, 10, 1, "f", f"w{number}")
+def version(number: int, retired_ms: int = 0) -> VersionEntry:
+    return VersionEntry(number, number, "r", START_MS, 10, 1, "f", f"w{number}", retired_ms)
 
 
-def head_of(retention: Retention = Retention(), *, retired_ms: int | None = None) -> Head:  # noqa: B008
-    """Two versions, the first of which may be retired."""
-    first = {} if retired_ms is not None else {1: version(1)}
+def head_of(retention: Retention = Retention()) -> Head:  # noqa: B008
+    """Two versions."""
     return Head(
         next_version=3,
-        versions={**first, 2: version(2)},
-        tombstones={} if retired_ms is None else {1: Tombstone(version(1), retired_ms)},
-        refs={"latest": 2},
+        recent={1: version(1), 2: version(2)},
+        refs={"latest": Ref(2)},
         retention=retention,
     )
 
@@ -133,9 +133,9 @@ def test_visits_that_follow_each_other_are_one_read_until_they_stop(local: Local
 def test_who_begins_with_a_version_that_was_retired_long_ago_has_a_lease_at_once(local: LocalStore) -> None:
     clock = Clock()
     leases = StoreReaders(local, GRACE, clock)
-    leases.begin(SMOL, 1, reading_since(head_of(retired_ms=START_MS - GRACE.quarter_ms + 1), 1, clock()))
+    leases.begin(SMOL, 1, reading_since(version(1, START_MS - GRACE.quarter_ms + 1), clock()))
     assert leases_in(local) == {}
-    leases.begin(SMOL, 1, reading_since(head_of(retired_ms=START_MS - GRACE.quarter_ms), 1, clock()))
+    leases.begin(SMOL, 1, reading_since(version(1, START_MS - GRACE.quarter_ms), clock()))
     leases.close()
     assert [*leases_in(local).values()] == [START_MS + GRACE.ms]
 
@@ -176,7 +176,7 @@ def test_a_lease_that_cannot_be_written_disturbs_nobody_and_is_tried_again(tmp_p
     clock = Clock()
     store = Sulking(tmp_path)
     leases = StoreReaders(store, GRACE, clock)
-    leases.begin(SMOL, 1, reading_since(head_of(retired_ms=START_MS - GRACE.ms), 1, clock()))
+    leases.begin(SMOL, 1, reading_since(version(1, START_MS - GRACE.ms), clock()))
     leases.renew()
     assert leases_in(store) == {}
     store.sulks = False
@@ -238,12 +238,11 @@ def reads_while_versions_go(
         if step == retired:
             heads.update(SMOL, lambda _: (head_of(Retention(keep_last=1)), None))
             collect(store, heads, SMOL, grace=GRACE, clock=retiring)
-        found = heads.read(SMOL)
-        assert found is not None
+        found = stored(store, SMOL).find(1)
         if step == begins and not visits:
-            reader = leases.begin(SMOL, 1, reading_since(found[0], 1, reading()))
+            reader = leases.begin(SMOL, 1, reading_since(found, reading()))
         if step >= begins and visits:
-            leases.visit(SMOL, 1, reading_since(found[0], 1, reading()))
+            leases.visit(SMOL, 1, reading_since(found, reading()))
         if step % rounds == 0:
             leases.renew()
         if step > retired:

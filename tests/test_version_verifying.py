@@ -14,7 +14,7 @@ from weighbridge.errors import DataLoss, FailedPrecondition
 from weighbridge.layouts import TensorSpec
 from weighbridge.safetensors_files import lay_out_files
 from weighbridge_storage.digests import digest_file
-from weighbridge_storage.head import OpenEntry
+from weighbridge_storage.entries import OpenEntry
 from weighbridge_storage.local import LocalStore
 from weighbridge_storage.names import ModelName, version_prefix
 from weighbridge_storage.version_verifying import verify_version

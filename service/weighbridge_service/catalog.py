@@ -31,9 +31,11 @@ from weighbridge_service.models import (
 )
 from weighbridge_service.receiving import Receiving
 from weighbridge_service.store_readers import DEFAULT_GRACE, StoreReaders, reading_since
-from weighbridge_storage.head import Head, VersionEntry
+from weighbridge_storage.entries import VersionEntry
+from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import delete_ref, set_ref
 from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.history import History
 from weighbridge_storage.leases import Grace
 from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
 from weighbridge_storage.objects import ObjectStore
@@ -172,39 +174,50 @@ class Catalog:
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
     def list_models(self, after: str = "", limit: int = 100) -> list[Model]:
-        """Up to ``limit`` models by name, from the one behind ``after`` on."""
+        """Up to ``limit`` models by namespace and name, from the one behind ``after`` on. Only their heads are read."""
         found: list[Model] = []
-        for name in self.heads.list_models():
-            if str(name) > after and len(found) < limit:
-                try:
-                    found.append(self.get_model(str(name)))
-                except DataLoss as error:  # one damaged head must not hide the other models
-                    log.error("%s cannot be listed: %s", name, error)
+        for name in self.heads.models(after):
+            if len(found) >= limit:
+                break
+            try:
+                found.append(self.get_model(str(name)))
+            except NotFound:  # it was never registered to the end
+                continue
+            except (
+                DataLoss,
+                FailedPrecondition,
+            ) as error:  # one that cannot be read must not hide the others
+                log.error("%s cannot be listed: %s", name, error)
         return found
 
     def model_files(self, name: str, version: str = "") -> dict[str, bytes]:
         """The files besides the weights that belong to a version, or as registered now."""
         model_name = ModelName.parse(name)
-        head = self.head(model_name)
+        history = self.history(model_name)
         if version:
-            found = self.resolve(model_name, version, head)
+            found = self.resolve(model_name, version, history)
             if found.state is VersionState.DURABLE:
                 with self.unless_deleted(model_name, found.number):
                     return side_files(self.store, model_name, found.number)
+        head = history.head
         return {
             file: self.store.get(files_key(model_name, head.files_id, file))[0]
             for file in head.registration["files"]
         }
 
     def head(self, name: ModelName) -> Head:
+        """What the store says of a model, but for its older versions. Raises NotFound."""
+        return self.history(name).head
+
+    def history(self, name: ModelName) -> History:
         """What the store says of a model. Raises NotFound."""
-        found = self.heads.read(name)
+        found = self.heads.history(name)
         if found is None:
             raise NotFound(
                 f"there is no model {name}",
                 fix="register it: weighbridge import HF_DIR NAMESPACE/NAME, or trainer.register_model",
             )
-        return found[0]
+        return found
 
     def state(self, name: ModelName, head: Head | None = None) -> ModelState:
         """What this process knows of a model; as registered in ``head``, if one is given. Raises NotFound."""
@@ -270,8 +283,11 @@ class Catalog:
             state = self._states.get(model_name)
             known = dict(state.versions) if state else {}
         # read after that: what has become durable meanwhile is in it
-        head = self.head(model_name)
-        found = {number: _from_entry(model_name, entry) for number, entry in head.versions.items()}
+        history = self.history(model_name)
+        head = history.head
+        found = {
+            entry.number: _from_entry(model_name, entry) for entry in history.newest(limit, before or None)
+        }
         if include_invisible:
             for number in (*head.open, *head.failed):
                 if (elsewhere := _invisible(model_name, head, number)) is not None:
@@ -335,7 +351,7 @@ class Catalog:
             raise FailedPrecondition(
                 f"{found} is not in the object store yet", fix="wait until it is durable"
             )
-        self.heads.update(model_name, lambda head: (set_ref(head, ref, found.number), None))
+        self.heads.edit(model_name, lambda history: (set_ref(history, ref, found.number), None))
         self.notify()
         return found
 
@@ -348,13 +364,13 @@ class Catalog:
         """Compare a durable version's files with its manifest."""
         model_name = ModelName.parse(name)
         asked_ms = self.readers.clock()
-        head = self.head(model_name)
-        found = self.resolve(model_name, version, head)
+        history = self.history(model_name)
+        found = self.resolve(model_name, version, history)
         if found.state is not VersionState.DURABLE:
             raise FailedPrecondition(
                 f"{found} is not in the object store yet", fix="wait until it is durable"
             )
-        since_ms = reading_since(head, found.number, asked_ms)
+        since_ms = reading_since(history.find(found.number), asked_ms)
         with (
             self.readers.begin(model_name, found.number, since_ms),
             self.unless_deleted(model_name, found.number),
@@ -363,7 +379,7 @@ class Catalog:
 
     def refs_of(self, name: ModelName, head: Head) -> dict[str, int]:
         """All refs of a model, those in its head and ``live``."""
-        refs = dict(head.refs)
+        refs = head.ref_numbers
         with self.changed:
             state = self._states.get(name)
             live = max(state.live if state else 0, refs.get(REF_LATEST, 0))
@@ -372,22 +388,22 @@ class Catalog:
         return refs
 
     def resolve(
-        self, name: ModelName, version: str, head: Head | None = None, *, invisible: bool = False
+        self, name: ModelName, version: str, history: History | None = None, *, invisible: bool = False
     ) -> Version:
         """The version of a number or a ref. One that was taken out of history is found by its number as long as it is there.
 
         Args:
             name: the model.
             version: a number or a ref.
-            head: the model's head, if the caller has just read it.
+            history: the model's, if the caller has just read it.
             invisible: also a version that is being received or has failed.
 
         Raises:
             NotFound: no such model, version or ref.
             VersionFailed, FailedPrecondition: it is not visible.
         """
-        head = head or self.head(name)
-        refs = self.refs_of(name, head)
+        history = history or self.history(name)
+        refs = self.refs_of(name, history.head)
         if version.isascii() and version.isdigit() and len(version) <= 12:
             number = int(version)
         elif version in refs:
@@ -398,13 +414,13 @@ class Catalog:
                 fix=f"refs it has: {', '.join(sorted(refs)) or 'none yet'}; or name a version by number",
             )
         live = self.live(name, number)
-        entry = head.readable(number)
+        entry = history.find(number)
         if entry is not None:
             found = live.version if live and live.durable_time_ms else _from_entry(name, entry)
-            return replace(found, error=_RETIRED) if number in head.tombstones else found
-        if live is not None and live.durable_time_ms and head.is_gone(number):
+            return replace(found, error=_RETIRED) if entry.retired else found
+        if live is not None and live.durable_time_ms and history.is_gone(number):
             raise _deleted(name, number)
-        there = live.version if live is not None else _invisible(name, head, number)
+        there = live.version if live is not None else _invisible(name, history.head, number)
         if there is None:
             raise NotFound(f"{name} has no version {number}")
         if invisible or there.state.visible:
@@ -423,7 +439,7 @@ class Catalog:
         try:
             yield
         except (DataLoss, NotFound) as error:
-            if number in self.head(name).versions:
+            if self.history(name).durable(number) is not None:
                 raise
             raise _deleted(name, number) from error
 

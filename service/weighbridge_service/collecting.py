@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from weighbridge.collection import Collection
-from weighbridge.errors import WeighbridgeError
+from weighbridge.errors import NotFound, WeighbridgeError
 from weighbridge.resources import Retention, Version
 from weighbridge_service.catalog import Catalog
 from weighbridge_storage.collecting import collect
-from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import delete_versions, set_retention
+from weighbridge_storage.history import History
 from weighbridge_storage.names import ModelName
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Collecting:
     Args:
         catalog: which models there are.
         every_s: seconds between two collections of all models by this process, on average; 0 for none.
-        on_collected: is told of each model that was collected, by whomever, and its head.
+        on_collected: is told of each model that was collected, by whomever, and its history.
 
     Attributes:
         versions_deleted: versions whose objects this process has deleted.
@@ -35,7 +35,7 @@ class Collecting:
     """
 
     def __init__(
-        self, catalog: Catalog, every_s: float, on_collected: Callable[[ModelName, Head], None]
+        self, catalog: Catalog, every_s: float, on_collected: Callable[[ModelName, History], None]
     ) -> None:
         self._catalog = catalog
         self._on_collected = on_collected
@@ -68,11 +68,9 @@ class Collecting:
             FailedPrecondition: a ref names the version, or it is not durable yet.
         """
         model, clock = ModelName.parse(name), self._catalog.readers.clock
-        head = self._catalog.heads.update(
-            model, lambda head: ((after := delete_versions(head, [number], clock())), after)
-        )
+        self._catalog.heads.edit(model, lambda history: (delete_versions(history, [number], clock()), None))
         self._catalog.notify()
-        return self._catalog.resolve(model, str(number), head)
+        return self._catalog.resolve(model, str(number))
 
     def collect(self, name: str, *, dry_run: bool = False) -> Collection:
         """Delete what need not be kept of one model; in a dry run, only say what that would be.
@@ -98,17 +96,19 @@ class Collecting:
                 self.failures += len(report.problems)
             _log(report)
             model = ModelName.parse(name)
-            self._on_collected(model, catalog.head(model))
+            self._on_collected(model, catalog.history(model))
             catalog.notify()
         return report
 
     def collect_all(self) -> None:
         """Collect all models; one that fails stops no other."""
-        for model in self._catalog.heads.list_models():
+        for model in self._catalog.heads.models():
             if self._catalog.stopping.is_set():
                 return
             try:
                 self.collect(str(model))
+            except NotFound:  # it was never registered to the end
+                continue
             except WeighbridgeError as error:
                 self._failed(str(model), error)
 

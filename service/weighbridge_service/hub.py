@@ -27,6 +27,7 @@ from weighbridge.errors import NotFound
 from weighbridge.resources import REF_LATEST
 from weighbridge_storage.digests import digest_bytes
 from weighbridge_storage.head import Head
+from weighbridge_storage.history import History
 from weighbridge_storage.manifest import FileEntry, Manifest
 from weighbridge_storage.names import MANIFEST_FILE, ModelName, shown
 
@@ -156,14 +157,14 @@ def etag_of(file: FileEntry) -> str:
     return hashlib.sha256(f"weighbridge file\0{file.xxh3_128}\0{file.size}".encode()).hexdigest()
 
 
-def number_of(model: ModelName, head: Head, revision: str) -> int:
+def number_of(model: ModelName, history: History, revision: str) -> int:
     """The number of the durable version that a revision names; whether a commit is that version's is for the caller to see.
 
     Number and commit lead to a version that was taken out of history too, as long as it is there: clients ask for file by file.
 
     Args:
         model: for the message.
-        head: the model's.
+        history: the model's.
         revision: a number, a ref (not `live`, which may name a version that is not durable), a commit, or `MAIN`.
 
     Raises:
@@ -175,9 +176,10 @@ def number_of(model: ModelName, head: Head, revision: str) -> int:
     elif _NUMBER.fullmatch(revision):
         number = int(revision)
     else:
-        number = head.refs.get(revision, head.refs.get(REF_LATEST) if revision == MAIN else None)
-    if number is None or head.readable(number) is None:
-        raise no_revision(model, head, revision)
+        refs = history.head.ref_numbers
+        number = refs.get(revision, refs.get(REF_LATEST) if revision == MAIN else None)
+    if number is None or history.find(number) is None:
+        raise no_revision(model, history.head, revision)
     return number
 
 
@@ -266,9 +268,10 @@ def refs_document(head: Head, commits: Mapping[int, str]) -> dict[str, Any]:
         head: the model's.
         commits: those of the versions that its refs name.
     """
-    latest = head.refs.get(REF_LATEST)
-    branches = {} if latest is None else {MAIN: head.refs.get(MAIN, latest), REF_LATEST: latest}
-    tags = {name: number for name, number in sorted(head.refs.items()) if name not in branches}
+    refs = head.ref_numbers
+    latest = refs.get(REF_LATEST)
+    branches = {} if latest is None else {MAIN: refs.get(MAIN, latest), REF_LATEST: latest}
+    tags = {name: number for name, number in sorted(refs.items()) if name not in branches}
     return {
         "branches": _refs("heads", branches, commits),
         "tags": _refs("tags", tags, commits),

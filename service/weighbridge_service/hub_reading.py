@@ -16,10 +16,10 @@ from weighbridge_service.hub import (
     number_of,
     refs_document,
 )
-from weighbridge_service.models import Cache
 from weighbridge_service.store_readers import StoreReaders, reading_since
-from weighbridge_storage.head import Head
+from weighbridge_storage.history import History
 from weighbridge_storage.images import Lease
+from weighbridge_storage.lru import Cache
 from weighbridge_storage.manifest import Manifest
 from weighbridge_storage.names import MANIFEST_FILE, ModelName, version_key
 from weighbridge_storage.version_reading import read_manifest_text
@@ -51,19 +51,20 @@ class Hub:
             RevisionNotFound: the model has no such durable version.
         """
         asked_ms = self._readers.clock()
-        model, head = self._model(name)
-        number = number_of(model, head, revision)
-        self._readers.visit(model, number, reading_since(head, number, asked_ms))
-        found = self._version(model, head, number)
+        model, history = self._model(name)
+        number = number_of(model, history, revision)
+        self._readers.visit(model, number, reading_since(history.find(number), asked_ms))
+        found = self._version(model, history, number)
         if is_commit(revision) and revision != found.commit:
-            raise no_revision(model, head, revision)
+            raise no_revision(model, history.head, revision)
         return found
 
     def refs(self, name: str) -> dict[str, object]:
         """The document about a model's refs. Raises RepoNotFound."""
-        model, head = self._model(name)
-        numbers = head.versions.keys() & set(head.refs.values())
-        return refs_document(head, {number: self._version(model, head, number).commit for number in numbers})
+        model, history = self._model(name)
+        numbers = {n for n in history.head.ref_numbers.values() if history.find(n) is not None}
+        commits = {number: self._version(model, history, number).commit for number in numbers}
+        return refs_document(history.head, commits)
 
     def read(self, version: HubVersion, path: str, start: int, length: int) -> bytes:
         """A part of a file.
@@ -94,21 +95,21 @@ class Hub:
             self._readers.lend(version.model, version.number, URL_SECONDS * 1000)
         return url
 
-    def _model(self, name: str) -> tuple[ModelName, Head]:
+    def _model(self, name: str) -> tuple[ModelName, History]:
         try:
             model = ModelName.parse(name)
-            return model, self._catalog.head(model)
+            return model, self._catalog.history(model)
         except (InvalidArgument, NotFound) as error:
             raise RepoNotFound(error.message, fix=error.fix) from error
 
-    def _version(self, model: ModelName, head: Head, number: int) -> HubVersion:
+    def _version(self, model: ModelName, history: History, number: int) -> HubVersion:
         def read() -> HubVersion:
             text = read_manifest_text(self._catalog.store, model, number)
             return HubVersion.of(Manifest.from_json(text, version_key(model, number, MANIFEST_FILE)), text)
 
-        entry = head.readable(number)
+        entry = history.find(number)
         if entry is None:
-            raise no_revision(model, head, str(number))
+            raise no_revision(model, history.head, str(number))
         with self._unless_deleted(model, number):
             # a model that was removed and registered again may give a number to another version
             return self._versions.get_or_make((model, number, entry.write_id), read)

@@ -33,7 +33,8 @@ from weighbridge_service.publishing import Job, Publisher
 from weighbridge_service.receiving import Receiving
 from weighbridge_service.standbys import Standbys
 from weighbridge_service.version_images import VersionImages
-from weighbridge_storage.head import Head, OpenEntry
+from weighbridge_storage.entries import OpenEntry
+from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import (
     check_not_given_up,
     check_same_request,
@@ -212,11 +213,11 @@ class Intake:
     def _confirm(self, model: ModelName, number: int) -> None:
         """Raise VersionFailed if a version is no longer open. A store that is away is no reason not to become ready."""
         try:
-            head = self._catalog.head(model)
+            check_not_given_up(self._catalog.history(model), number)
+        except VersionFailed:
+            raise
         except WeighbridgeError as error:
             log.warning("whether %s@%d is still open could not be seen: %s", model, number, error)
-        else:
-            check_not_given_up(head, number)
 
     def _receiving(self, name: str, number: int) -> tuple[ModelState, Receiving]:
         """A version that is being received here, or was."""
@@ -224,10 +225,10 @@ class Intake:
         state = self._catalog.state(model_name)
         live = self._catalog.live(model_name, number)
         if live is None:
-            head = self._catalog.head(model_name)
-            if number in head.versions:
+            history = self._catalog.history(model_name)
+            if history.durable(number) is not None:
                 raise FailedPrecondition(f"{name}@{number} is sealed", fix="push a new version")
-            entry = head.open.get(number)
+            entry = history.head.open.get(number)
             if entry is not None:
                 check_not_received_alone(entry, self.home)
                 self.publisher.give_up_if_lost(state.model, entry, self.home)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from weighbridge import dtypes
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, LayoutError
@@ -29,10 +27,10 @@ from weighbridge_service.transfers import Transfer
 from weighbridge_service.weight_maps import derive_weight_map
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import register
+from weighbridge_storage.lru import Cache
 from weighbridge_storage.names import ModelName, check_file_name
 from weighbridge_storage.objects import ObjectStore
 
-V = TypeVar("V")
 _KEPT_SHARDS = 2_000_000
 """Shards of declared layouts, and slices of pulls, that a model remembers: some 1 KB each."""
 _KEPT_OFFERS = 100_000
@@ -41,62 +39,6 @@ _KEPT_PARTS = 1_000_000
 """Copies in the plans of pulls and restores that a model remembers; a plan itself counts as a thousand."""
 IDENTITY_FORMAT = 2
 """Of `RegisteredModel.identity`. Heads of another format are compared by their tensors alone."""
-
-
-class Cache(Generic[V]):
-    """The values used last, by key. Thread-safe; a value that two threads miss at once may be made twice.
-
-    Args:
-        kept: what the values may weigh together; one value is kept whatever it weighs.
-        weigh: what a value weighs; by default each weighs 1.
-    """
-
-    def __init__(self, kept: int, weigh: Callable[[V], int] = lambda _value: 1) -> None:
-        self._kept = kept
-        self._weigh = weigh
-        self._weight = 0
-        self._lock = threading.Lock()
-        self._values: OrderedDict[Hashable, V] = OrderedDict()
-
-    def get(self, key: Hashable) -> V | None:
-        """The value, if it is there."""
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-            return self._values.get(key)
-
-    def put(self, key: Hashable, value: V) -> None:
-        """Keep a value; the one that was not used for longest goes if there are too many."""
-        with self._lock:
-            there = self._values.pop(key, None)
-            if there is not None:
-                self._weight -= self._weigh(there)
-            self._values[key] = value
-            self._weight += self._weigh(value)
-            while self._weight > self._kept and len(self._values) > 1:
-                self._weight -= self._weigh(self._values.popitem(last=False)[1])
-
-    def drop(self, key: Hashable) -> None:
-        """Forget a value, if it is there."""
-        with self._lock:
-            there = self._values.pop(key, None)
-            if there is not None:
-                self._weight -= self._weigh(there)
-
-    def drop_if(self, unwanted: Callable[[Any], bool]) -> None:
-        """Forget the values whose keys are not wanted any more."""
-        with self._lock:
-            keys = [key for key in self._values if unwanted(key)]
-        for key in keys:
-            self.drop(key)
-
-    def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The value, made now if it is not there."""
-        found = self.get(key)
-        if found is None:
-            found = make()
-            self.put(key, found)
-        return found
 
 
 class RegisteredModel:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from weighbridge.errors import AlreadyExists
 from weighbridge_service.declaring import Home, alone_at, is_alone_elsewhere
-from weighbridge_storage.head import Head, OpenEntry
+from weighbridge_storage.entries import OpenEntry
+from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import give_up_abandoned, give_up_version, open_version
 
 

@@ -30,7 +30,8 @@ from weighbridge_service.meeting import Meeting
 from weighbridge_service.models import RegisteredModel, files_key
 from weighbridge_service.receiving import Receiving
 from weighbridge_storage.digests import FileDigests, digest_file
-from weighbridge_storage.head import Head, OpenEntry
+from weighbridge_storage.entries import OpenEntry
+from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import (
     check_not_given_up,
     claim_version,
@@ -38,6 +39,7 @@ from weighbridge_storage.head_changes import (
     give_up_version,
 )
 from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.history import History
 from weighbridge_storage.manifest import Manifest
 from weighbridge_storage.objects import ByteArray, ObjectStore
 from weighbridge_storage.version_reading import read_manifest
@@ -165,16 +167,16 @@ class Publisher:
         """
         now_ms = unix_ms()
 
-        def change(head: Head) -> tuple[Head, Head]:
+        def change(history: History) -> tuple[Head, bool]:
+            head = history.head
             there = head.open.get(number)
             of_others = there is not None and by is not None and is_alone_elsewhere(there.claim, by)
             after = head if of_others else give_up_version(head, number, reason, now_ms)
-            return after, after
+            return after, history.under(after).is_gone(number)
 
         try:
-            head = self.heads.update(model.name, change)
             # an attempt may fail after its head was written: what is in the head is never discarded
-            if head.is_gone(number):
+            if self.heads.edit(model.name, change):
                 discard_version(self.store, model.name, number)
         except WeighbridgeError as error:
             log.warning("%s@%d could not be cleaned up, and will be later: %s", model.name, number, error)
@@ -275,10 +277,10 @@ class _Publication:
         """Whether the version is part of history under this replica's claim, as far as can be seen."""
         agreed = self._receiving.agreed
         try:
-            found = self._heads.read(self._model.name)
+            history = self._heads.history(self._model.name)
+            entry = history.durable(self._number) if history is not None else None
         except WeighbridgeError:
             return False
-        entry = found[0].versions.get(self._number) if found is not None else None
         return entry is not None and agreed is not None and entry.write_id == agreed.claim
 
     def _agree(self) -> Agreement:
@@ -329,12 +331,13 @@ class _Publication:
             return
         self._looked = now
         try:
-            found = self._heads.read(self._model.name)
+            history = self._heads.history(self._model.name)
+            if history is not None:
+                check_not_given_up(history, self._number)
+        except VersionFailed:
+            raise
         except WeighbridgeError as error:
             log.warning("%s: %s", self._job, error)
-            return
-        if found is not None:
-            check_not_given_up(found[0], self._number)
 
     def _check_running(self) -> None:
         if self._publisher.stopping:
@@ -439,8 +442,8 @@ class _Publication:
         head = self._heads.update(
             self._model.name, lambda head: ((new := give_up_abandoned(head, now_ms)), new)
         )
-        check_not_given_up(head, self._number)
-        return head.readable(self._number) is not None
+        check_not_given_up(history := self._heads.history_of(self._model.name, head), self._number)
+        return history.find(self._number) is not None
 
     def _keep_trying(self, step: Callable[[], T]) -> T:
         """The result of a step, which is tried again when it fails, and given up only when all bytes are there."""

@@ -19,15 +19,16 @@ from weighbridge.striping import WHOLE, Striping
 from weighbridge_service.casting import Casting, cast_specs
 from weighbridge_service.catalog import Catalog
 from weighbridge_service.megatron_layouts import TrainerRank, megatron_layout
-from weighbridge_service.models import Cache, RegisteredModel
+from weighbridge_service.models import RegisteredModel
 from weighbridge_service.read_ahead import StreamReader
 from weighbridge_service.reading import OpenVersion, Reading
 from weighbridge_service.store_readers import StoreReaders, reading_since
 from weighbridge_service.transfers import Transfer
 from weighbridge_storage.block_cache import BlockCache
 from weighbridge_storage.file_bytes import FileBytes, Place
-from weighbridge_storage.head import Head
+from weighbridge_storage.history import History
 from weighbridge_storage.images import Lease
+from weighbridge_storage.lru import Cache
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.version_reading import open_version
 
@@ -158,9 +159,11 @@ class Serving:
         opened = self._open(model_name, version)
         return self._reading(opened, layout, (offset, striping), None, model.restore_transfer)
 
-    def forget_deleted(self, name: ModelName, head: Head) -> None:
+    def forget_deleted(self, name: ModelName, history: History) -> None:
         """Let go of files of versions that cannot be read any more: a folder keeps their room as long as they are mapped."""
-        self._opened.drop_if(lambda key: key[0] == name and head.readable(key[1]) is None)
+        numbers = {number for model, number, _ in self._opened.keys if model == name}
+        gone = {number for number in numbers if history.find(number) is None}
+        self._opened.drop_if(lambda key: key[0] == name and key[1] in gone)
 
     def open(self, name: str, version: str) -> OpenVersion:
         """A visible version's bytes; close it after use."""
@@ -173,8 +176,8 @@ class Serving:
 
     def _open(self, name: ModelName, version: str) -> OpenVersion:
         asked_ms = self._readers.clock()
-        head = self._catalog.head(name)
-        found = self._catalog.resolve(name, version, head)
+        history = self._catalog.history(name)
+        found = self._catalog.resolve(name, version, history)
         state = self._catalog.state(name)
         held: dict[str, FileBytes] = {}
         lease: Lease | None = None
@@ -187,23 +190,23 @@ class Serving:
             return OpenVersion(found, state.model.files, held, lease)
         # a version that several replicas have received together: each has some of the files, and reads the others
         try:
-            opened = self._open_durable(name, found, head, asked_ms)
+            opened = self._open_durable(name, found, history, asked_ms)
         except BaseException:
             if lease is not None:
                 lease.release()
             raise
         return opened if lease is None else opened.partly_from(held, lease)
 
-    def _open_durable(self, name: ModelName, found: Version, head: Head, asked_ms: int) -> OpenVersion:
+    def _open_durable(self, name: ModelName, found: Version, history: History, asked_ms: int) -> OpenVersion:
         if found.state is not VersionState.DURABLE:
-            head = self._catalog.head(name)  # it may have become durable since
-            found = self._catalog.resolve(name, str(found.number), head)
+            history = self._catalog.history(name)  # it may have become durable since
+            found = self._catalog.resolve(name, str(found.number), history)
         if found.state is not VersionState.DURABLE:
             raise FailedPrecondition(
                 f"{found} is no longer held: it could not be made durable and a newer one is live"
             )
-        entry = head.readable(found.number)
-        lease = self._readers.begin(name, found.number, reading_since(head, found.number, asked_ms))
+        entry = history.find(found.number)
+        lease = self._readers.begin(name, found.number, reading_since(entry, asked_ms))
         try:
             # a model that was removed and registered again may give a number to another version
             with self._catalog.unless_deleted(name, found.number):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from weighbridge.errors import WeighbridgeError
 from weighbridge_service.clock import unix_ms
-from weighbridge_storage.head import Head
+from weighbridge_storage.entries import VersionEntry
 from weighbridge_storage.images import Lease
 from weighbridge_storage.leases import Grace, write_lease
 from weighbridge_storage.names import ModelName
@@ -192,13 +192,11 @@ class StoreReaders:
             self.renew()
 
 
-def reading_since(head: Head, number: int, asked_ms: int) -> int:
+def reading_since(entry: VersionEntry | None, asked_ms: int) -> int:
     """When somebody counts as having begun to read a version.
 
     Args:
-        head: the head in which it was found.
-        number: which version.
-        asked_ms: a time before that head was read.
+        entry: the version's; None if it is not durable yet.
+        asked_ms: a time before the head was read in which the entry was found.
     """
-    tombstone = head.tombstones.get(number)
-    return asked_ms if tombstone is None else min(asked_ms, tombstone.deleted_ms)
+    return min(asked_ms, entry.retired_ms) if entry is not None and entry.retired else asked_ms

@@ -1,15 +1,18 @@
-"""How are versions that are no longer kept deleted, and what nobody can use any more swept away?
+"""Collection of what a model no longer needs: versions that are not kept, and what nobody can use any more.
 
-A collection is a few steps, each of which may be done by several replicas at a time, be broken off anywhere, and be done again:
+It is a few steps, each of which may be done by several replicas at a time, be broken off anywhere, and be done again:
 
 1. List what lies in the model's numbered folders, without the files of versions that are part of history.
-2. One change of the head: abandoned open versions are given up, and versions that the retention does not keep get tombstones. From
+2. One change of the head: abandoned open versions are given up, and versions that the retention does not keep are retired. From
    then on lists and refs do not have them.
-3. Delete the objects of versions whose tombstones are older than the grace time, if no reader has a lease (`leases`), and then the
-   tombstones. A version's manifest goes first and stays away: wherever there is one, the folder is complete.
+3. Delete the objects of versions that were retired longer ago than the grace time, if no reader has a lease (`leases`), and then
+   their entries. A version's manifest goes first and stays away: wherever there is one, the folder is complete.
 4. Delete what lies under numbers that stand for nothing. They never will again: a number is given once, and nobody can publish what
    was given up. A writer that was stalled meanwhile may still put objects there; the next collection finds them.
 5. Remove what is left of uploads under numbers that are not open any more, and of any upload of the model that is older than a day.
+6. Delete nodes of the history that nobody needs any more. Where some are below no root, a **mark** notes the root and the time; once it
+   is older than the grace time, those go that were below no root by then, and the next mark is made. Whoever reads with a head that is
+   older than that has had the grace time for it, and finds the rest with a newer head.
 
 The list is one for the whole model and not one for each folder: some servers go on naming folders in which nothing is left.
 """
@@ -18,26 +21,39 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Collection as AnyCollection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from weighbridge.collection import MOST_PROBLEMS, Collection, DeletedVersion, SweptVersion, WaitingVersion
 from weighbridge.errors import NotFound, Unavailable, WeighbridgeError
+from weighbridge_storage.entries import VersionEntry
 from weighbridge_storage.head import Head
-from weighbridge_storage.head_changes import forget_versions
+from weighbridge_storage.head_changes import forget_versions, mark_history
 from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.history import History, NodeMissing, unreachable, unreachable_since_mark
 from weighbridge_storage.leases import Grace, ReadLease, read_lease
-from weighbridge_storage.names import MANIFEST_FILE, ModelName, numbered_key, version_key
+from weighbridge_storage.names import (
+    MANIFEST_FILE,
+    ModelName,
+    node_key,
+    node_of_key,
+    numbered_key,
+    version_key,
+)
 from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.retention import Decision, retire
 
 _DELETIONS = 8
 """Requests at a time."""
 _VERSIONS_AT_ONCE = 32
-"""Versions whose tombstones go with one change of the head."""
+"""Versions whose entries go with one change of the head."""
 _OLD_UPLOAD_S = 86_400.0
+
+T = TypeVar("T")
 
 
 def collect(
@@ -72,13 +88,16 @@ def collect(
     run = _Run(store, heads, model, dry_run, stopping)
     # before the leases are listed: what is due by then had leases by then
     now_ms = clock()
-    listed = run.list_objects()
-    given_up, decision, head = run.retire(clock)
-    leases = run.leases({number: keys for number, keys in listed.items() if not head.is_gone(number)})
-    waiting, due = _waiting_and_due(head, leases, grace, now_ms)
-    deleted = run.delete_versions(head, due, listed)
-    swept = run.sweep(head, listed)
+    listed, nodes = run.list_objects()
+    given_up, decision, history = run.retire(clock)
+    gone = {number for number in listed if history.is_gone(number)}
+    leases = run.leases({number: keys for number, keys in listed.items() if number not in gone})
+    retired = history.retired()
+    waiting, due = _waiting_and_due(retired, leases, grace, now_ms)
+    deleted = run.delete_versions({number: retired[number] for number in due}, listed)
+    swept = run.sweep(history, gone, listed)
     left_behind = [lease.key for lease in leases if grace.is_left_behind(lease, now_ms)]
+    run.sweep_nodes(nodes, grace, clock)
     return Collection(
         model=str(model),
         dry_run=dry_run,
@@ -89,13 +108,13 @@ def collect(
         given_up=given_up,
         swept=swept,
         leases_removed=len(run.delete(left_behind)),
-        uploads_discarded=run.discard_uploads(head),
+        uploads_discarded=run.discard_uploads(history.head),
         problems=tuple(run.problems[:MOST_PROBLEMS]),
     )
 
 
 def _waiting_and_due(
-    head: Head, leases: Iterable[ReadLease], grace: Grace, now_ms: int
+    retired: Mapping[int, VersionEntry], leases: Iterable[ReadLease], grace: Grace, now_ms: int
 ) -> tuple[tuple[WaitingVersion, ...], list[int]]:
     """Retired versions whose objects must stay, and those whose objects can go."""
     held: defaultdict[int, list[int]] = defaultdict(list)
@@ -103,8 +122,8 @@ def _waiting_and_due(
         if grace.holds(lease, now_ms):
             held[lease.number].append(lease.until_ms)
     waiting, due = [], []
-    for number, tombstone in sorted(head.tombstones.items()):
-        end_ms = tombstone.deleted_ms + grace.ms
+    for number, entry in retired.items():
+        end_ms = entry.retired_ms + grace.ms
         if now_ms < end_ms:
             waiting.append(WaitingVersion(number, end_ms, 0))
         elif number in held:
@@ -129,33 +148,46 @@ class _Run:
         self._unreadable: set[int] = set()
         self._lock = threading.Lock()
 
-    def list_objects(self) -> dict[int, list[str]]:
-        """Keys in the model's numbered folders, by number, but for the files of versions that are part of history."""
-        there = self._read_head().versions
+    def list_objects(self) -> tuple[dict[int, list[str]], dict[str, int]]:
+        """What lies under the model's name.
+
+        Returns:
+            The keys in its numbered folders, by number, but for the files of versions that are part of history; and the nodes
+            of its history, generation by name.
+        """
+        there = self._history().versions()
         found: defaultdict[int, list[str]] = defaultdict(list)
+        nodes: dict[str, int] = {}
         for key in self.store.list(self.model.prefix):
             if self.stopping():
                 raise Unavailable(f"collecting {self.model} was broken off", fix="collect again")
-            place = numbered_key(self.model, key)
-            if place is not None and (place[0] != "versions" or place[1] not in there):
+            place, node = numbered_key(self.model, key), node_of_key(self.model, key)
+            if node is not None:
+                nodes[node[0]] = node[1]
+            elif place is not None and (place[0] != "versions" or place[1] not in there):
                 found[place[1]].append(key)
-        return found
+        return found, nodes
 
-    def retire(self, clock: Callable[[], int]) -> tuple[tuple[int, ...], Decision, Head]:
-        """Change the head as time and retention want it: what was given up, what was decided, and the head after that."""
+    def retire(self, clock: Callable[[], int]) -> tuple[tuple[int, ...], Decision, History]:
+        """Change the head as time and retention want it: what was given up, what was decided, and the history after that."""
 
-        def change(head: Head) -> tuple[Head, tuple[tuple[int, ...], Decision, Head]]:
+        def change(history: History) -> tuple[Head, tuple[tuple[int, ...], Decision, Head]]:
             # the grace time begins now, however long it took to come here
-            after, decision = retire(head, clock())
-            return after, (tuple(sorted(head.open.keys() - after.open.keys())), decision, after)
+            after, decision = retire(history, clock())
+            return after, (tuple(sorted(history.head.open.keys() - after.open.keys())), decision, after)
 
-        return change(self._read_head())[1] if self.dry_run else self.heads.update(self.model, change)
+        given_up, decision, after = self._edit(change)
+        return given_up, decision, self.heads.history_of(self.model, after)
 
-    def _read_head(self) -> Head:
-        found = self.heads.read(self.model)
+    def _edit(self, change: Callable[[History], tuple[Head, T]]) -> T:
+        """Change the head; in a dry run, as if it were so."""
+        return change(self._history())[1] if self.dry_run else self.heads.edit(self.model, change)
+
+    def _history(self) -> History:
+        found = self.heads.history(self.model)
         if found is None:
             raise NotFound(f"there is no model {self.model}", fix="register it first")
-        return found[0]
+        return found
 
     def leases(self, listed: dict[int, list[str]]) -> list[ReadLease]:
         """The leases among the keys. One that cannot be read keeps its version until it can."""
@@ -175,38 +207,59 @@ class _Run:
         return found
 
     def delete_versions(
-        self, head: Head, numbers: Sequence[int], listed: dict[int, list[str]]
+        self, due: Mapping[int, VersionEntry], listed: Mapping[int, list[str]]
     ) -> tuple[DeletedVersion, ...]:
-        """Delete all objects of retired versions, then their tombstones; gives those whose tombstones this run removed."""
-        numbers = [number for number in numbers if number not in self._unreadable]
+        """Delete all objects of retired versions, then their entries; gives those whose entries this run removed."""
+        numbers = [number for number in due if number not in self._unreadable]
         done: list[int] = []
         for batch in _batches(numbers, _VERSIONS_AT_ONCE):
             manifests = {version_key(self.model, number, MANIFEST_FILE): number for number in batch}
             gone = {manifests[key] for key in self.delete(manifests)}
             keys = {key: number for number in gone for key in listed.get(number, ()) if key not in manifests}
             left = {keys[key] for key in keys.keys() - self.delete(keys)}
-            done += self._forget(head, gone - left)
-        return tuple(DeletedVersion(number, head.tombstones[number].version.nbytes) for number in done)
+            done += self._forget(gone - left)
+        return tuple(DeletedVersion(number, due[number].nbytes) for number in done)
 
-    def _forget(self, head: Head, numbers: AnyCollection[int]) -> list[int]:
-        """Remove tombstones; gives the numbers of those that were there."""
+    def _forget(self, numbers: AnyCollection[int]) -> list[int]:
+        """Remove the entries of retired versions; gives the numbers of those that were there."""
 
-        def change(head: Head) -> tuple[Head, list[int]]:
-            return forget_versions(head, numbers), sorted(head.tombstones.keys() & set(numbers))
+        def change(history: History) -> tuple[Head, list[int]]:
+            after = forget_versions(history, numbers)
+            there = (number for number in sorted(numbers) if history.find(number) is not None)
+            return after, list(there)
 
-        return change(head)[1] if self.dry_run else self.heads.update(self.model, change)
+        return self._edit(change)
 
-    def sweep(self, head: Head, listed: dict[int, list[str]]) -> tuple[SweptVersion, ...]:
+    def sweep(
+        self, history: History, gone: AnyCollection[int], listed: Mapping[int, list[str]]
+    ) -> tuple[SweptVersion, ...]:
         """Delete what lies under numbers that stand for nothing, and what was said about versions that are not open any more."""
         rubbish = {
             key: number
             for number, keys in listed.items()
             for key in keys
-            if head.is_gone(number)
-            or (numbered_key(self.model, key) == ("incoming", number) and number in head.versions)
+            if number in gone
+            or (numbered_key(self.model, key) == ("incoming", number) and history.durable(number) is not None)
         }
         counts = Counter(rubbish[key] for key in self.delete(rubbish))
         return tuple(SweptVersion(number, count) for number, count in sorted(counts.items()))
+
+    def sweep_nodes(self, nodes: Mapping[str, int], grace: Grace, clock: Callable[[], int]) -> None:
+        """Delete nodes of the history that have been below no root for the grace time, and mark the present root if others will be."""
+        if self.dry_run or not nodes:
+            return
+        head = self._history().head
+        if head.mark is not None and clock() < head.mark.marked_ms + grace.ms:
+            return
+        load = partial(self.heads.load_node, self.model)
+        try:
+            dead = unreachable_since_mark(head, nodes, load)
+            waiting = unreachable(head, nodes, load) - dead
+        except NodeMissing:
+            return  # another collection is ahead of this one
+        self.delete(node_key(self.model, name) for name in dead)
+        if waiting:
+            self.heads.update(self.model, lambda head: (mark_history(head, clock()), None))
 
     def discard_uploads(self, head: Head) -> int:
         """Remove what is left of uploads under numbers that are not open any more, and of old ones."""

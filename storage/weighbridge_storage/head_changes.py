@@ -1,4 +1,7 @@
-"""What may change in a model's head? Everything here is pure: a function takes a head and gives the next one."""
+"""Transitions of a model's head. Everything here is pure: a function takes a head and gives the next one.
+
+What needs to know versions that the head itself may not list takes the `History` that the head leads to.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,15 @@ from weighbridge.errors import (
     VersionFailed,
 )
 from weighbridge.resources import REF_LATEST, Retention
-from weighbridge_storage.head import (
-    MAX_TEXT,
-    REMEMBERED_FAILURES,
-    REMEMBERED_WRITES,
-    FailedEntry,
-    Head,
-    OpenEntry,
-    Tombstone,
-    VersionEntry,
-)
+from weighbridge_storage.entries import MAX_TEXT, FailedEntry, OpenEntry, Ref, VersionEntry
+from weighbridge_storage.head import REMEMBERED_FAILURES, REMEMBERED_WRITES, Head, Mark
+from weighbridge_storage.history import History
 from weighbridge_storage.names import MAX_VERSION, check_ref_name, shown
 
 MAX_OPEN = 1024
 """Most versions of one model that are received at one time."""
+MAX_REFS = 1024
+"""Most refs of one model."""
 
 
 def open_version(
@@ -69,7 +67,7 @@ def open_version(
         created_ms=now_ms,
         until_ms=now_ms + lease_ms,
         files_id=head.files_id,
-        parent=head.refs.get(REF_LATEST, 0),
+        parent=head.latest,
     )
     changed = replace(head, next_version=head.next_version + 1, open={**head.open, entry.number: entry})
     return changed, entry
@@ -155,13 +153,13 @@ def still_open(head: Head, number: int) -> OpenEntry:
     )
 
 
-def check_not_given_up(head: Head, number: int) -> None:
+def check_not_given_up(history: History, number: int) -> None:
     """Raise VersionFailed if a version can neither be read nor become readable any more."""
-    if not head.readable(number):
-        still_open(head, number)
+    if number not in history.head.open and history.find(number) is None:
+        still_open(history.head, number)
 
 
-def publish(head: Head, entry: VersionEntry) -> Head:
+def publish(history: History, entry: VersionEntry) -> Head:
     """Make a version part of history. ``latest`` moves to it unless it names a higher one.
 
     Publishing what is already there with the same write id changes nothing.
@@ -170,31 +168,41 @@ def publish(head: Head, entry: VersionEntry) -> Head:
         VersionFailed: the version is not open: it was given up, was deleted, or never was.
         AlreadyExists: another claim than ``entry.write_id`` holds, or has published it.
     """
-    there = head.versions.get(entry.number)
+    head, number = history.head, entry.number
+    there = None if number in head.open else history.durable(number)
     if there is not None:
         if there.write_id == entry.write_id:
             return head
-        raise AlreadyExists(f"version {entry.number} was published by another writer")
-    if still_open(head, entry.number).claim != entry.write_id:
-        raise AlreadyExists(f"version {entry.number} is claimed by another writer")
+        raise AlreadyExists(f"version {number} was published by another writer")
+    if still_open(head, number).claim != entry.write_id:
+        raise AlreadyExists(f"version {number} is claimed by another writer")
     return replace(
         head,
-        versions={**head.versions, entry.number: entry},
-        open={number: other for number, other in head.open.items() if number != entry.number},
-        refs={**head.refs, REF_LATEST: max(entry.number, head.refs.get(REF_LATEST, 0))},
+        recent={**head.recent, number: entry},
+        open={other: there for other, there in head.open.items() if other != number},
+        refs=_moved(head, REF_LATEST, max(number, head.latest)),
     )
 
 
-def set_ref(head: Head, name: str, number: int) -> Head:
+def set_ref(history: History, name: str, number: int) -> Head:
     """Let a ref name a version, whatever it named before.
 
     Raises:
         InvalidArgument: the name is malformed or reserved.
         NotFound: there is no such version.
+        ResourceExhausted: the model has `MAX_REFS` others.
     """
     check_ref_name(name)
-    _check_there(head, number)
-    return replace(head, refs={**head.refs, name: number})
+    _check_there(history, number)
+    head = history.head
+    if name not in head.refs and len(head.refs) >= MAX_REFS:
+        raise ResourceExhausted(f"the model has {len(head.refs)} refs", fix="delete one that nobody needs")
+    return replace(head, refs=_moved(head, name, number))
+
+
+def _moved(head: Head, name: str, number: int) -> Mapping[str, Ref]:
+    there = head.refs.get(name)
+    return {**head.refs, name: Ref(number) if there is None else replace(there, version=number)}
 
 
 def delete_ref(head: Head, name: str) -> Head:
@@ -207,11 +215,11 @@ def delete_ref(head: Head, name: str) -> Head:
     check_ref_name(name)
     if name not in head.refs:
         raise NotFound(f"there is no ref {name}")
-    return replace(head, refs={other: number for other, number in head.refs.items() if other != name})
+    return replace(head, refs={other: ref for other, ref in head.refs.items() if other != name})
 
 
-def delete_versions(head: Head, numbers: Collection[int], deleted_ms: int) -> Head:
-    """Take versions out of history and leave tombstones; their objects may be deleted once nobody reads them any more.
+def delete_versions(history: History, numbers: Collection[int], retired_ms: int) -> Head:
+    """Take versions out of history; their objects may be deleted once nobody reads them any more.
 
     Deleting what is already deleted changes nothing.
 
@@ -220,31 +228,41 @@ def delete_versions(head: Head, numbers: Collection[int], deleted_ms: int) -> He
         FailedPrecondition: one is still being received, or a ref names it. ``latest`` always names one, so the newest version
             cannot be deleted.
     """
+    head = history.head
     for number in head.open.keys() & set(numbers):
         raise FailedPrecondition(
             f"version {number} is still being received", fix="abort it, or wait until it is durable"
         )
+    found = {number: history.find(number) or _check_there(history, number) for number in numbers}
     gone = {
-        number: Tombstone(_check_there(head, number), deleted_ms)
-        for number in numbers
-        if number not in head.tombstones
+        number: replace(entry, retired_ms=max(retired_ms, 1))
+        for number, entry in found.items()
+        if not entry.retired
     }
-    for number in gone.keys() & set(head.refs.values()):
-        names = sorted(name for name, named in head.refs.items() if named == number)
+    named = head.ref_numbers
+    for number in gone.keys() & set(named.values()):
+        names = sorted(name for name, other in named.items() if other == number)
         raise FailedPrecondition(
             f"version {number} is what {', '.join(names[:5])} names",
             fix="publish a newer version first" if REF_LATEST in names else "move or delete the ref first",
         )
-    return replace(
-        head,
-        versions={other: entry for other, entry in head.versions.items() if other not in gone},
-        tombstones={**head.tombstones, **gone},
-    )
+    return replace(head, recent={**head.recent, **gone})
 
 
-def forget_versions(head: Head, numbers: Collection[int]) -> Head:
-    """Remove tombstones, once the versions' objects are deleted. Nothing changes for those that have none."""
-    return replace(head, tombstones={n: t for n, t in head.tombstones.items() if n not in numbers})
+def forget_versions(history: History, numbers: Collection[int]) -> Head:
+    """Remove the entries of retired versions, once their objects are deleted. Nothing changes for those that are not retired."""
+    head = history.head
+    gone = {number for number in numbers if (entry := history.find(number)) is not None and entry.retired}
+    if not gone:
+        return head
+    recent = {number: entry for number, entry in head.recent.items() if number not in gone}
+    without = replace(head, recent=recent)
+    return replace(without, removed=head.removed | {number for number in gone if without.in_tree(number)})
+
+
+def mark_history(head: Head, now_ms: int) -> Head:
+    """Note the present root, so that nodes that are not below it now can be told apart later."""
+    return replace(head, mark=Mark(head.root, head.generation, now_ms))
 
 
 def set_retention(head: Head, retention: Retention) -> Head:
@@ -266,7 +284,8 @@ def stamp(changed: Head, base: Head, write_id: str) -> Head:
     )
 
 
-def _check_there(head: Head, number: int) -> VersionEntry:
-    if number not in head.versions:
+def _check_there(history: History, number: int) -> VersionEntry:
+    entry = history.durable(number)
+    if entry is None:
         raise NotFound(f"there is no version {shown(number)}")
-    return head.versions[number]
+    return entry

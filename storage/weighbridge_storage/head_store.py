@@ -1,30 +1,38 @@
-"""How do writers of a model's head take turns?
+"""Reader and writer of the heads of models, with their histories.
 
-`HeadStore` reads the head, applies a change, and writes it back only if nobody else has meanwhile.
+`HeadStore` reads a head, applies a change, and writes it back only if nobody else has meanwhile. If the head has become too long, a
+part of it goes into the tree of its history, whose new nodes are written before the head (`history`).
 """
 
 from __future__ import annotations
 
 import random
-import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from weighbridge.errors import (
     Conflict,
+    DataLoss,
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
     Unavailable,
+    WeighbridgeError,
 )
 from weighbridge_storage.head import REMEMBERED_WRITES, Head
 from weighbridge_storage.head_changes import stamp
-from weighbridge_storage.names import ModelName
+from weighbridge_storage.history import History, NodeMissing, settled
+from weighbridge_storage.history_nodes import Node, NodeRef
+from weighbridge_storage.history_store import NodeStore
+from weighbridge_storage.lru import Cache
+from weighbridge_storage.names import ModelName, node_name
 from weighbridge_storage.objects import IfMatch, ObjectStore, PutMode
 
-_KEPT_HEADS = 1024
+_CACHED_BYTES = 8 << 20
+"""Text of the heads that are remembered; parsed, it takes about three times as much."""
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.25
 
@@ -42,34 +50,49 @@ class HeadStore:
     def __init__(self, store: ObjectStore, *, patience_s: float = 30.0) -> None:
         self._store = store
         self._patience_s = patience_s
-        self._lock = threading.Lock()
-        self._known: dict[ModelName, tuple[Head, str]] = {}
+        self._nodes = NodeStore(store)
+        self._known: Cache[tuple[Head, str, int]] = Cache(_CACHED_BYTES, lambda known: known[2])
 
     def read(self, model: ModelName) -> tuple[Head, str] | None:
         """A model's head and its etag; None if there is no such model.
 
         Raises:
             DataLoss: the head is malformed.
+            FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
             WeighbridgeError: as `ObjectStore.get`.
         """
         try:
             data, etag = self._store.get(model.head_key)
         except NotFound:
             return None
-        with self._lock:
-            known = self._known.get(model)
+        known = self._known.get(model)
         if known is None or known[1] != etag:
-            # heads grow with history, and are read far more often than they change
-            known = Head.from_json(data, model.head_key), etag
-            with self._lock:
-                self._known.pop(model, None)
-                self._known[model] = known
-                while len(self._known) > _KEPT_HEADS:
-                    del self._known[next(iter(self._known))]
-        return known
+            # it is read far more often than it changes
+            known = Head.from_json(data, model.head_key), etag, len(data)
+            self._known.put(model, known)
+        return known[:2]
+
+    def history(self, model: ModelName) -> History | None:
+        """The versions that a model's head leads to; None if there is no such model. Raises as `read`."""
+        found = self.read(model)
+        return None if found is None else self.history_of(model, found[0])
+
+    def history_of(self, model: ModelName, head: Head) -> History:
+        """The versions that a model's head leads to, or a newer one, if nodes are missing because it is so old."""
+        return History(head, partial(self.load_node, model), partial(self._newer, model))
+
+    def load_node(self, model: ModelName, ref: NodeRef) -> Node:
+        """A node of a model's history; raises as `NodeStore.load`."""
+        return self._nodes.load(model, ref)
 
     def update(
         self, model: ModelName, change: Callable[[Head], tuple[Head, T]], *, create: bool = False
+    ) -> T:
+        """As `edit`, for a change that needs to know no more than what the head itself says."""
+        return self.edit(model, lambda history: change(history.head), create=create)
+
+    def edit(
+        self, model: ModelName, change: Callable[[History], tuple[Head, T]], *, create: bool = False
     ) -> T:
         """Change a model's head exactly once, whoever else changes it at the same time.
 
@@ -79,7 +102,8 @@ class HeadStore:
         Args:
             model: which model.
             change: gives the new head and a result. May be called several times, so it must have no effects of its
-                own. What it raises ends the update. A head that it returns unchanged is not written.
+                own. What it raises ends the update, but for Unavailable and DeadlineExceeded, with which the store refuses
+                to give a part of the history: then it is called again. A head that it returns unchanged is not written.
             create: start from ``Head()`` if there is no such model.
 
         Returns:
@@ -88,8 +112,9 @@ class HeadStore:
         Raises:
             NotFound: there is no such model, and ``create`` is not set.
             Conflict: other writers were faster for all of `patience_s`; nothing was changed.
+            DataLoss: a node of the history is missing.
             DeadlineExceeded: the store failed, and whether the change was made could not be found out.
-            Unavailable: the store cannot be read; nothing was changed.
+            Unavailable: the store cannot be read, or takes no nodes; nothing was changed.
             WeighbridgeError: as `ObjectStore.put`.
         """
         give_up = time.monotonic() + self._patience_s
@@ -102,18 +127,26 @@ class HeadStore:
                 raise NotFound(f"there is no model {model}", fix="register it first")
             base = Head() if found is None else found[0]
             mode: PutMode = "create" if found is None else IfMatch(found[1])
-            changed, result = change(base)
-            if changed == base:
-                return result
-            write_id = uuid.uuid4().hex
-            results[write_id] = result
+            failure: WeighbridgeError
             try:
-                self._store.put(model.head_key, stamp(changed, base, write_id).to_json(), mode=mode)
-                return result
-            except (Conflict, Unavailable, DeadlineExceeded) as error:
+                changed, result = change(History(base, partial(self.load_node, model)))
+                if changed == base:
+                    return result
+                write_id = uuid.uuid4().hex
+                text = self.settle(model, stamp(changed, base, write_id)).to_json()
+            except NodeMissing as error:
+                failure = _missing(error)  # unless there is a newer head, which leads elsewhere
+            except (Unavailable, DeadlineExceeded) as error:
                 failure = error
-                # A store that says Conflict has made sure of it: however often others change the head, ours is not in it.
-                doubtful = doubtful or not isinstance(error, Conflict)
+            else:
+                results[write_id] = result
+                try:
+                    self._store.put(model.head_key, text, mode=mode)
+                    return result
+                except (Conflict, Unavailable, DeadlineExceeded) as error:
+                    failure = error
+                    # A store that says Conflict has made sure of it: however often others change the head, ours is not in it.
+                    doubtful = doubtful or not isinstance(error, Conflict)
             # Look at once, while the head remembers this write if it landed, and again after a pause, for a head as
             # fresh as can be. A write that timed out may land between the two, so look for all of them each time.
             seen = base.generation
@@ -129,9 +162,10 @@ class HeadStore:
                         raise _unknown_outcome(model, "it was changed too often meanwhile")
                     doubtful = False
                 seen = now.generation
-            if time.monotonic() > give_up:
-                if seen == base.generation:
-                    raise _unknown_outcome(model, failure.message) from failure
+            stuck = seen == base.generation
+            if time.monotonic() > give_up or (stuck and isinstance(failure, DataLoss)):
+                if stuck:
+                    raise (_unknown_outcome(model, failure.message) if results else failure) from failure
                 raise Conflict(
                     f"other writers of {model} were faster for {self._patience_s:g} s", fix="try again"
                 ) from failure
@@ -149,30 +183,55 @@ class HeadStore:
             time.sleep(_pause_s(attempt))
             attempt += 1
 
-    def list_models(self) -> list[ModelName]:
-        """All models, by name.
+    def settle(self, model: ModelName, head: Head) -> Head:
+        """A head that leads to the same history and is not too long; the nodes that it takes are in the store on return.
+
+        Args:
+            model: which model.
+            head: what is to be written next, with its generation.
+
+        Raises:
+            NodeMissing: a node of the history is missing.
+            WeighbridgeError: as `NodeStore.load` and `NodeStore.write`.
+        """
+        after, nodes = settled(
+            head, partial(self.load_node, model), lambda: node_name(head.generation, uuid.uuid4().hex)
+        )
+        self._nodes.write(model, nodes)
+        return after
+
+    def models(self, after: str = "") -> Iterator[ModelName]:
+        """Models by namespace and name, from the one behind ``after`` on; no head is read.
+
+        A name whose head was never written, or is lost, may be among them.
 
         Raises:
             WeighbridgeError: as `ObjectStore.folders`.
         """
-        return sorted(
-            model
-            for namespace in self._store.folders("models/")
-            for name in self._store.folders(f"models/{namespace}/")
-            if (model := _model_or_none(namespace, name)) is not None and self._has_head(model)
-        )
+        namespace_before, _, name_before = after.partition("/")
+        for namespace in sorted(self._store.folders("models/")):
+            if namespace < namespace_before:
+                continue
+            for name in sorted(self._store.folders(f"models/{namespace}/")):
+                model = _model_or_none(namespace, name)
+                if model is not None and (namespace, name) > (namespace_before, name_before):
+                    yield model
 
-    def _has_head(self, model: ModelName) -> bool:
-        try:
-            self._store.size(model.head_key)
-        except NotFound:
-            return False
-        return True
+    def _newer(self, model: ModelName, head: Head) -> Head:
+        """A newer head, for whoever finds that a node is missing. Raises DataLoss if there is none."""
+        found = self.read(model)
+        if found is None or found[0].generation == head.generation:
+            raise _missing(f"the history of {model}")
+        return found[0]
 
 
 def _pause_s(attempt: int) -> float:
     """A random pause, the longer the more attempts have failed, so that writers fall out of step."""
     return random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 16)))
+
+
+def _missing(what: object) -> DataLoss:
+    return DataLoss(f"{what} is missing from the store, or a part of it", fix="restore it from a backup")
 
 
 def _unknown_outcome(model: ModelName, why: str) -> DeadlineExceeded:

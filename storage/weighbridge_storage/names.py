@@ -23,6 +23,7 @@ MAX_VERSION = 10**12 - 1
 NUMBERED_FOLDERS = ("versions", "incoming", "leases")
 """Folders of a model that have a folder for each version: its files, what is known of it while it is received, who reads it."""
 
+_NODE = re.compile(r"([0-9]{16,19})-[0-9a-f]{32}")
 _NUMBER = re.compile(r"(?!0{12})[0-9]{12}")
 _MODEL_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 _TWO_PARTS = re.compile(r"[^/]*/[^/]*")
@@ -140,6 +141,35 @@ def layout_key(model: ModelName, digest: str) -> str:
         InvalidArgument: no layout has such a digest.
     """
     return f"{model.prefix}layouts/{check_version_file_name(digest)}"
+
+
+def node_name(generation: int, identity: str) -> str:
+    """Name of a node of a model's history (`weighbridge_storage.history_nodes`).
+
+    Args:
+        generation: that of the head for which the node is written.
+        identity: 32 hexadecimal digits that no other node has.
+    """
+    return check_node_name(f"{generation:016d}-{identity}")
+
+
+def check_node_name(name: str) -> str:
+    """``name``, if a node of a model's history may have it. Raises InvalidArgument."""
+    if not _is(_NODE, name):
+        raise InvalidArgument(f"{shown(name)} cannot name a node of a history")
+    return name
+
+
+def node_key(model: ModelName, name: str) -> str:
+    """Key of a node of a model's history, e.g. ``models/acme/smol/history/<name>.json``. Raises InvalidArgument."""
+    return f"{model.prefix}history/{check_node_name(name)}.json"
+
+
+def node_of_key(model: ModelName, key: str) -> tuple[str, int] | None:
+    """The name of the node of a model's history that lies under a key, and its generation; None if none does."""
+    name = key.removeprefix(f"{model.prefix}history/").removesuffix(".json")
+    found = _NODE.fullmatch(name)
+    return (name, int(found[1])) if found and key == node_key(model, name) else None
 
 
 def version_key(model: ModelName, number: int, file_name: str) -> str:

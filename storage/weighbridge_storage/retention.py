@@ -1,4 +1,4 @@
-"""Which versions of a model are kept, and by what? Everything here is pure.
+"""Decision which versions of a model are kept, and by what. Everything here is pure.
 
 A version is kept if a ref names it, or if one of the rules of the model's retention speaks for it. ``latest`` names the highest
 version, so that one is always kept.
@@ -13,6 +13,7 @@ somebody deletes it by hand.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weighbridge.collection import (
@@ -22,8 +23,11 @@ from weighbridge.collection import (
     RULE_KEEP_YOUNGER,
     KeptVersion,
 )
+from weighbridge.resources import Retention
+from weighbridge_storage.entries import VersionEntry
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import delete_versions, give_up_abandoned
+from weighbridge_storage.history import History
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +43,20 @@ class Decision:
     retired: tuple[int, ...]
 
 
-def decide(head: Head, now_ms: int) -> Decision:
+def decide(head: Head, versions: Mapping[int, VersionEntry], now_ms: int) -> Decision:
     """Which versions a model's retention keeps.
 
     Args:
-        head: the model's.
+        head: the model's, with its rules and refs.
+        versions: those that are part of its history, by number in ascending order.
         now_ms: milliseconds since 1970 UTC.
     """
-    rules = _rules(head, now_ms)
+    rules = _rules(head.retention, versions, now_ms)
     refs: defaultdict[int, list[str]] = defaultdict(list)
-    for name, number in sorted(head.refs.items()):
+    for name, number in sorted(head.ref_numbers.items()):
         refs[number].append(name)
     kept, retired = [], []
-    for number in sorted(head.versions):
+    for number in versions:
         speaking = tuple(rule for rule, numbers in rules.items() if number in numbers)
         if speaking or number in refs:
             kept.append(KeptVersion(number, speaking, tuple(refs.get(number, ()))))
@@ -60,9 +65,9 @@ def decide(head: Head, now_ms: int) -> Decision:
     return Decision(tuple(kept), tuple(retired))
 
 
-def _rules(head: Head, now_ms: int) -> dict[str, set[int]]:
+def _rules(retention: Retention, versions: Mapping[int, VersionEntry], now_ms: int) -> dict[str, set[int]]:
     """The versions that each rule speaks for."""
-    retention, numbers = head.retention, sorted(head.versions)
+    numbers = list(versions)
     if retention.keeps_everything:
         return {RULE_KEEP_EVERYTHING: set(numbers)}
     first_of_slot: dict[int, int] = {}
@@ -75,18 +80,18 @@ def _rules(head: Head, now_ms: int) -> dict[str, set[int]]:
         RULE_KEEP_EVERY: set(first_of_slot.values()),
         RULE_KEEP_YOUNGER: {
             number
-            for number, entry in head.versions.items()
+            for number, entry in versions.items()
             if retention.keep_younger_s and entry.created_ms > since_ms
         },
     }
 
 
-def retire(head: Head, now_ms: int) -> tuple[Head, Decision]:
+def retire(history: History, now_ms: int) -> tuple[Head, Decision]:
     """Take the versions that are not to be kept out of history, and give abandoned open versions up.
 
     Returns:
         The head after that, and what was decided.
     """
-    head = give_up_abandoned(head, now_ms)
-    decision = decide(head, now_ms)
-    return delete_versions(head, decision.retired, now_ms), decision
+    history = history.under(give_up_abandoned(history.head, now_ms))
+    decision = decide(history.head, history.versions(), now_ms)
+    return delete_versions(history, decision.retired, now_ms), decision

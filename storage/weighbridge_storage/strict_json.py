@@ -99,6 +99,12 @@ class Fields:
             self._wrong(name, value, "an object")
         return value
 
+    def nullable_table(self, name: str) -> dict[str, Any] | None:
+        """Take an object, whatever its fields, or null."""
+        if self._rest.get(name, ()) is None:
+            return self._rest.pop(name)  # type: ignore[no-any-return]
+        return self.table(name)
+
     def __contains__(self, name: str) -> bool:
         """Whether a field is there and has not been taken."""
         return name in self._rest

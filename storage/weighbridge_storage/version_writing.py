@@ -15,7 +15,7 @@ from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 from weighbridge.safetensors_files import INDEX_FILE, FilesLayout
 from weighbridge_storage import strict_json
 from weighbridge_storage.digests import FileDigests, digest_bytes
-from weighbridge_storage.head import OpenEntry, VersionEntry
+from weighbridge_storage.entries import OpenEntry, VersionEntry
 from weighbridge_storage.head_changes import publish
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.manifest import (
@@ -196,7 +196,7 @@ def publish_version(
         files_id=entry.files_id,
         write_id=claim,
     )
-    heads.update(model, lambda head: (publish(head, version), None))
+    heads.edit(model, lambda history: (publish(history, version), None))
 
 
 def discard_version(store: ObjectStore, model: ModelName, number: int) -> None:

@@ -1,0 +1,203 @@
+"""Entries of a model's history: versions in each of their states, and refs, as objects of stored JSON text.
+
+An entry keeps the fields of its object that this release does not know, and writes them back (`extra`). A field that has a default is
+left out where it has that value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeVar
+
+from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge_storage import strict_json
+from weighbridge_storage.names import MAX_VERSION, shown
+
+MAX_TEXT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class VersionEntry:
+    """A version that is part of history, or was and whose objects may still be there.
+
+    Attributes:
+        number: unique and increasing within the model, from 1.
+        step: the trainer's step.
+        run: the trainer's name for its run; may be empty.
+        created_ms: when the version was opened, in milliseconds since 1970 UTC.
+        nbytes: size of its safetensors files together, in bytes.
+        tensor_count: number of its tensors.
+        files_id: which registered side files it was written with.
+        write_id: the claim of those who wrote it (`OpenEntry.claim`).
+        retired_ms: when it was taken out of history, in milliseconds since 1970 UTC; 0 as long as it is part of it.
+        extra: the fields that this release does not know.
+
+    Raises:
+        InvalidArgument: a number is out of bounds, or a text longer than `MAX_TEXT` or not printable.
+    """
+
+    number: int
+    step: int
+    run: str
+    created_ms: int
+    nbytes: int
+    tensor_count: int
+    files_id: str
+    write_id: str
+    retired_ms: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_number("number", self.number, 1, MAX_VERSION)
+        for name in ("step", "created_ms", "nbytes", "tensor_count", "retired_ms"):
+            check_number(name, getattr(self, name))
+        for name in ("run", "files_id", "write_id"):
+            check_text(name, getattr(self, name))
+        if not self.write_id:
+            raise InvalidArgument(f"version {self.number} has no write_id")
+
+    @property
+    def retired(self) -> bool:
+        """Whether it was taken out of history; its objects are there only for those who are reading them."""
+        return self.retired_ms > 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEntry:
+    """A version that is being received, by one replica of the service or by several.
+
+    Attributes:
+        number: unique and increasing within the model, from 1.
+        request_id: which request opened it; all ranks of a push send the same.
+        step: the trainer's step.
+        run: the trainer's name for its run; may be empty.
+        ranks: how many trainer ranks push it.
+        created_ms: when it was opened, in milliseconds since 1970 UTC.
+        until_ms: when it may be taken for abandoned, unless this time is moved on before.
+        files_id: which registered side files it will have.
+        parent: the latest version when it was opened; 0 if there was none.
+        claim: who writes its folder; empty as long as nobody does. Nobody else may write to the folder or publish.
+        extra: the fields that this release does not know.
+
+    Raises:
+        InvalidArgument: a number is out of bounds, or a text longer than `MAX_TEXT` or not printable.
+    """
+
+    number: int
+    request_id: str
+    step: int
+    run: str
+    ranks: int
+    created_ms: int
+    until_ms: int
+    files_id: str
+    parent: int
+    claim: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_number("number", self.number, 1, MAX_VERSION)
+        check_number("ranks", self.ranks, 1)
+        for name in ("step", "created_ms", "until_ms", "parent"):
+            check_number(name, getattr(self, name))
+        for name in ("request_id", "run", "files_id", "claim"):
+            check_text(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEntry:
+    """A version that was given up before anybody could see it.
+
+    Attributes:
+        number: which version.
+        reason: why.
+        failed_ms: when, in milliseconds since 1970 UTC.
+        extra: the fields that this release does not know.
+    """
+
+    number: int
+    reason: str
+    failed_ms: int
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_number("number", self.number, 1, MAX_VERSION)
+        check_number("failed_ms", self.failed_ms)
+        check_text("reason", self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """What a ref says.
+
+    Attributes:
+        version: the number of the version that it names.
+        extra: the fields that this release does not know; they stay when the ref moves.
+    """
+
+    version: int
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_number("version", self.version, 1, MAX_VERSION)
+
+
+Numbered = VersionEntry | OpenEntry | FailedEntry
+E = TypeVar("E", VersionEntry, OpenEntry, FailedEntry, Ref)
+N = TypeVar("N", VersionEntry, OpenEntry, FailedEntry)
+
+
+def to_json(entry: Numbered | Ref) -> dict[str, Any]:
+    """An entry as a JSON object."""
+    document = dict(entry.extra)
+    for item in fields(entry):
+        value = getattr(entry, item.name)
+        if item.name != "extra" and (item.default is MISSING or value != item.default):
+            document[item.name] = value
+    return document
+
+
+def from_json(kind: type[E], value: object, where: str) -> E:
+    """What `to_json` gave; ``where`` names it in errors.
+
+    Raises:
+        DataLoss: a field is missing, or has the wrong type.
+        InvalidArgument: a value is out of bounds.
+    """
+    found = strict_json.Fields(value, where)
+    values: dict[str, Any] = {
+        item.name: found.text(item.name) if item.type == "str" else found.integer(item.name)
+        for item in fields(kind)
+        if item.name != "extra" and (item.default is MISSING or item.name in found)
+    }
+    return kind(**values, extra=found.rest())
+
+
+def list_to_json(entries: Mapping[int, Numbered]) -> list[dict[str, Any]]:
+    """Entries by number as a JSON array, in the order of their numbers."""
+    return [to_json(entries[number]) for number in sorted(entries)]
+
+
+def list_from_json(kind: type[N], items: Iterable[object], where: str) -> dict[int, N]:
+    """What `list_to_json` gave; raises as `from_json`, and if a number occurs twice."""
+    found: dict[int, N] = {}
+    for i, item in enumerate(items):
+        entry = from_json(kind, item, f"{where}[{i}]")
+        if entry.number in found:
+            raise DataLoss(f"{where} lists version {entry.number} twice")
+        found[entry.number] = entry
+    return found
+
+
+def check_number(name: str, value: int, low: int = 0, high: int = strict_json.MAX_INTEGER) -> int:
+    """``value``, if it is an integer from ``low`` to ``high``. Raises InvalidArgument."""
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidArgument(f"{name} is {shown(value)}, not an integer from {low} to {high}")
+    return value
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise InvalidArgument if ``value`` is not a text of up to `MAX_TEXT` printable characters."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
+        raise InvalidArgument(f"{name} is {shown(value)}, not up to {MAX_TEXT} printable characters")

@@ -1,0 +1,192 @@
+"""Nodes of the tree that holds the history of a model: immutable values, and their text.
+
+The tree is a radix tree over version numbers. A **leaf** (level 0) holds the entries of up to `FANOUT` consecutive numbers, from a
+multiple of `FANOUT` on. An **inner node** of level k has up to `FANOUT` children of level k - 1 and covers ``FANOUT ** (k + 1)``
+numbers, from a multiple of that on. Nodes without entries are not stored. The root is the lowest node that covers everything.
+
+A node is an object of the store that is written once, under a name that no other node ever has, and never changed: an edit writes
+the nodes on the way from the changed leaves to the root anew (`history_tree`), and the head names the new root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge_storage import entries, strict_json
+from weighbridge_storage.entries import VersionEntry, check_number
+from weighbridge_storage.names import MAX_VERSION, check_node_name
+
+FORMAT = 1
+FEATURES: frozenset[str] = frozenset()
+"""The features that a node may require here: none yet."""
+FANOUT = 64
+MAX_LEVEL = 6
+"""The level of a root that covers all numbers up to `MAX_VERSION`."""
+
+
+def span(level: int) -> int:
+    """How many numbers a node of this level covers."""
+    return int(FANOUT ** (level + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRef:
+    """A reference to a node, with a summary of the entries below it.
+
+    Attributes:
+        name: the node's name (`names.node_name`).
+        level: 0 for a leaf.
+        last: the highest number below it.
+        durable: how many of the entries below it are part of history.
+        retired: how many were taken out of it.
+        extra: the fields that this release does not know. A reference to another node does not inherit them.
+
+    Raises:
+        InvalidArgument: a number is out of bounds, or the name is none.
+    """
+
+    name: str
+    level: int
+    last: int
+    durable: int
+    retired: int
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_node_name(self.name)
+        check_number("level", self.level, 0, MAX_LEVEL)
+        check_number("last", self.last, 1, MAX_VERSION)
+        for name in ("durable", "retired"):
+            check_number(name, getattr(self, name), 0, span(self.level))
+        if not self.durable + self.retired:
+            raise InvalidArgument(f"node {self.name} has no entries")
+
+    @property
+    def first(self) -> int:
+        """The lowest number that the node covers."""
+        return self.last - self.last % span(self.level)
+
+    def to_json(self) -> dict[str, Any]:
+        """The reference as a JSON object."""
+        return {
+            **self.extra,
+            "name": self.name,
+            "level": self.level,
+            "last": self.last,
+            "durable": self.durable,
+            "retired": self.retired,
+        }
+
+    @staticmethod
+    def from_json(value: object, where: str) -> NodeRef:
+        """What `to_json` gave. Raises DataLoss, InvalidArgument."""
+        found = strict_json.Fields(value, where)
+        return NodeRef(
+            found.text("name"),
+            found.integer("level"),
+            found.integer("last"),
+            found.integer("durable"),
+            found.integer("retired"),
+            found.rest(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Entries of up to `FANOUT` consecutive numbers.
+
+    Attributes:
+        entries: by number.
+        extra: the fields that this release does not know; they stay when the node is edited.
+    """
+
+    entries: Mapping[int, VersionEntry]
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def reference(self, name: str) -> NodeRef:
+        """A reference to this node, once it has a name."""
+        retired = sum(entry.retired for entry in self.entries.values())
+        return NodeRef(name, 0, max(self.entries), len(self.entries) - retired, retired)
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """References to up to `FANOUT` nodes of the level below.
+
+    Attributes:
+        level: above 0.
+        children: by the lowest number that each covers.
+        extra: the fields that this release does not know; they stay when the node is edited.
+    """
+
+    level: int
+    children: Mapping[int, NodeRef]
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def reference(self, name: str) -> NodeRef:
+        """A reference to this node, once it has a name."""
+        children = self.children.values()
+        return NodeRef(
+            name,
+            self.level,
+            max(child.last for child in children),
+            sum(child.durable for child in children),
+            sum(child.retired for child in children),
+        )
+
+
+Node: TypeAlias = Leaf | Inner
+
+
+def to_json(node: Node) -> bytes:
+    """A node as the text of its object."""
+    document: dict[str, Any] = {**node.extra, "format": FORMAT, "requires": []}
+    if isinstance(node, Leaf):
+        document |= {"level": 0, "entries": entries.list_to_json(node.entries)}
+    else:
+        children = [node.children[first].to_json() for first in sorted(node.children)]
+        document |= {"level": node.level, "children": children}
+    return strict_json.encode(document)
+
+
+def from_json(data: bytes, ref: NodeRef, where: str) -> Node:
+    """Read the text of the node that ``ref`` names; ``where`` names it in errors.
+
+    Raises:
+        DataLoss: it is malformed, or not what the reference says.
+        FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
+    """
+    document = strict_json.decode(data, where)
+    document.check_format(FORMAT)
+    document.required(FEATURES)
+    level = document.integer("level")
+    node: Node
+    try:
+        if level == 0:
+            listed = entries.list_from_json(VersionEntry, document.array("entries"), f"{where}, entries")
+            node = Leaf(listed, document.rest())
+        else:
+            references = [
+                NodeRef.from_json(item, f"{where}, children[{i}]")
+                for i, item in enumerate(document.array("children"))
+            ]
+            if any(child.level != level - 1 for child in references):
+                raise DataLoss(f"{where} has children that are not of level {level - 1}")
+            children = {child.first: child for child in references}
+            if len(children) != len(references):
+                raise DataLoss(f"{where} lists a child twice")
+            node = Inner(level, children, document.rest())
+    except InvalidArgument as error:
+        raise DataLoss(f"{where} is malformed: {error.message}") from error
+    numbers = node.entries if isinstance(node, Leaf) else node.children
+    if not all(ref.first <= number < ref.first + span(ref.level) for number in numbers):
+        raise DataLoss(f"{where} has entries outside of its range")
+    summary = node.reference(ref.name) if numbers else None
+    if summary is None or (summary.level, summary.last, summary.durable, summary.retired) != (
+        ref.level, ref.last, ref.durable, ref.retired,
+    ):  # fmt: skip
+        raise DataLoss(f"{where} is not what refers to it says")
+    return node

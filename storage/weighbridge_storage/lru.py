@@ -1,0 +1,71 @@
+"""Cache of the values used last, bounded by what they weigh."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+V = TypeVar("V")
+
+
+class Cache(Generic[V]):
+    """The values used last, by key. Thread-safe; a value that two threads miss at once may be made twice.
+
+    Args:
+        kept: what the values may weigh together; one value is kept whatever it weighs.
+        weigh: what a value weighs; by default each weighs 1.
+    """
+
+    def __init__(self, kept: int, weigh: Callable[[V], int] = lambda _value: 1) -> None:
+        self._kept = kept
+        self._weigh = weigh
+        self._weight = 0
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Hashable, V] = OrderedDict()
+
+    def get(self, key: Hashable) -> V | None:
+        """The value, if it is there."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: Hashable, value: V) -> None:
+        """Keep a value; the one that was not used for longest goes if there are too many."""
+        with self._lock:
+            there = self._values.pop(key, None)
+            if there is not None:
+                self._weight -= self._weigh(there)
+            self._values[key] = value
+            self._weight += self._weigh(value)
+            while self._weight > self._kept and len(self._values) > 1:
+                self._weight -= self._weigh(self._values.popitem(last=False)[1])
+
+    @property
+    def keys(self) -> list[Any]:
+        """The keys of the values that are there."""
+        with self._lock:
+            return list(self._values)
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a value, if it is there."""
+        with self._lock:
+            there = self._values.pop(key, None)
+            if there is not None:
+                self._weight -= self._weigh(there)
+
+    def drop_if(self, unwanted: Callable[[Any], bool]) -> None:
+        """Forget the values whose keys are not wanted any more."""
+        for key in self.keys:
+            if unwanted(key):
+                self.drop(key)
+
+    def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
+        """The value, made now if it is not there."""
+        found = self.get(key)
+        if found is None:
+            found = make()
+            self.put(key, found)
+        return found

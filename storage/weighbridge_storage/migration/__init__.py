@@ -1,0 +1,4 @@
+"""Readers of the formats of before, which nothing but a migration of a store uses. May import from `weighbridge_storage`.
+
+- `head_format2`: heads of formats 1 and 2.
+"""

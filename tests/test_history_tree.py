@@ -1,0 +1,206 @@
+"""The tree of a history against a plain dict: any edits, in any order, and nothing written that need not be."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.heads import Nodes
+from weighbridge.errors import DataLoss, FailedPrecondition
+from weighbridge_storage import history_nodes
+from weighbridge_storage.entries import VersionEntry
+from weighbridge_storage.history_nodes import FANOUT, Inner, Leaf, NodeRef
+from weighbridge_storage.history_tree import descending, edited, find, names
+from weighbridge_storage.names import MAX_VERSION
+
+
+def entry(number: int, *, retired_ms: int = 0, step: int = 0) -> VersionEntry:
+    return VersionEntry(number, step, "r", 1, 2, 3, "f", f"w{number}", retired_ms)
+
+
+class Tree(Nodes):
+    """Nodes, and edits of trees of them."""
+
+    def edit(self, root: NodeRef | None, changes: dict[int, VersionEntry | None]) -> NodeRef | None:
+        edit = edited(root, changes, self.load, self.new_name)
+        self.write(edit.nodes)
+        assert edit.nodes.keys() <= names(edit.root, self.load), "no node is written for nothing"
+        return edit.root
+
+
+numbers = st.one_of(
+    st.integers(1, 300),
+    st.integers(1, FANOUT**3),
+    st.integers(1, MAX_VERSION),
+    st.sampled_from([1, FANOUT - 1, FANOUT, FANOUT**2 - 1, FANOUT**2, MAX_VERSION]),
+)
+changes = st.dictionaries(
+    numbers,
+    st.one_of(st.none(), st.builds(lambda ms, step: (ms, step), st.sampled_from([0, 0, 7]), st.integers(0, 3))),
+    max_size=12,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(changes, max_size=8), st.lists(numbers, max_size=5))
+def test_the_tree_says_what_a_dict_says_after_any_edits_and_so_does_every_tree_before(
+    edits: list[dict[int, tuple[int, int] | None]], asked: list[int]
+) -> None:
+    nodes = Tree()
+    root: NodeRef | None = None
+    expected: dict[int, VersionEntry] = {}
+    seen: list[tuple[NodeRef | None, dict[int, VersionEntry]]] = []
+    for edit in edits:
+        given_entries = {
+            n: None if value is None else entry(n, retired_ms=value[0], step=value[1])
+            for n, value in edit.items()
+        }
+        root = nodes.edit(root, given_entries)
+        expected = {n: e for n, e in {**expected, **given_entries}.items() if e is not None}
+        seen.append((root, expected))
+    for tree, content in seen:
+        listed = list(descending(tree, nodes.load))
+        assert listed == [content[n] for n in sorted(content, reverse=True)]
+        for number in {*asked, *content}:
+            assert find(tree, number, nodes.load) == content.get(number)
+            assert [e.number for e in descending(tree, nodes.load, number)] == sorted(
+                (n for n in content if n < number), reverse=True
+            )
+        found = [e.number for e in descending(tree, nodes.load, None, lambda ref: ref.retired > 0)]
+        assert {n for n, e in content.items() if e.retired} <= set(found) <= set(content)
+        if tree is None:
+            assert not content
+        else:
+            retired = sum(e.retired for e in content.values())
+            summary = (tree.last, tree.durable, tree.retired)
+            assert summary == (max(content), len(content) - retired, retired)
+            assert tree.level == 0 or min(content) // FANOUT**tree.level != max(content) // FANOUT**tree.level
+
+
+def test_an_edit_that_changes_nothing_writes_nothing() -> None:
+    nodes = Tree()
+    root = nodes.edit(None, {n: entry(n) for n in range(1, 200)})
+    written = len(nodes.texts)
+    assert nodes.edit(root, {}) == root
+    assert nodes.edit(root, {5: entry(5), 150: entry(150), 500: None, 10**9: None}) == root
+    assert len(nodes.texts) == written
+    assert nodes.edit(None, {7: None}) is None
+
+
+def test_an_edit_writes_one_node_of_each_level_and_a_query_reads_no_more() -> None:
+    nodes = Tree()
+    root = nodes.edit(None, {n: entry(n) for n in range(1, 10_001)})
+    assert root is not None
+    assert root.level == 2
+    assert len(nodes.texts) == 157 + 3 + 1
+    before = len(nodes.texts)
+    found, levels = nodes.loads(lambda: nodes.edit(root, {5000: entry(5000, retired_ms=9)}))
+    root = found
+    assert len(nodes.texts) == before + 3
+    found, levels = nodes.loads(lambda: find(root, 5000, nodes.load))
+    assert (found, levels) == (entry(5000, retired_ms=9), [2, 1, 0])
+    newest, levels = nodes.loads(lambda: list(itertools.islice(descending(root, nodes.load), 20)))
+    assert [e.number for e in newest] == list(range(10_000, 9_980, -1))
+    assert levels == [2, 1, 0, 0], "10,000 is the first but 15 of its leaf"
+    retired, levels = nodes.loads(
+        lambda: [e for e in descending(root, nodes.load, None, lambda ref: ref.retired > 0) if e.retired]
+    )
+    assert (retired, levels) == ([entry(5000, retired_ms=9)], [2, 1, 0])
+    reachable, levels = nodes.loads(lambda: names(root, nodes.load))
+    assert (len(reachable), sorted(levels)) == (161, [1, 1, 1, 2]), "no leaf is read"
+
+
+def test_a_history_of_which_only_the_newest_are_left_is_one_leaf() -> None:
+    nodes = Tree()
+    root = nodes.edit(None, {n: entry(n) for n in range(1, 9_991)})
+    root = nodes.edit(root, dict.fromkeys(range(1, 9_985)))
+    assert root is not None
+    assert (root.level, root.first, root.durable) == (0, 9_984, 6)
+    assert nodes.edit(root, dict.fromkeys(range(9_985, 9_991))) is None
+
+
+def test_what_a_newer_release_adds_to_entries_and_nodes_stays_when_others_edit_them() -> None:
+    nodes = Tree()
+    newer = VersionEntry(70, 1, "r", 1, 2, 3, "f", "w", extra={"parts": ["weights", "optimizer"]})
+    root = nodes.edit(None, {3: entry(3), 70: newer})
+    assert root is not None
+    for name, text in nodes.texts.items():
+        nodes.texts[name] = json.dumps({**json.loads(text), "signed_by": name}).encode()
+    after = nodes.edit(root, {71: entry(71)})
+    assert after is not None
+    assert find(after, 70, nodes.load) == newer
+    top = nodes.load(after)
+    assert isinstance(top, Inner)
+    assert top.extra == {"signed_by": root.name}
+    (kept, anew) = (top.children[0], top.children[64])
+    assert json.loads(nodes.texts[kept.name])["signed_by"] == kept.name
+    leaf = nodes.load(anew)
+    assert isinstance(leaf, Leaf)
+    assert leaf.extra["signed_by"] != anew.name, "that of the leaf before"
+
+
+def stored() -> tuple[dict[str, Any], NodeRef, dict[str, Any], NodeRef]:
+    """The texts of an inner node and of a leaf, and what refers to them."""
+    nodes = Tree()
+    root = nodes.edit(None, {n: entry(n, retired_ms=n % 2) for n in (65, 66, 130)})
+    assert root is not None
+    top = nodes.load(root)
+    assert isinstance(top, Inner)
+    leaf = top.children[64]
+    return json.loads(nodes.texts[root.name]), root, json.loads(nodes.texts[leaf.name]), leaf
+
+
+INNER_BREAKS: list[Callable[[dict[str, Any]], object]] = [
+    lambda d: d.update(level=2),
+    lambda d: d.update(level=0),
+    lambda d: d.update(level=-1),
+    lambda d: d.pop("children"),
+    lambda d: d.update(children=[]),
+    lambda d: d["children"].pop(),
+    lambda d: d["children"].append(d["children"][0]),
+    lambda d: d["children"][0].update(level=1),
+    lambda d: d["children"][0].update(name="../../head"),
+    lambda d: d["children"][0].update(last=FANOUT**2 + 1),
+    lambda d: d["children"][0].update(last=0),
+    lambda d: d["children"][0].update(durable=2),
+    lambda d: d["children"][0].update(durable=65),
+    lambda d: d["children"][0].update(retired=0, durable=0),
+    lambda d: d["children"][0].pop("retired"),
+]
+LEAF_BREAKS: list[Callable[[dict[str, Any]], object]] = [
+    lambda d: d.update(level=1),
+    lambda d: d.update(entries=[]),
+    lambda d: d.update(entries={}),
+    lambda d: d["entries"].pop(),
+    lambda d: d["entries"].append(d["entries"][0]),
+    lambda d: d["entries"][0].update(number=67),
+    lambda d: d["entries"][0].update(number=1),
+    lambda d: d["entries"][0].update(retired_ms=0),
+    lambda d: d["entries"][0].update(retired_ms=-1),
+    lambda d: d["entries"][0].update(step="1"),
+    lambda d: d["entries"][0].pop("write_id"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(INNER_BREAKS) + len(LEAF_BREAKS)))
+def test_a_node_that_is_not_what_refers_to_it_says_is_data_loss(number: int) -> None:
+    inner, root, leaf, ref = stored()
+    broken, said = (inner, root) if number < len(INNER_BREAKS) else (leaf, ref)
+    history_nodes.from_json(json.dumps(broken).encode(), said, "the node")
+    [*INNER_BREAKS, *LEAF_BREAKS][number](broken)
+    with pytest.raises(DataLoss, match="the node"):
+        history_nodes.from_json(json.dumps(broken).encode(), said, "the node")
+
+
+def test_a_node_of_another_format_or_with_a_feature_that_is_lacking_is_refused_by_name() -> None:
+    _, _, leaf, ref = stored()
+    with pytest.raises(FailedPrecondition, match="format 2"):
+        history_nodes.from_json(json.dumps({**leaf, "format": 2}).encode(), ref, "the node")
+    with pytest.raises(FailedPrecondition, match="'bitmaps'"):
+        history_nodes.from_json(json.dumps({**leaf, "requires": ["bitmaps"]}).encode(), ref, "the node")
