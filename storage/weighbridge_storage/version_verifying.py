@@ -5,11 +5,13 @@ XXH3-128 says which file and which tensors are damaged, the block digests which 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from weighbridge.errors import NotFound, WeighbridgeError
 from weighbridge.layouts import TensorSpec
 from weighbridge.resources import Verification
 from weighbridge_storage.digests import BLOCK_BYTES, DIGEST_BYTES, FileDigester, FileDigests, root_of
-from weighbridge_storage.manifest import Manifest
+from weighbridge_storage.manifest import Manifest, TensorEntry
 from weighbridge_storage.names import BLOCKS_SUFFIX, ModelName, blocks_key, version_key
 from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.version_reading import read_manifest, tensors_of_files
@@ -32,7 +34,7 @@ def verify_version(store: ObjectStore, model: ModelName, number: int) -> Verific
     done = checked = 0
     for name, file in manifest.files.items():
         key = version_key(model, number, name)
-        tensors = [(TensorSpec(t, e.dtype, e.shape), e.offset) for t, e in in_file.get(name, ())]
+        tensors = in_file.get(name, ())
         try:
             size = store.size(key)
             if size != file.size:
@@ -58,7 +60,11 @@ def verify_version(store: ObjectStore, model: ModelName, number: int) -> Verific
 
 
 def digest_object(
-    store: ObjectStore, key: str, name: str, tensors: list[tuple[TensorSpec, int]]
+    store: ObjectStore,
+    key: str,
+    name: str,
+    tensors: Sequence[tuple[str, TensorEntry]],
+    took: Callable[[int], None] = lambda _nbytes: None,
 ) -> FileDigests:
     """The digests of a file in a store.
 
@@ -66,14 +72,17 @@ def digest_object(
         store: where it lies.
         key: under which key.
         name: of the file.
-        tensors: those in it, and the byte where each starts.
+        tensors: those in it.
+        took: is told after each piece how many bytes it had.
 
     Raises:
         NotFound: it is not there.
     """
-    digester = FileDigester(name, tensors)
+    digester = FileDigester(name, [(TensorSpec(t, e.dtype, e.shape), e.offset) for t, e in tensors])
     for piece in store.stream(key):
-        digester.update(memoryview(piece))
+        view = memoryview(piece)
+        digester.update(view)
+        took(len(view))
     return digester.finish()
 
 

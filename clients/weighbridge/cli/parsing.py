@@ -1,4 +1,4 @@
-"""What people type, as values: a model with or without a version, sizes and times."""
+"""What people type, as values: a model with or without a version, sizes, times, and where a store is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -113,3 +115,24 @@ def _misspelt(ctx: click.Context, param: click.Parameter) -> Iterator[None]:
         yield
     except InvalidArgument as error:
         raise click.BadParameter(f"{error.message}: {error.fix}", ctx, param) from error
+
+
+class StoreLocation(click.Path):
+    """The location of a store: a folder, or a URL, which is left to those who open it.
+
+    Args:
+        exists: whether the folder has to be there.
+    """
+
+    name = "location"
+
+    def __init__(self, *, exists: bool = False) -> None:
+        super().__init__(exists=exists, file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A path, or the URL as it is."""
+        if isinstance(value, str) and "://" in value:
+            if not value.startswith("s3://"):
+                self.fail("is neither a folder nor s3://BUCKET/PREFIX", param, ctx)
+            return value
+        return super().convert(value, param, ctx)

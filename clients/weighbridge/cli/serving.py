@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
-from weighbridge.cli.parsing import size
+from weighbridge.cli.parsing import StoreLocation, size
 from weighbridge.cli.running import Command, needs_extra
-
-
-class StoreLocation(click.Path):
-    """A folder, or a URL, which is left to the service."""
-
-    name = "location"
-
-    def __init__(self) -> None:
-        super().__init__(file_okay=False, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """A path, or the URL as it is."""
-        if isinstance(value, str) and "://" in value:
-            if not value.startswith("s3://"):
-                self.fail("is neither a folder nor s3://BUCKET/PREFIX", param, ctx)
-            return value
-        return super().convert(value, param, ctx)
 
 
 @click.command("serve", cls=Command)

@@ -1,0 +1,73 @@
+"""Commands that work on a store itself, with no service running: migrate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from weighbridge.cli.output import print_json, progress_bar, readable_size
+from weighbridge.cli.parsing import StoreLocation
+from weighbridge.cli.running import Command, needs_extra
+
+if TYPE_CHECKING:
+    from weighbridge_storage.migration.migrate import MigratedModel
+
+
+@click.command("migrate", cls=Command)
+@click.argument("location", metavar="STORE", type=StoreLocation(exists=True))
+@click.option(
+    "--drop-damaged",
+    is_flag=True,
+    help="Take versions out of history whose bytes are not what was pushed, with the refs that name them; without it, they keep "
+    "their model from being migrated.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, also for errors.")
+@click.pass_context
+def migrate_command(ctx: click.Context, location: Path | str, drop_damaged: bool, as_json: bool) -> None:
+    """Bring a store of an earlier release to the formats of this one.
+
+    STORE is a folder or s3://BUCKET/PREFIX, as for serve. Stop all its services first. All weights are read once, and compared with
+    their digests. If the command is interrupted, running it again goes on where it stopped. The exit code is 1 if a
+    model could not be migrated.
+    """
+    with needs_extra("service"):
+        from weighbridge_storage.migration.migrate import migrate_store
+        from weighbridge_storage.opening import open_store
+
+    found: list[MigratedModel] = []
+    store = open_store(location)
+    try:
+        with progress_bar("migrating") as update:
+            for model in migrate_store(store, drop_damaged=drop_damaged, on_progress=update):
+                found.append(model)
+                if not as_json:
+                    _show(model)
+    except KeyboardInterrupt:
+        click.echo("interrupted: run the same command again, and it goes on where it stopped", err=True)
+        raise
+    finally:
+        store.close()
+    failed = any(model.problems for model in found)
+    if as_json:
+        print_json({"ok": not failed, "models": [model.to_json() for model in found]})
+    elif not found:
+        click.echo("nothing is to be migrated")
+    ctx.exit(1 if failed else 0)
+
+
+def _show(model: MigratedModel) -> None:
+    migrated = f"{len(model.versions)} versions, {readable_size(model.nbytes)}"
+    for number in model.dropped:
+        click.echo(f"{model.name}@{number}: is damaged, and is not part of history any more")
+    for number, problem in model.problems.items():
+        click.echo(f"{model.name}@{number}: {problem}", err=True)
+    if model.problems:
+        click.echo(
+            f"{model.name}: not migrated ({migrated} are)\n"
+            "  What to do: restore these versions from a backup, or run again with --drop-damaged",
+            err=True,
+        )
+    else:
+        click.echo(f"{model.name}: migrated ({migrated})")

@@ -1,0 +1,93 @@
+"""Writer of `store_format2.tar.xz`: a store as the release before heads of format 3 and manifests of format 2 wrote it.
+
+To be run with the code of commit 8f34040 on PYTHONPATH::
+
+    git archive 8f34040 | tar -x -C OLD
+    cd OLD && PYTHONPATH=.:clients:storage:service python .../write_store_of_before.py TARGET.tar.xz
+
+``acme/smol`` has the versions 1 (deleted, its tombstone is there), 2 (tagged prod), 3 (with an infinity in it), 5 and 6 (latest); 4 was
+aborted, 7 is open. Each has two files of weights. ``acme/other`` has one version.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from tests.raw_clients import RawClient
+from tests.services import RunningService
+from weighbridge.client import Client
+from weighbridge.safetensors_files import lay_out_files
+from weighbridge.trainer import TrainerClient
+from weighbridge_service import models
+
+CONFIG = LlamaConfig(
+    num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=16,
+    vocab_size=16, max_position_embeddings=16, tie_word_embeddings=False, torch_dtype="bfloat16",
+    bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+
+def folder(place: Path, seed: int, *, infinite: bool = False) -> Path:
+    """A Hugging Face folder of a model whose weights compress well."""
+    from transformers import LlamaForCausalLM
+
+    place.mkdir()
+    CONFIG.save_pretrained(place)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(CONFIG).state_dict().items()}
+    tensors = {
+        name: ((torch.arange(shape.numel()) * 7 + i + seed) % 5 - 2).reshape(shape).bfloat16()
+        for i, (name, shape) in enumerate(sorted(shapes.items()))
+    }
+    if infinite:
+        tensors["model.embed_tokens.weight"][2, 3] = torch.inf
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    return place
+
+
+def main() -> None:
+    """Write it."""
+    models.lay_out_files = partial(lay_out_files, max_shard_bytes=1000)
+    with tempfile.TemporaryDirectory() as name:
+        temporary = Path(name)
+        running = RunningService(temporary / "store")
+        with TrainerClient(running.address) as trainer, Client(running.address) as client:
+            for seed in range(1, 7):
+                source = folder(temporary / str(seed), seed, infinite=seed == 3)
+                if seed == 1:
+                    trainer.register_model("acme/smol", source)
+                    trainer.register_model("acme/other", source)
+                    trainer.push_folder("acme/other", source, step=1).wait(timeout=60)
+                if seed == 4:
+                    with RawClient(running.address) as raw:
+                        trainer.abort("acme/smol", raw.open("acme/smol", step=40))
+                    continue
+                trainer.push_folder("acme/smol", source, step=10 * seed).wait(timeout=60)
+            client.delete_version("acme/smol", 1)
+            client.set_ref("acme/smol", "prod", 2)
+            with RawClient(running.address) as raw:
+                raw.open("acme/smol", step=70)
+        with tarfile.open(sys.argv[1], "w:xz") as tar:
+            for path in sorted((temporary / "store").rglob("*")):
+                if path.is_file() and ".locks" not in path.parts and "probe" not in path.parts:
+                    info = tar.gettarinfo(path, str(path.relative_to(temporary)))
+                    info.uid = info.gid = info.mtime = 0
+                    info.uname = info.gname = ""
+                    with path.open("rb") as file:
+                        tar.addfile(info, file)
+        shutil.rmtree(temporary)
+        os._exit(0)  # with version 7 open, which a service that drains would give up
+
+
+if __name__ == "__main__":
+    main()
