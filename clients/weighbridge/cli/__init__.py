@@ -33,6 +33,7 @@ _MODULE_OF = {
     "retention": "keeping",
     "collect": "keeping",
     "delete": "keeping",
+    "doctor": "examining",
     "demo": "serving",
 }
 _INTERRUPTED = 130
