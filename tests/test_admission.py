@@ -250,6 +250,28 @@ def test_what_can_never_fit_is_refused_at_once_also_behind_others() -> None:
     thread.join(30)
 
 
+def test_a_request_that_asks_again_keeps_its_place_and_knows_whether_to() -> None:
+    pool = ImagePool(4 * MIB)
+    held = pool.acquire({"a": 4 * MIB})
+    with (
+        pool.queue({"a": 3 * MIB}) as first,
+        pool.queue({"a": MIB}) as second,
+        pool.queue({"a": 5 * MIB}) as huge,
+    ):
+        for request in (first, second, first):
+            with pytest.raises(ResourceExhausted) as caught:
+                request.take()
+            assert caught.value.retry_after is not None
+        with pytest.raises(ResourceExhausted) as caught:
+            huge.take()
+        assert caught.value.retry_after is None
+        held.release()
+        with pytest.raises(ResourceExhausted, match="comes first"):
+            second.take()
+        images = [first.take(), second.take()]
+    assert [image.sizes["a"] for image in images] == [3 * MIB, MIB]
+
+
 def test_memory_that_the_machine_lacks_is_not_taken_whatever_the_budget_says() -> None:
     left = [3 * MIB]
     pool = ImagePool(UNLIMITED, memory_room=lambda: Room(left[0], 64 * MIB))

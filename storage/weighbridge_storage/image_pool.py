@@ -88,10 +88,11 @@ class ImageRequest:
         """The image, once it is this request's turn and there is room. Makes it, which takes time, outside of the line.
 
         Args:
-            patience: how many seconds to wait for that.
+            patience: how many seconds to wait for that. Who would rather not wait here asks again: the request keeps its place.
 
         Raises:
-            ResourceExhausted: it could never be had, or there was no room in time; says how much is missing, and who has it.
+            ResourceExhausted: there was no room in time; says how much is missing, and who has it. Or, without a `retry_after`:
+                there never will be.
         """
         return self._pool.fulfil(self, self._sizes, patience)
 
@@ -116,6 +117,8 @@ class ImagePool:
     Args:
         budget_bytes: most shared memory for all images together, free regions included.
         spill_folder: where images go for which memory has no room; None to make them wait. It must be there.
+        recall: is called with each region that is to be used again, or given back to the system, and that other processes may
+            have mapped.
         spill_bytes: most bytes of all images there.
         memory_room: what the machine has for images; is asked before each region is made.
 
@@ -123,14 +126,14 @@ class ImagePool:
         InvalidArgument: a budget is negative.
 
     Attributes:
-        ask_back: is called with each region that is to be used again, or given back to the system, and that other processes may
-            have mapped.
+        ask_back: the ``recall`` of above; the local lane puts its own in its place.
     """
 
     def __init__(
         self,
         budget_bytes: int,
         spill_folder: str | os.PathLike[str] | None = None,
+        recall: Callable[[Region], None] = lambda _region: None,
         *,
         spill_bytes: int = UNLIMITED,
         memory_room: Callable[[], Room] = _unlimited,
@@ -143,7 +146,7 @@ class ImagePool:
         self._spill_bytes = spill_bytes
         self._memory_room = memory_room
         self._changed = threading.Condition()
-        self.ask_back: Callable[[Region], None] = lambda _region: None
+        self.ask_back = recall
         self._books = ImageBooks()
         self._images: weakref.WeakSet[Image] = weakref.WeakSet()
         self._line: deque[ImageRequest] = deque()
@@ -231,12 +234,14 @@ class ImagePool:
             self._changed.wait(min(left, _LOOK_SECONDS))
 
     def _no_room(self, request: ImageRequest, memory: Space, disk: Space) -> ResourceExhausted:
-        return ResourceExhausted(
+        error = ResourceExhausted(
             f"{request.owner} found no room within {request.seconds:.0f} s: {request.reason}",
             details=[str(holding) for holding in self._holdings()[:_NAMED]],
             fix="wait until another version is done, abort one, or let go of tensors that were pulled without a copy; if that goes on, "
             + admission.remedy(request.nbytes, memory, disk, beside=memory.in_use),
         )
+        error.retry_after = _LOOK_SECONDS
+        return error
 
     def leave(self, request: ImageRequest) -> None:
         """Take a request out of the line. Doing it again does nothing."""
