@@ -28,11 +28,11 @@ from tests.reference import tiny_config, tiny_model
 from tests.services import RunningService, running_service
 from weighbridge import EngineClient, TrainerClient, __version__
 from weighbridge.cli import commands
-from weighbridge.cli.output import readable_size
 from weighbridge.cli.parsing import Reference, parse_reference, parse_size
 from weighbridge.cli.serving import serve_command
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.pushing import Pusher
+from weighbridge.sizes import readable_size
 from weighbridge_service.config import ServiceConfig
 
 MODEL = "acme/tiny"
@@ -181,7 +181,8 @@ def test_help_lists_every_command_with_a_whole_sentence() -> None:
 def test_serve_has_the_defaults_of_the_service() -> None:
     defaults = {param.name: param.default for param in serve_command.params}
     config = ServiceConfig(Path("x"))
-    assert parse_size(str(defaults["memory_budget"])) == config.memory_budget
+    assert (defaults["memory_budget"], config.memory_budget) == ("auto", None)
+    assert (defaults["spill_budget"], config.spill_budget) == ("auto", None)
     assert parse_size(str(defaults["read_cache"])) == config.read_cache
     assert defaults["receive_timeout"] == config.receive_timeout
     assert defaults["drain_seconds"] == config.drain_seconds

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.services import eventually
 from weighbridge_service.standbys import Standbys
-from weighbridge_storage import images
-from weighbridge_storage.images import ImagePool
+from weighbridge_storage import image_pool
+from weighbridge_storage.image_pool import ImagePool
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.regions import Region
 
@@ -25,13 +25,13 @@ def slow_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
     """The first region is long in the making; gives the event that says that it has begun, and the one that lets it be done."""
     begun, go_on = threading.Event(), threading.Event()
 
-    def make(capacity: int, folder: str | None) -> Region:
+    def make(capacity: int, folder: str | None, on_allocated: Callable[[int], None]) -> Region:
         if not begun.is_set():
             begun.set()
             assert go_on.wait(20)
-        return Region(capacity, folder)
+        return Region(capacity, folder, on_allocated)
 
-    monkeypatch.setattr(images, "Region", make)
+    monkeypatch.setattr(image_pool, "Region", make)
     yield begun, go_on
     go_on.set()
 

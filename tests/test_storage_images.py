@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
-from weighbridge_storage.images import ImagePool, PoolUsage
+from weighbridge_storage.image_books import PoolUsage
+from weighbridge_storage.image_pool import ImagePool
 from weighbridge_storage.regions import PAGE
 
 MIB = 1 << 20
@@ -152,7 +153,7 @@ def test_over_the_budget_without_a_folder_is_an_error_that_leaves_no_trace() -> 
     pool = ImagePool(4 * MIB)
     held = pool.acquire({"a": 3 * MIB})
     for _ in range(3):
-        with pytest.raises(ResourceExhausted, match="does not fit"):
+        with pytest.raises(ResourceExhausted, match=r"3\.1 MB do not fit: images hold 3\.1 MB of memory"):
             pool.acquire({"a": 3 * MIB})
     assert pool.usage().memory_in_use == 3 * MIB
     held.release()

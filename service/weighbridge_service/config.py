@@ -22,7 +22,9 @@ class ServiceConfig:
             default the store's folder, or ``weighbridge-data`` in the current one if the store is not a folder.
         exports: folder under which exports that are asked for over HTTP are written; by default ``exports`` in the
             scratch folder.
-        memory_budget: most bytes of shared memory for images; what does not fit goes to files in the scratch folder.
+        memory_budget: most bytes of shared memory for images; None for what the machine allows
+            (`weighbridge_service.memory_plan.choose_budget`). What does not fit goes to files in the scratch folder.
+        spill_budget: most bytes of these files; None for as many as the disk has room for, 0 to let pushes wait for memory instead.
         byte_budget: most bytes of weights in flight over gRPC: being gathered or sent, or received and not yet in their place.
         budget_wait: seconds that a stream without a deadline waits for room in the byte budget.
         read_cache: most bytes on disk, in the scratch folder, of what pulls have brought from a store that is no folder.
@@ -38,7 +40,7 @@ class ServiceConfig:
         peer_patience: seconds for which another replica that cannot be reached is tried again.
         declare_timeout: seconds that a rank waits for the others to declare their layouts.
         publish_attempts: how often making a version durable is tried.
-        image_wait: seconds that a push waits for an image while all room for images is taken.
+        image_wait: seconds that a push waits for its turn and for room while all room for images is taken.
         max_receiving: versions of all models together that may be received at one time.
         drain_seconds: how long shutting down waits for pushes and publications that are under way.
         collect_every: seconds between two collections of what need not be kept, on average; 0 for none.
@@ -50,7 +52,8 @@ class ServiceConfig:
     store: Path | str
     scratch: Path | None = None
     exports: Path | None = None
-    memory_budget: int = 8 << 30
+    memory_budget: int | None = None
+    spill_budget: int | None = None
     byte_budget: int = 256 << 20
     budget_wait: float = 30.0
     read_cache: int = 16 << 30

@@ -19,16 +19,19 @@ from starlette.exceptions import HTTPException
 
 from weighbridge.errors import Unavailable, WeighbridgeError
 from weighbridge.resources import Retention
+from weighbridge_service.doctor import examine_service
 from weighbridge_service.exports import Exports
 from weighbridge_service.http_hub import hub_router, on_hub_error
 from weighbridge_service.http_problems import BodyLimit, Problem, on_error
 from weighbridge_service.http_ranges import RangeNotSatisfiable
 from weighbridge_service.http_resources import (
+    ChecksOut,
     CollectIn,
     CollectionOut,
     ExportIn,
     ExportOut,
     ExportsOut,
+    MemoryOut,
     ModelOut,
     ModelsOut,
     RefsOut,
@@ -220,6 +223,16 @@ def _operations_router(service: Weighbridge, metrics: Metrics) -> APIRouter:
         if service.draining:
             raise Unavailable("the service is shutting down", fix="send new work to another one")
         return StatusOut(status="ready")
+
+    @router.get("/v1/memory")
+    def get_memory() -> MemoryOut:
+        """Limits, budget, and who has or waits for which image. Asks nothing of the store."""
+        return MemoryOut.of(service.memory())
+
+    @router.get("/v1/checks")
+    def list_checks() -> ChecksOut:
+        """What `weighbridge doctor` finds: memory, disk, and what a push of each model needs."""
+        return ChecksOut.model_validate({"checks": examine_service(service)})
 
     @router.get(
         "/metrics",

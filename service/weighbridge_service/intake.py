@@ -41,7 +41,8 @@ from weighbridge_storage.head_changes import (
     renew_version,
     still_open,
 )
-from weighbridge_storage.images import Image, ImagePool
+from weighbridge_storage.image_pool import ImagePool
+from weighbridge_storage.images import Image
 from weighbridge_storage.names import ModelName
 
 log = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class Intake:
             entry.request_id,
             home=self.home,
             prepare=model.prepare,
-            acquire_image=lambda files, clients: self._images.acquire(model, files, clients),
+            acquire_image=lambda files, clients: self._images.acquire(model, entry.number, files, clients),
             forwarding=Forwarding(self._peers, str(model.name), entry.number),
             confirm=lambda: self._confirm(model.name, entry.number),
             known=model.known_set,

@@ -12,6 +12,7 @@ from weighbridge.resources import VersionState
 from weighbridge_service.byte_budget import Direction
 from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.service import Weighbridge
+from weighbridge_storage.memory_limits import read_memory
 
 
 class Metrics(Collector):
@@ -97,6 +98,23 @@ class Metrics(Collector):
         yield CounterMetricFamily("weighbridge_image_regions_made", "Image regions made.", value=usage.made)
         yield CounterMetricFamily(
             "weighbridge_image_regions_reused", "Images in a region used before.", value=usage.reused
+        )
+
+        yield GaugeMetricFamily(
+            "weighbridge_memory_budget_bytes",
+            "Most bytes of images in memory.",
+            value=service.memory_budget.nbytes,
+        )
+        limits = GaugeMetricFamily(
+            "weighbridge_memory_available_bytes", "Bytes that each limit on memory leaves.", labels=["limit"]
+        )
+        for limit in read_memory().limits:
+            limits.add_metric([limit.name], limit.available)
+        yield limits
+        yield GaugeMetricFamily(
+            "weighbridge_images_waiting",
+            "Versions that wait for an image.",
+            value=len(service.images.waiting()),
         )
 
         cache = service.read_cache.usage()

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+
+from weighbridge.checks import CheckStatus
 from weighbridge_service.byte_budget import ByteBudget
 from weighbridge_service.catalog import Catalog
 from weighbridge_service.collecting import Collecting
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.intake import Intake
+from weighbridge_service.memory_plan import (
+    PROCESS_BYTES,
+    MemoryReport,
+    Needs,
+    check_budget,
+    check_limits,
+    choose_budget,
+    room_for_images,
+)
 from weighbridge_service.serving import Serving
 from weighbridge_storage.block_cache import BlockCache
 from weighbridge_storage.block_file import check_holes
-from weighbridge_storage.images import ImagePool
+from weighbridge_storage.image_pool import ImagePool
+from weighbridge_storage.memory_limits import UNLIMITED, read_disk, read_memory
 from weighbridge_storage.opening import open_store
 from weighbridge_storage.probe import probe
 from weighbridge_storage.s3_settings import is_s3
+
+log = logging.getLogger(__name__)
+
+_LOG_LEVELS = {
+    CheckStatus.OK: logging.INFO,
+    CheckStatus.WARN: logging.WARNING,
+    CheckStatus.FAIL: logging.ERROR,
+}
 
 
 class Weighbridge:
@@ -35,6 +56,7 @@ class Weighbridge:
         serving: versions on their way out.
         collecting: which versions are kept.
         images: where versions are put together.
+        memory_budget: how much memory these may take.
         byte_budget: what may be in flight over gRPC.
         read_cache: what was brought from a store that is no folder.
         store_readers: who is reading from the store.
@@ -47,6 +69,7 @@ class Weighbridge:
         scratch = config.scratch_folder / ".images"
         scratch.mkdir(parents=True, exist_ok=True)
         self.read_cache = BlockCache(scratch, config.read_cache)
+        self._cache_in_memory = is_s3(config.store) and read_disk(scratch).in_memory
         if is_s3(config.store):
             check_holes(scratch)
         self._store = open_store(config.store)
@@ -55,12 +78,51 @@ class Weighbridge:
         except BaseException:
             self._store.close()
             raise
-        self.images = ImagePool(config.memory_budget, scratch)
+        self._scratch = scratch
+        self.memory_budget = choose_budget(config.memory_budget, read_memory(), self._needs())
+        self.images = ImagePool(
+            self.memory_budget.nbytes,
+            scratch,
+            spill_bytes=UNLIMITED if config.spill_budget is None else config.spill_budget,
+            memory_room=lambda: room_for_images(read_memory(), self._needs()),
+        )
+        for check in (
+            check_limits(read_memory(), self._needs()),
+            check_budget(self.memory_budget, self.images.spaces()[0]),
+        ):
+            log.log(_LOG_LEVELS[check.status], "%s", check)
         self.catalog = Catalog(self._store, grace)
         self.intake = Intake(self.catalog, self.images, config)
         self.store_readers = self.catalog.readers
         self.serving = Serving(self.catalog, self.read_cache, self.store_readers)
         self.collecting = Collecting(self.catalog, config.collect_every, self.serving.forget_deleted)
+
+    def _needs(self) -> Needs:
+        """What this service needs of memory besides images."""
+        cache = self.config.read_cache if self._cache_in_memory else 0
+        return Needs(
+            PROCESS_BYTES + self.config.byte_budget, cache and cache - self.read_cache.usage().nbytes
+        )
+
+    def memory(self) -> MemoryReport:
+        """How the service stands with memory now. Asks nothing of the store.
+
+        Raises:
+            WeighbridgeError: the scratch folder cannot be asked.
+        """
+        memory, disk = self.images.spaces()
+        return MemoryReport(
+            budget=self.memory_budget,
+            needs=self._needs(),
+            reading=read_memory(),
+            memory=memory,
+            disk=disk,
+            scratch=read_disk(self._scratch),
+            read_cache=self.read_cache.usage().nbytes,
+            read_cache_budget=self.config.read_cache if is_s3(self.config.store) else 0,
+            holdings=tuple(self.images.holdings()),
+            waiting=tuple(self.images.waiting()),
+        )
 
     @property
     def draining(self) -> bool:

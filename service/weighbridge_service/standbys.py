@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from weighbridge.errors import WeighbridgeError
-from weighbridge_storage.images import Image, ImagePool
+from weighbridge_storage.image_books import ImageOwner
+from weighbridge_storage.image_pool import ImagePool
+from weighbridge_storage.images import Image
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.regions import Region
 
@@ -68,7 +70,7 @@ class Standbys:
             asked = self._asked.setdefault(model, time.monotonic())
             soon = model in self._given and time.monotonic() - asked < _MAKE_SECONDS
         try:
-            image = self._images.reuse(sizes)
+            image = self._images.reuse(sizes, ImageOwner(str(model)))
             if image is None and may_make and not soon and self._images.fits(sizes):
                 # fresh memory takes seconds; whoever has asked asks again
                 threading.Thread(
@@ -84,7 +86,7 @@ class Standbys:
     def _make(self, model: ModelName, sizes: Mapping[str, int]) -> None:
         made: Image | None = None
         try:
-            made = self._images.acquire(sizes, may_spill=False)
+            made = self._images.acquire(sizes, ImageOwner(str(model)), may_spill=False)
         except WeighbridgeError as error:
             log.info("no memory was made ahead for %s: %s", model, error.message)
         finally:
@@ -93,14 +95,16 @@ class Standbys:
             self._enter(model, made)
 
     def _enter(self, model: ModelName, image: Image | None) -> None:
+        """What was to be made is there, or was not made. It is not kept while a version looks for room."""
         with self._lock:
             self._making.discard(model)
-            before = self._waiting.get(model) if image is not None else None
-            if image is not None:
+            unwanted = image
+            if image is not None and not self._wanting:
+                unwanted = self._waiting.get(model)
                 self._waiting[model] = image
                 self._asked.pop(model, None)
-        if before is not None:
-            self._drop(before)
+        if unwanted is not None:
+            self._drop(unwanted)
 
     @contextmanager
     def waiting(self, image: Image | None) -> Iterator[Image | None]:

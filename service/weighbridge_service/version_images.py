@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 
-from weighbridge.errors import FailedPrecondition, ResourceExhausted
+from weighbridge.errors import FailedPrecondition
 from weighbridge_service.catalog import Catalog, ModelState
 from weighbridge_service.models import RegisteredModel
 from weighbridge_service.standbys import Standbys
-from weighbridge_storage.images import Image, ImagePool
+from weighbridge_storage.image_books import ImageOwner
+from weighbridge_storage.image_pool import ImagePool
+from weighbridge_storage.images import Image
 
 _IMAGES_OF_A_MODEL = 2
 
@@ -18,7 +19,7 @@ class VersionImages:
     """Gives versions their images. Thread-safe.
 
     Args:
-        catalog: is notified when an image may have been given back.
+        catalog: which versions there are.
         pool: where images come from.
         standbys: those that are lent ahead of their versions.
         patience: how many seconds a version waits for an image.
@@ -30,31 +31,30 @@ class VersionImages:
         self._standbys = standbys
         self._patience = patience
 
-    def acquire(self, model: RegisteredModel, names: Sequence[str], clients: Collection[str]) -> Image:
-        """An image for a version that begins now, with the headers of its files written. Waits for room.
+    def acquire(
+        self, model: RegisteredModel, number: int, names: Sequence[str], clients: Collection[str]
+    ) -> Image:
+        """An image for a version that begins now, with the headers of its files written. Waits for its turn and for room.
 
         Args:
             model: whose version.
+            number: of the version.
             names: of those of its files that are put together here.
             clients: who pushes it, as far as they are known.
 
         Raises:
-            ResourceExhausted: there was no room in time.
+            ResourceExhausted: there was no room in time, or there never can be.
         """
         files = [file for file in model.files.files if file.name in set(names)]
         sizes = {file.name: file.nbytes for file in files}
-        deadline = time.monotonic() + self._patience
+        owner = ImageOwner(str(model.name), number)
         image = self._standbys.take(model.name, sizes, clients)
-        while image is None:
-            try:
-                with self._standbys.room_for(sizes):
-                    image = self._pool.acquire(sizes)
-            except ResourceExhausted:
-                with self._catalog.changed:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise
-                    self._catalog.changed.wait(min(left, 0.5))
+        if image is not None:
+            image.assign(owner)
+        else:
+            # in line before anything is recalled: a smaller version could take what comes back otherwise
+            with self._pool.queue(sizes, owner) as request, self._standbys.room_for(sizes):
+                image = request.take(self._patience)
         try:
             buffers = image.buffers
             for file in files:

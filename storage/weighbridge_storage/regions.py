@@ -18,6 +18,7 @@ import tempfile
 import threading
 import uuid
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -26,6 +27,8 @@ from weighbridge.paging import POPULATE_WRITE, enter_pages
 from weighbridge_storage.objects import ByteArray, error_for
 
 PAGE = mmap.PAGESIZE
+_STEP_BYTES = 256 << 20
+"""How much is allocated at a time."""
 
 _serials = itertools.count(1)
 _BOOT = uuid.uuid4().hex
@@ -38,6 +41,7 @@ class Region:
     Args:
         capacity: bytes; a multiple of `PAGE`, at least one.
         folder: where to make the file; None for shared memory.
+        on_allocated: is told of bytes as they are allocated, which takes time; the last of them before it returns.
 
     Raises:
         ResourceExhausted: memory or disk has no room for it.
@@ -47,7 +51,9 @@ class Region:
         in_memory: whether it is shared memory.
     """
 
-    def __init__(self, capacity: int, folder: str | None) -> None:
+    def __init__(
+        self, capacity: int, folder: str | None, on_allocated: Callable[[int], None] = lambda _nbytes: None
+    ) -> None:
         self.key = f"{_BOOT}-{next(_serials)}"
         self.capacity = capacity
         self.in_memory = folder is None
@@ -60,7 +66,10 @@ class Region:
             self._left_open = False
             try:
                 # Without this, a disk that is full would be a SIGBUS in the middle of a copy.
-                os.posix_fallocate(self.fd, 0, capacity)
+                for start in range(0, capacity, _STEP_BYTES):
+                    nbytes = min(_STEP_BYTES, capacity - start)
+                    os.posix_fallocate(self.fd, start, nbytes)
+                    on_allocated(nbytes)
                 if folder is None:
                     # Whoever gets the descriptor could cut the memory short under our hands otherwise.
                     fcntl.fcntl(

@@ -34,6 +34,7 @@ _MODULE_OF = {
     "collect": "keeping",
     "delete": "keeping",
     "migrate": "maintaining",
+    "doctor": "examining",
     "demo": "serving",
 }
 _INTERRUPTED = 130

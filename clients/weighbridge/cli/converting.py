@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from weighbridge.cli.output import print_json, print_left_out, progress_bar, readable_size
+from weighbridge.cli.output import print_json, print_left_out, progress_bar
 from weighbridge.cli.parsing import size
 from weighbridge.cli.running import Command, needs_extra
+from weighbridge.sizes import readable_size
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 

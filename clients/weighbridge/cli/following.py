@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighbridge.cli.output import print_json, readable_size
+from weighbridge.cli.output import print_json
 from weighbridge.cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge.resources import REF_LATEST
+from weighbridge.sizes import readable_size
 
 if TYPE_CHECKING:
     from weighbridge.follow.agent import Followed

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge.cli.output import print_json, print_table, readable_size, readable_time
+from weighbridge.cli.output import print_json, print_table, readable_time
 from weighbridge.cli.parsing import Reference, duration, model_at_version
 from weighbridge.cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge.resources import Retention
+from weighbridge.sizes import readable_size
 
 if TYPE_CHECKING:
     from weighbridge.client import Client

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighbridge.cli.output import print_json, print_table, readable_size, readable_time
+from weighbridge.cli.output import print_json, print_table, readable_time
 from weighbridge.cli.parsing import Reference, model_perhaps_at_version
 from weighbridge.cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge.errors import FailedPrecondition
 from weighbridge.resources import REF_LATEST, REF_LIVE
+from weighbridge.sizes import readable_size
 
 if TYPE_CHECKING:
     from weighbridge.engine import EngineClient

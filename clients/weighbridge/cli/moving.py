@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighbridge.cli.output import print_json, print_left_out, progress_bar, readable_size
+from weighbridge.cli.output import print_json, print_left_out, progress_bar
 from weighbridge.cli.parsing import Reference, model_at_version, size
 from weighbridge.cli.running import RETRY_SECONDS, Command, client_options, needs_extra
 from weighbridge.errors import InvalidArgument, WeighbridgeError
+from weighbridge.sizes import readable_size
 
 if TYPE_CHECKING:
     from weighbridge.engine import EngineClient

@@ -95,16 +95,6 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def readable_size(nbytes: int) -> str:
-    """Bytes for people, in thousands: ``5.0 GB``."""
-    size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.95:
-            return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
 def readable_time(unix_ms: int) -> str:
     """A time for people, in the local time zone; ``-`` for one that has not come."""
     return (

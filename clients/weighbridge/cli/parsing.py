@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +101,15 @@ def size(ctx: click.Context, param: click.Parameter, text: str) -> int:
     """Callback of an option that is a size in bytes."""
     with _misspelt(ctx, param):
         return parse_size(text)
+
+
+def size_or(**words: int | None) -> Callable[[click.Context, click.Parameter, str], int | None]:
+    """Callback of an option that is a size in bytes, or one of these words."""
+
+    def parse(ctx: click.Context, param: click.Parameter, text: str) -> int | None:
+        return words[text] if text in words else size(ctx, param, text)
+
+    return parse
 
 
 def duration(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:

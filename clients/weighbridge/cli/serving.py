@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from weighbridge.cli.parsing import StoreLocation, size
+from weighbridge.cli.parsing import StoreLocation, size, size_or
 from weighbridge.cli.running import Command, needs_extra
 
 
@@ -36,11 +36,21 @@ from weighbridge.cli.running import Command, needs_extra
 )
 @click.option(
     "--memory-budget",
-    metavar="SIZE",
-    callback=size,
-    default="8GiB",
+    metavar="SIZE|auto",
+    callback=size_or(auto=None),
+    default="auto",
     show_default=True,
-    help="Most shared memory for weights in transit; what does not fit goes to files in the scratch folder.",
+    help="Most shared memory for versions: the live one, and those being pushed. auto: what the container leaves, or half of what the "
+    "machine does. What does not fit goes to files in the scratch folder.",
+)
+@click.option(
+    "--spill-budget",
+    metavar="SIZE|auto|off",
+    callback=size_or(auto=None, off=0),
+    default="auto",
+    show_default=True,
+    help="Most room in the scratch folder for versions that do not fit into memory. auto: all that is free. off: pushes wait for "
+    "memory instead.",
 )
 @click.option(
     "--byte-budget",
@@ -134,7 +144,8 @@ def serve_command(
     store: Path | str,
     grpc: str,
     http: str,
-    memory_budget: int,
+    memory_budget: int | None,
+    spill_budget: int | None,
     byte_budget: int,
     read_cache: int,
     local_socket: str,
@@ -158,6 +169,7 @@ def serve_command(
         scratch=scratch,
         exports=exports,
         memory_budget=memory_budget,
+        spill_budget=spill_budget,
         byte_budget=byte_budget,
         read_cache=read_cache,
         local_socket=local_socket,
