@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge.cli.output import print_json, progress_bar, readable_size
+from weighbridge.cli.output import print_json, progress_bar
+from weighbridge.sizes import readable_size
 from weighbridge.cli.parsing import StoreLocation
 from weighbridge.cli.running import Command, needs_extra
 
