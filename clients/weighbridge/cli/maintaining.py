@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from weighbridge.cli.output import print_json, progress_bar
-from weighbridge.sizes import readable_size
 from weighbridge.cli.parsing import StoreLocation
 from weighbridge.cli.running import Command, needs_extra
+from weighbridge.sizes import readable_size
 
 if TYPE_CHECKING:
     from weighbridge_storage.migration.migrate import MigratedModel
