@@ -6,7 +6,14 @@ Modules, lowest first; each imports only from those above it and from `weighbrid
 - `objects`: the port to an object store, and the rules every store keeps.
 - `local`: that port on a local folder.
 - `strict_json`: how a stored JSON document is read without trusting it.
-- `head`: a model's `head.json`, what may change in it, and how writers take turns.
+- `lru`: a cache of the values used last.
+- `entries`: versions and refs as objects of stored documents.
+- `history_nodes`, `history_tree`: the tree that holds the older versions of a model, its queries and its edits.
+- `head`: a model's `head.json`.
+- `history`: the versions that a head leads to, and what goes from it into the tree; `history_store` reads and writes the tree's nodes.
+- `head_changes`, `head_store`: what may change in a head, and how writers take turns.
+- `leases`, `retention`, `collecting`: who is still reading, what is kept, and how the rest goes.
+- `migration`: readers of the formats of before.
 - `manifest`: a version's `weighbridge.json`.
 - `digests`: digests of a version's files and their blocks, and non-finite elements of its tensors.
 - `images`: the buffers in which a version is put together.

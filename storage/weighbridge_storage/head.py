@@ -181,7 +181,8 @@ class Head:
             if there.retired if there is not None else not self.in_tree(ref.version):
                 raise InvalidArgument(f"ref {name} names version {shown(ref.version)}, which is not there")
         durable = [number for number, entry in self.recent.items() if not entry.retired]
-        if self.latest < max(durable, default=0) or (not self.latest and self.refs):
+        published = bool(self.refs) or self.root is not None
+        if self.latest < max(durable, default=0) or (published and not self.latest):
             raise InvalidArgument(f"{REF_LATEST} is not the highest version")
 
     def to_json(self) -> bytes:

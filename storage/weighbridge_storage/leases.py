@@ -1,4 +1,4 @@
-"""Who is still reading a version that was taken out of history?
+"""Leases of those who are still reading a version that was taken out of history.
 
 Objects of a retired version stay for a **grace time**, which is enough for most readers. A reader that takes longer keeps a
 **lease**: an object ``leases/<number>/<reader>`` beside the versions, with the time at which it ends, written again before it does.
@@ -6,13 +6,13 @@ While a version has a lease that has not ended, nobody deletes its objects.
 
 Why no reader that keeps to this loses a version under its hands: let G be the grace time, and let clocks differ, and each write of a
 head or a lease take, less than G/4. A reader begins at a time s with reading the head, which lists the version. So the version is
-retired by a write that takes effect at some r >= s, and whose tombstone says r - G/4 at the least. A reader that has been at it for
-G/4 writes its lease, so it is there by s + G/2. Whoever deletes looks for leases when the tombstone is older than G by its own
+retired by a write that takes effect at some r >= s, and whose ``retired_ms`` says r - G/4 at the least. A reader that has been at it for
+G/4 writes its lease, so it is there by s + G/2. Whoever deletes looks for leases when ``retired_ms`` is longer ago than G by its own
 clock, which is after r - G/4 + G - G/4 = r + G/2 >= s + G/2. The lease is written for G each time and again after every G/4, and
 is taken as ended only G/4 later than it says, so different clocks do not end it either.
 
 Who begins to read a version when it is retired already (a stream that broke is resumed, a file of a snapshot is asked for) counts
-as one that began when the tombstone says: it writes its lease when that is G/4 ago, so at once if need be. If the deletion has begun
+as one that began at ``retired_ms``: it writes its lease when that is G/4 ago, so at once if need be. If the deletion has begun
 by then, it is told that there is no such version.
 
 Who is stalled for longer than its lease, or cannot write one, finds that objects are not there. Keys are never given to other
