@@ -631,4 +631,4 @@ def test_verify_finds_one_flipped_byte(service: RunningService, store: Path, hf_
     assert any(last in problem for problem in report["problems"])
     plain = weighbridge(service, "verify", "acme/verified@1", json=False)
     assert plain.exit_code == 1
-    assert "2 problems" in plain.stdout
+    assert "3 problems" in plain.stdout
