@@ -15,8 +15,8 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.resources import Version
-from weighbridge_service.preparing import PreparedPush
-from weighbridge_service.spreading import numbered
+from weighbridge_service.push.push_plan import PreparedPush
+from weighbridge_service.push.replica_placement import numbered
 
 
 @dataclass(frozen=True, slots=True)

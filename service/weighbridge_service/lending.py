@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weighbridge.errors import FailedPrecondition, VersionFailed
 from weighbridge_service.filling import Filling
 from weighbridge_service.lifecycle import Lifecycle
-from weighbridge_service.preparing import PreparedPush
+from weighbridge_service.push.push_plan import PreparedPush
 from weighbridge_storage.images import Image, Lease
 from weighbridge_storage.regions import Region
 

@@ -33,7 +33,7 @@ from weighbridge_service.filling import Filling
 from weighbridge_service.forwarding import Forwarding
 from weighbridge_service.lending import Lending, LentImage
 from weighbridge_service.lifecycle import Lifecycle
-from weighbridge_service.preparing import PreparedPush
+from weighbridge_service.push.push_plan import PreparedPush
 from weighbridge_service.ranges import RangeSet
 from weighbridge_storage.images import Image
 from weighbridge_storage.regions import Region
