@@ -193,22 +193,25 @@ class ImagePool:
     Args:
         budget_bytes: most shared memory for all images together, free regions included.
         spill_folder: where images go that are over the budget; None to refuse them. It must be there.
+        recall: is called with each region that is to be used again, or given back to the system, and that other processes may
+            have mapped.
 
     Raises:
         InvalidArgument: the budget is negative.
-
-    Attributes:
-        ask_back: is called with each region that is to be used again, or given back to the system, and that other processes may
-            have mapped.
     """
 
-    def __init__(self, budget_bytes: int, spill_folder: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        spill_folder: str | os.PathLike[str] | None = None,
+        recall: Callable[[Region], None] = lambda _region: None,
+    ) -> None:
         if budget_bytes < 0:
             raise InvalidArgument(f"a memory budget of {budget_bytes} bytes is negative")
         self._budget = budget_bytes
         self._folder = None if spill_folder is None else os.fspath(spill_folder)
         self._lock = threading.Lock()
-        self.ask_back: Callable[[Region], None] = lambda _region: None
+        self._recall = recall
         self._free: list[Region] = []  # the longest unused first
         self._written: list[Region] = []  # nobody's image any more, but other processes still use them
         self._memory = 0  # of all regions, of regions being made too
@@ -369,7 +372,7 @@ class ImagePool:
             self._take_back()
             in_use = region in self._written
         if in_use:
-            self.ask_back(region)
+            self._recall(region)
 
     def _take_back(self) -> None:
         """Use those regions again that no other process can write to any more."""
@@ -380,7 +383,7 @@ class ImagePool:
     def _close_all(self, regions: list[Region]) -> int:
         """Close regions; returns their bytes."""
         for region in regions:
-            self.ask_back(region)
+            self._recall(region)
             region.close()
         return sum(region.capacity for region in regions)
 

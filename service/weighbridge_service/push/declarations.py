@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from weighbridge.errors import (
@@ -112,6 +112,13 @@ class Agreement:
         ranks = frozenset(rank for rank, number in enumerate(spread.homes) if number == me)
         return Share(me, files, ranks, frozenset(spread.owners.values()), alone=False)
 
+    def check_claim(self, claim: str) -> None:
+        """Raise FailedPrecondition if another replica passes bytes on under another agreement, or where there are no others."""
+        if self.prepared.spread is None or claim != self.claim:
+            raise FailedPrecondition(
+                "two replicas do not agree on who pushes what", fix="push the step again"
+            )
+
     def check_forwarded(self, home: Home, claim: str, rank: int, start: int, end: int) -> None:
         """Raise FailedPrecondition if a range of a rank's stream is not routed to a replica by others.
 
@@ -122,12 +129,9 @@ class Agreement:
             start: first byte of the range.
             end: one past its last.
         """
+        self.check_claim(claim)
         spread = self.prepared.spread
-        if spread is None or claim != self.claim:
-            raise FailedPrecondition(
-                "two replicas do not agree on who pushes what", fix="push the step again"
-            )
-        routed = spread.routes.get(rank, {}).get(self.homes.index(home))
+        routed = None if spread is None else spread.routes.get(rank, {}).get(self.homes.index(home))
         if self.home_of(rank) == home or routed is None or not routed.covers(start, end):
             raise FailedPrecondition(
                 f"bytes {start} to {end} of rank {rank} are not to be passed on to the replica {home}"
@@ -265,14 +269,16 @@ class Declarations:
             fix="push again: the shards will be shared out anew",
         )
 
-    def hear(self, elsewhere: Mapping[int, Declaration]) -> tuple[Declarations, WeighbridgeError | None]:
+    def hear(
+        self, elsewhere: Iterable[tuple[int, Declaration]]
+    ) -> tuple[Declarations, WeighbridgeError | None]:
         """Record what ranks have declared to other replicas.
 
         Returns:
             The declarations with these, and what the version fails of, if it does.
         """
         declared = dict(self.declared)
-        for rank, declaration in elsewhere.items():
+        for rank, declaration in elsewhere:
             if rank >= self.ranks:
                 return self, VersionFailed(
                     f"rank {rank} of {self.name} pushes to {declaration.home}: there is no such rank"

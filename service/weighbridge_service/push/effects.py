@@ -164,7 +164,7 @@ class GiveUp(Release):
 
     Attributes:
         error: why.
-        unless_claimed: whether other replicas may receive it, so that it stays open if one of them has claimed it: `LeftToOthers`.
+        unless_claimed: whether it stays open if other replicas have claimed it: `LeftToOthers`.
     """
 
     error: WeighbridgeError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weighbridge.errors import WeighbridgeError
@@ -75,9 +75,9 @@ class Aborted(Event):
 
 @dataclass(frozen=True, slots=True)
 class HeardElsewhere(Event):
-    """What ranks have declared to other replicas since the last time; perhaps nothing."""
+    """What ranks have declared to other replicas since the last time: ranks and declarations, perhaps none."""
 
-    declarations: Mapping[int, Declaration]
+    declarations: Sequence[tuple[int, Declaration]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +166,15 @@ class Published(Event):
 
 @dataclass(frozen=True, slots=True)
 class TimedOut(Event):
-    """What had not arrived when nothing more was heard of the ranks: a line for each thing."""
+    """What had not arrived when nothing more was heard of the ranks.
+
+    Attributes:
+        missing: a line for each thing.
+        heard_at: when the last bytes came; seconds of the monotonic clock, 0 if none have.
+    """
 
     missing: tuple[str, ...]
+    heard_at: float = 0.0
 
 
 class Verdict(enum.Enum):
@@ -188,7 +194,7 @@ class HeadSaid(Event):
     Attributes:
         effect: by which effect it was read.
         verdict: what it says.
-        claim: of a version that is published, the agreement under which it is.
+        claim: the agreement under which it is published, or is being written; empty if nobody has claimed it.
         reason: of a version that was given up, why.
     """
 

@@ -107,8 +107,8 @@ def _apply(state: PushState, event: on.Event, now: Moment) -> _Step:
             return _end(state, Phase.FAILED, error)
         case on.Aborted(reason) if state.phase in INCOMPLETE:
             return _end(state, Phase.ABORTED, VersionFailed(reason))
-        case on.TimedOut(missing):
-            return _timed_out(state, missing, now)
+        case on.TimedOut(missing, heard_at):
+            return _timed_out(replace(state, heard_at=max(state.heard_at, heard_at)), missing, now)
         case on.Superseded():
             state = replace(state, superseded=True)
             if state.gave_up and state.error is not None:
@@ -352,7 +352,9 @@ def _settle(state: PushState, error: WeighbridgeError) -> _Step:
 
 def _conclude(state: PushState, error: WeighbridgeError) -> _Step:
     """The version will not become durable. One that is visible stays so until a newer one is."""
-    if state.phase not in VISIBLE or state.superseded or isinstance(error, AlreadyExists):
+    if isinstance(error, AlreadyExists):
+        return _leave(state, error)
+    if state.phase not in VISIBLE or state.superseded:
         return _end(state, Phase.FAILED, error)
     give_up = do.GiveUp(error, unless_claimed=False)
     return replace(state, gave_up=True, settling=None, error=error), (give_up,)
@@ -360,12 +362,24 @@ def _conclude(state: PushState, error: WeighbridgeError) -> _Step:
 
 def _end(state: PushState, phase: Phase, error: WeighbridgeError) -> _Step:
     """Give the version up. It was never visible, or is no more."""
-    others_may_have_it = isinstance(error, AlreadyExists) or not state.declarations.here
+    ended, effects = _stop(state, phase, error)
+    if not state.gave_up:
+        effects += (do.GiveUp(error, unless_claimed=not state.declarations.here),)
+    return ended, effects
+
+
+def _leave(state: PushState, error: AlreadyExists) -> _Step:
+    """Other replicas write the version, under another agreement: it is theirs, and nothing is known of it here any more."""
+    ended, effects = _stop(state, Phase.FAILED, error)
+    return ended, (*effects, do.Forget())
+
+
+def _stop(state: PushState, phase: Phase, error: WeighbridgeError) -> _Step:
     effects: list[Effect] = [do.CloseWriter(error)]
     if state.image:
         effects.append(do.ReleaseImage())
     if not state.gave_up:
-        effects += [do.Remember(None), do.GiveUp(error, unless_claimed=others_may_have_it)]
+        effects.append(do.Remember(None))
     return replace(_to(state, phase), error=error, image=False), tuple(effects)
 
 
@@ -374,13 +388,15 @@ def _head_said(state: PushState, said: on.HeadSaid, now: Moment) -> _Step:
     if said.verdict is on.Verdict.PUBLISHED:
         if agreed is not None and said.claim == agreed.claim:
             return _publish(state, now)
-        return _end(
-            state,
-            Phase.FAILED,
-            AlreadyExists(f"{state.name} was published by others", fix="push the step again"),
+        return _leave(
+            state, AlreadyExists(f"{state.name} was published by others", fix="push the step again")
         )
     if said.verdict is on.Verdict.GIVEN_UP:
         return _conclude(state, state.settling or VersionFailed(said.reason, fix="push the step again"))
+    if agreed is not None and said.claim not in ("", agreed.claim):
+        return _leave(
+            state, AlreadyExists(f"{state.name} is being written by others", fix="push the step again")
+        )
     match said.effect:
         case do.Confirm():  # a store that is away is no reason not to become ready
             return replace(state, confirmed=True), ()
