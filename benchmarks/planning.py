@@ -62,8 +62,8 @@ def plan(name: str) -> dict[str, Any]:
     from weighbridge_service.megatron_layouts import Stages, all_ranks
     from weighbridge_service.model_tensors import ModelTensors
     from weighbridge_service.planning import make_plan
-    from weighbridge_service.preparing import prepare_push
     from weighbridge_service.process_memory import collect_rarely
+    from weighbridge_service.push.push_plan import prepare_push
     from weighbridge_service.relations import identity_links
     from weighbridge_service.transfers import Transfer
     from weighbridge_service.weight_maps import derive_weight_map

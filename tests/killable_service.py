@@ -38,9 +38,8 @@ def serve(
     from weighbridge.safetensors_files import lay_out_files
     from weighbridge_service import models
     from weighbridge_service.config import ServiceConfig
-    from weighbridge_service.grpc_server import GrpcServer
+    from weighbridge_service.grpc_server import GrpcListener, GrpcServer
     from weighbridge_service.lane_server import LaneServer
-    from weighbridge_service.metrics import Metrics
     from weighbridge_service.service import Weighbridge
 
     if file_bytes is not None:
@@ -48,9 +47,10 @@ def serve(
     config = ServiceConfig(
         store, **{"memory_budget": 1 << 28, "grpc_workers": 32, "local_socket": "off", **settings}
     )
-    service = Weighbridge(config)
+    listener = GrpcListener(f"127.0.0.1:{port}", config.grpc_workers)
+    service = Weighbridge(config, listener.port)
     lane = LaneServer(service, config.local_socket)
-    server = GrpcServer(service, Metrics(service, lane), lane, f"127.0.0.1:{port}")
+    server = GrpcServer(listener, service, lane)
     server.start()
     time.sleep(3600)
 

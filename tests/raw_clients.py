@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -178,11 +179,17 @@ class RawClient:
     def declare_message(
         self, model: str, number: int, message: Any, digest: str, *, rank: int = 0, seconds: float = 20.0
     ) -> list[int]:
-        """Declare whatever message."""
+        """Declare whatever message; again as often as the service says, for so many seconds."""
         request = pb.DeclareLayoutRequest(
             model=model, number=number, rank=rank, client_id=self.client_id, digest=digest, layout=message
         )
-        return list(self.call(self.checkpoints.DeclareLayout, request, seconds).assigned)
+        deadline = time.monotonic() + seconds
+        while True:
+            left = max(deadline - time.monotonic(), 0.1)
+            response = self.call(self.checkpoints.DeclareLayout, request, left)
+            if not response.retry_after_ms:
+                return list(response.assigned)
+            time.sleep(response.retry_after_ms / 1000)
 
     def push(
         self,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weighbridge_service.config import ServiceConfig
-from weighbridge_service.grpc_server import GrpcServer
+from weighbridge_service.grpc_server import GrpcListener, GrpcServer
 from weighbridge_service.lane_server import OFF, LaneServer
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
@@ -30,10 +30,15 @@ class RunningService:
             "local_socket": OFF,
         }
         config = ServiceConfig(store, **{**defaults, **settings})
-        self.service = Weighbridge(config)
+        listener = GrpcListener("127.0.0.1:0", config.grpc_workers)
+        try:
+            self.service = Weighbridge(config, listener.port)
+        except BaseException:
+            listener.stop(0.0)
+            raise
         self.lane = LaneServer(self.service, config.local_socket)
-        self.metrics = Metrics(self.service, self.lane)
-        self.grpc = GrpcServer(self.service, self.metrics, self.lane, "127.0.0.1:0")
+        self.metrics = Metrics(self.service, self.lane, listener.calls)
+        self.grpc = GrpcServer(listener, self.service, self.lane)
         self.grpc.start()
         self.address = f"127.0.0.1:{self.grpc.port}"
 

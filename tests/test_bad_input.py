@@ -941,7 +941,7 @@ def test_a_seal_that_waits_for_a_late_piece_ends_once_and_heeds_an_abort(
         for thread in [*threads, late]:
             thread.join()
         if abort:
-            assert bench.trainer.version(model, number).state is VersionState.FAILED
+            assert bench.trainer.version(model, number).state is VersionState.ABORTED
             assert all(isinstance(result, VersionFailed) for result in results), results
             assert_never_visible_number(bench, model, number)
         else:
@@ -1150,7 +1150,7 @@ def test_with_a_full_disk_a_version_stays_live_and_the_trainer_is_told(
             trainer.wait_for("acme/full", number, VersionState.DURABLE, timeout=20)
         assert "not durable" in str(caught.value)
         found = trainer.version("acme/full", number)
-        assert found.state is VersionState.READY
+        assert found.state is VersionState.VERIFIED
         assert trainer.refs("acme/full") == {"latest": first.number, "live": number}
         assert_equal(engine, "acme/full", "live", other.arrays)
         assert_equal(engine, "acme/full", "latest", source.arrays)
@@ -1188,7 +1188,8 @@ def test_an_error_after_the_head_was_written_never_costs_the_versions_files(
             raise DataLoss("the device reports 'Input/output error'")
 
     monkeypatch.setattr(store, "_install", fails_late)
-    monkeypatch.setattr(bench.running.service.intake.publisher, "attempts", 1)
+    intake = bench.running.service.intake
+    monkeypatch.setattr(intake, "limits", replace(intake.limits, attempts=1))
     number = bench.trainer.push_folder(model, bench.source.folder).number
     with contextlib.suppress(WeighbridgeError):
         bench.trainer.wait_for(model, number, VersionState.DURABLE, timeout=10)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ from tests.services import RunningService, running_service
 from weighbridge import TrainerClient
 from weighbridge.errors import Unavailable
 from weighbridge.resources import VersionState
-from weighbridge_service import http_hub, publishing
+from weighbridge_service import http_hub
 from weighbridge_service.exports import Exports
 from weighbridge_service.http_app import create_app
 from weighbridge_service.http_problems import MAX_BODY_BYTES
+from weighbridge_service.push import publisher
 from weighbridge_service.server import HttpServer
 
 pytestmark = pytest.mark.xdist_group("hub")
@@ -392,9 +393,10 @@ def test_a_version_that_is_only_ready_is_not_offered(
     tiny_model(tiny_config("llama", tied=False), 3).save_pretrained(folder)
     with TrainerClient(endpoint.running.address) as trainer:
         trainer.register_model(name, folder)
-        monkeypatch.setattr(endpoint.running.service.intake.publisher, "attempts", 1)
+        intake = endpoint.running.service.intake
+        monkeypatch.setattr(intake, "limits", replace(intake.limits, attempts=1))
         with monkeypatch.context() as patch:
-            patch.setattr(publishing, "write_weights", fails)
+            patch.setattr(publisher, "write_weights", fails)
             number = trainer.push_folder(name, folder, step=1).number
             trainer.wait_for(name, number, VersionState.READY, timeout=20)
             assert trainer.refs(name) == {"live": number}

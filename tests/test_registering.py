@@ -130,7 +130,7 @@ def test_a_model_without_versions_becomes_what_is_registered_last(
     catalog: Catalog, changes: dict[str, Any]
 ) -> None:
     catalog.register_model(str(NAME), files())
-    assert catalog.state(NAME).model.config_json == files()["config.json"]
+    assert catalog.model(NAME).config_json == files()["config.json"]
     config = {**LLAMA, **changes}
     model = catalog.register_model(str(NAME), files(**changes))
     assert model.model_type == config["model_type"]
@@ -172,15 +172,15 @@ def test_what_the_files_of_an_import_lack_is_remembered_when_only_the_config_com
     # what is said explicitly still counts
     with pytest.raises(FailedPrecondition, match="registered already"):
         catalog.register_model(str(NAME), content, "bf16")
-    assert lacking.isdisjoint(catalog.state(NAME).model.tensors)
+    assert lacking.isdisjoint(catalog.model(NAME).tensors)
 
 
 def test_files_may_lack_what_the_config_promised_before_the_first_version(catalog: Catalog) -> None:
     content, found, lacking = predicting()
     assert catalog.register_model(str(NAME), content).tensor_count == len(found) + len(lacking)
-    assert lacking <= catalog.state(NAME).model.tensors.keys()
+    assert lacking <= catalog.model(NAME).tensors.keys()
     assert catalog.register_model(str(NAME), content, found=found).tensor_count == len(found)
-    assert catalog.state(NAME).model.tensors.keys() == {spec.name for spec in found}
+    assert catalog.model(NAME).tensors.keys() == {spec.name for spec in found}
     open_version(catalog)
     assert catalog.register_model(str(NAME), content).tensor_count == len(found)
 

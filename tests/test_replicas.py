@@ -225,10 +225,12 @@ def test_each_replica_holds_only_the_files_that_it_writes(tmp_path: Path, source
             trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=30)
         files: list[set[str]] = []
         for each in running:
-            live = each.service.catalog.live(NAME, number)
-            assert live is not None
-            assert live.receiving.image is not None
-            files.append(set(live.receiving.image.sizes))
+            catalog = each.service.catalog
+            eventually(lambda: (known := catalog.snapshot(NAME, number)) and known.image)  # noqa: B023
+            known = catalog.snapshot(NAME, number)
+            assert known is not None
+            assert known.image is not None
+            files.append(set(known.image.sizes))
         assert files[0]
         assert files[1]
         assert not files[0] & files[1]
@@ -463,12 +465,12 @@ def test_a_replica_that_only_opened_a_version_does_not_end_it(
         number = first.open(MODEL, request_id="r/1")
         layout = rows_layout(arrays, 0, 1)
         stream = stream_of(arrays, layout, raw.declare(MODEL, number, layout))
-        live = running[0].service.catalog.live(NAME, number)
-        assert live is not None
+        catalog = running[0].service.catalog
+        assert catalog.snapshot(NAME, number) is not None
         for piece in cut(stream, len(stream) // 8):
             raw.push(MODEL, number, [piece])
             time.sleep(0.3)
-        eventually(lambda: live.receiving.failed)
+        eventually(lambda: catalog.snapshot(NAME, number) is None)  # it leaves the version to the other one
         raw.seal(MODEL, number)
         with EngineClient(running[0].address) as engine:
             engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)

@@ -144,7 +144,7 @@ def test_a_model_keeps_what_it_is_told_to_and_nothing_else(bench: Bench) -> None
 def test_a_retired_version_is_in_no_list_and_can_be_read_by_its_number(bench: Bench) -> None:
     bench.add(3)
     deleted = bench.trainer.delete_version(MODEL, 1)
-    assert (deleted.number, deleted.state) == (1, VersionState.DURABLE)
+    assert (deleted.number, deleted.state) == (1, VersionState.RETIRED)
     assert "taken out of history" in deleted.error
     assert bench.trainer.delete_version(MODEL, 1) == deleted, "a lost answer is asked for again"
     assert [v.number for v in bench.trainer.versions(MODEL, include_invisible=True)] == [3, 2]

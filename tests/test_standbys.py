@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.services import eventually
-from weighbridge_service.standbys import Standbys
+from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.standbys import Standbys
 from weighbridge_storage import image_pool
 from weighbridge_storage.image_pool import ImagePool
 from weighbridge_storage.names import ModelName
@@ -41,7 +42,7 @@ def test_a_version_gets_the_memory_that_was_just_being_made_ahead_for_another_mo
 ) -> None:
     begun, go_on = slow_memory
     pool = ImagePool(IMAGE_BYTES, tmp_path)
-    standbys = Standbys(pool)
+    standbys = Standbys(pool, Mappings())
     assert standbys.get(FIRST, SIZES, may_make=True) is None
     assert begun.wait(20)
     threading.Timer(0.2, go_on.set).start()
@@ -54,7 +55,7 @@ def test_a_version_gets_the_memory_that_was_just_being_made_ahead_for_another_mo
 
 def test_memory_made_ahead_never_lies_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ImagePool(IMAGE_BYTES, tmp_path)
-    standbys = Standbys(pool)
+    standbys = Standbys(pool, Mappings())
     image = pool.acquire(SIZES)
     # as if it had been free a moment ago
     monkeypatch.setattr(pool, "fits", lambda _sizes: True)
@@ -72,7 +73,7 @@ def test_memory_that_could_not_be_made_ahead_is_not_waited_for(
         raise RuntimeError("can't start new thread")
 
     pool = ImagePool(IMAGE_BYTES, tmp_path)
-    standbys = Standbys(pool)
+    standbys = Standbys(pool, Mappings())
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="new thread"):
@@ -88,10 +89,10 @@ def test_memory_that_could_not_be_made_ahead_is_not_waited_for(
 def test_memory_that_is_long_in_the_making_is_not_waited_for_for_ever(
     tmp_path: Path, slow_memory: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weighbridge_service.standbys._MADE_SECONDS", 0.2)
+    monkeypatch.setattr("weighbridge_service.push.standbys._MADE_SECONDS", 0.2)
     begun, _go_on = slow_memory
     pool = ImagePool(IMAGE_BYTES, tmp_path)
-    standbys = Standbys(pool)
+    standbys = Standbys(pool, Mappings())
     assert standbys.get(FIRST, SIZES, may_make=True) is None
     assert begun.wait(20)
     with standbys.room_for(SIZES):
@@ -102,7 +103,7 @@ def test_memory_that_is_long_in_the_making_is_not_waited_for_for_ever(
 
 def test_a_version_that_fits_into_no_memory_does_not_wait_for_any(tmp_path: Path) -> None:
     pool = ImagePool(IMAGE_BYTES, tmp_path)
-    standbys = Standbys(pool)
+    standbys = Standbys(pool, Mappings())
     taken = pool.acquire(SIZES)
     with standbys.room_for(SIZES):
         image = pool.acquire(SIZES)

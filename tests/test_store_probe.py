@@ -27,7 +27,7 @@ def test_rclone_is_refused_and_so_the_service_does_not_start(aws_environment: No
     with rclone(tmp_path) as server:
         config = ServiceConfig(server.location(), scratch=tmp_path / "scratch", memory_budget=1 << 20)
         with pytest.raises(FailedPrecondition, match="does not keep conditional writes") as caught:
-            Weighbridge(config)
+            Weighbridge(config, 1)
         assert "SeaweedFS" in caught.value.fix
     assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
 

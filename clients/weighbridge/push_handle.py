@@ -81,7 +81,7 @@ class PushHandle:
         """Wait for the version.
 
         Args:
-            until: ``durable`` (in the object store) or ``ready`` (engines can pull it).
+            until: ``ready`` (engines can pull it), ``verified`` or ``durable`` (in the object store).
             timeout: seconds; None waits as long as it takes.
             on_progress: is called with the version as it stands now and then.
 

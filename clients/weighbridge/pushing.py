@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,6 @@ _DECLARE_SECONDS = 600.0
 """How long a rank waits for the other ranks to declare what they hold."""
 _DECLARE_CALL_SECONDS = 10.0
 """How long one call waits for that before it is made again."""
-_PAUSE_SECONDS = 0.1
 _PREPARE_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds before each question for the memory of the next version: it may be in use until this one is durable."""
 _PUSHES_AT_ONCE = 2
@@ -126,15 +126,23 @@ class Pusher:
                 response = client._call(
                     client._checkpoints.DeclareLayout, request, seconds=_DECLARE_CALL_SECONDS
                 )
-            except DeadlineExceeded:  # ranks are still missing; it names them
+            except DeadlineExceeded:  # the service is too busy to answer
                 if time.monotonic() > give_up:
                     raise
-                request.ClearField("layout")  # it has arrived
-                time.sleep(_PAUSE_SECONDS)
                 continue
-            if not response.layout_needed:
+            if response.layout_needed:
+                request.layout.CopyFrom(wire.layout_to_proto(layout, space))
+            elif response.retry_after_ms:
+                if time.monotonic() > give_up:
+                    raise DeadlineExceeded(
+                        f"{header.model}@{header.number}: not all ranks have declared their layout",
+                        details=[f"rank {rank}" for rank in response.absent_ranks],
+                        fix="every rank calls push with the same step, run and world_size",
+                    )
+                request.ClearField("layout")  # it has arrived
+                time.sleep(response.retry_after_ms / 1000 * random.uniform(0.75, 1.25))  # not all at once
+            else:
                 return list(response.assigned)
-            request.layout.CopyFrom(wire.layout_to_proto(layout, space))
 
     def _copy_out(self, header: pb.PushHeader, stream: Layout, source: ShardSource) -> _Delivery:
         """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""

@@ -11,23 +11,59 @@ from weighbridge.errors import InvalidArgument
 
 _MOST = 2**53
 REF_LIVE = "live"
-"""The newest version that is complete and verified; it may not be in the object store yet."""
+"""The newest version that is complete; it may not be verified or in the object store yet."""
 REF_LATEST = "latest"
 """The newest version in the object store. It names one for ever, and what it has named goes only if the retention lets it."""
 
 
 class VersionState(enum.Enum):
-    """Where a version is in its life."""
+    """Where a version is in its life. Who may rely on what is in docs/design.md."""
 
+    OPEN = "open"
+    """The number is given; not all ranks have declared, or there is no memory for it yet."""
     RECEIVING = "receiving"
+    """The plan is made and bytes arrive."""
     READY = "ready"
+    """Complete: every byte is in the memory of a live replica, and nobody can write to it."""
+    VERIFIED = "verified"
+    """Digests were made of these bytes, and a sample was compared with what ranks sent."""
     DURABLE = "durable"
+    """In the object store and part of history; verified, too."""
     FAILED = "failed"
+    """Given up before it was visible, or lost before it was durable."""
+    ABORTED = "aborted"
+    """Given up because somebody asked for it."""
+    RETIRED = "retired"
+    """Taken out of history; those who know its number can read it until the grace time is over."""
 
     @property
     def visible(self) -> bool:
         """Whether engines can pull it."""
-        return self in (VersionState.READY, VersionState.DURABLE)
+        return self in (VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE, VersionState.RETIRED)
+
+    @property
+    def stored(self) -> bool:
+        """Whether it can be read from the object store."""
+        return self in (VersionState.DURABLE, VersionState.RETIRED)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it will never be complete, or was lost."""
+        return self in (VersionState.FAILED, VersionState.ABORTED)
+
+    def reached(self, wanted: VersionState) -> bool:
+        """Whether a version in this state has come as far as ``wanted``; never if either is a state of one that was given up."""
+        return self in _ORDER and wanted in _ORDER and _ORDER.index(self) >= _ORDER.index(wanted)
+
+
+_ORDER = (
+    VersionState.OPEN,
+    VersionState.RECEIVING,
+    VersionState.READY,
+    VersionState.VERIFIED,
+    VersionState.DURABLE,
+    VersionState.RETIRED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +80,8 @@ class Version:
         sealed_ranks: ranks that have pushed all they hold.
         tensor_bytes: bytes of all tensors.
         received_bytes: bytes of them that have arrived.
-        create_time_ms, ready_time_ms, durable_time_ms: Unix time in milliseconds; 0 if not yet.
+        nonfinite_elements: elements of all tensors that are NaN or infinite; 0 until it is verified, or if no longer known.
+        create_time_ms, ready_time_ms, verified_time_ms, durable_time_ms: Unix time in milliseconds; 0 if not yet, or no longer known.
         error: why it failed, or why it could not be made durable, or that it was taken out of history; empty if all is well.
         error_details: one line for each tensor, box or rank concerned.
     """
@@ -58,8 +95,10 @@ class Version:
     sealed_ranks: int = 0
     tensor_bytes: int = 0
     received_bytes: int = 0
+    nonfinite_elements: int = 0
     create_time_ms: int = 0
     ready_time_ms: int = 0
+    verified_time_ms: int = 0
     durable_time_ms: int = 0
     error: str = ""
     error_details: tuple[str, ...] = ()
@@ -76,8 +115,10 @@ class Version:
             "sealed_ranks": self.sealed_ranks,
             "tensor_bytes": self.tensor_bytes,
             "received_bytes": self.received_bytes,
+            "nonfinite_elements": self.nonfinite_elements,
             "create_time_ms": self.create_time_ms,
             "ready_time_ms": self.ready_time_ms,
+            "verified_time_ms": self.verified_time_ms,
             "durable_time_ms": self.durable_time_ms,
             "error": self.error,
             "error_details": list(self.error_details),

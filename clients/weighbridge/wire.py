@@ -18,10 +18,14 @@ MEGATRON = resources_pb2.TENSOR_SPACE_MEGATRON
 HUGGING_FACE = resources_pb2.TENSOR_SPACE_HUGGING_FACE
 
 _STATES = {
+    VersionState.OPEN: resources_pb2.VERSION_STATE_OPEN,
     VersionState.RECEIVING: resources_pb2.VERSION_STATE_RECEIVING,
     VersionState.READY: resources_pb2.VERSION_STATE_READY,
+    VersionState.VERIFIED: resources_pb2.VERSION_STATE_VERIFIED,
     VersionState.DURABLE: resources_pb2.VERSION_STATE_DURABLE,
     VersionState.FAILED: resources_pb2.VERSION_STATE_FAILED,
+    VersionState.ABORTED: resources_pb2.VERSION_STATE_ABORTED,
+    VersionState.RETIRED: resources_pb2.VERSION_STATE_RETIRED,
 }
 _STATES_BACK = {number: state for state, number in _STATES.items()}
 
@@ -200,8 +204,10 @@ def version_to_proto(version: Version) -> resources_pb2.Version:
         sealed_ranks=version.sealed_ranks,
         tensor_bytes=version.tensor_bytes,
         received_bytes=version.received_bytes,
+        nonfinite_elements=version.nonfinite_elements,
         create_time_ms=version.create_time_ms,
         ready_time_ms=version.ready_time_ms,
+        verified_time_ms=version.verified_time_ms,
         durable_time_ms=version.durable_time_ms,
         error=version.error,
         error_details=version.error_details,
@@ -220,8 +226,10 @@ def version_from_proto(message: resources_pb2.Version) -> Version:
         sealed_ranks=message.sealed_ranks,
         tensor_bytes=message.tensor_bytes,
         received_bytes=message.received_bytes,
+        nonfinite_elements=message.nonfinite_elements,
         create_time_ms=message.create_time_ms,
         ready_time_ms=message.ready_time_ms,
+        verified_time_ms=message.verified_time_ms,
         durable_time_ms=message.durable_time_ms,
         error=message.error,
         error_details=tuple(message.error_details),

@@ -16,7 +16,6 @@ from weighbridge.errors import (
     FailedPrecondition,
     NotFound,
     VersionFailed,
-    WeighbridgeError,
 )
 from weighbridge.layouts import TensorSpec
 from weighbridge.resources import REF_LATEST, REF_LIVE, Model, Verification, Version, VersionState
@@ -29,13 +28,13 @@ from weighbridge_service.models import (
     registered,
     summary_from_head,
 )
-from weighbridge_service.receiving import Receiving
 from weighbridge_service.store_readers import DEFAULT_GRACE, StoreReaders, reading_since
 from weighbridge_storage.entries import VersionEntry
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import delete_ref, set_ref
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.history import History
+from weighbridge_storage.images import Image
 from weighbridge_storage.leases import Grace
 from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
 from weighbridge_storage.objects import ObjectStore
@@ -49,66 +48,26 @@ _KEPT_MODELS = 64
 """Models that a process remembers, those with versions that it receives or has in memory not counted: 70 MB for the largest."""
 
 
-@dataclass
-class LiveVersion:
-    """A version of which this process knows more than the store: being received, ready, or failed.
+@dataclass(frozen=True, slots=True)
+class VersionSnapshot:
+    """What this process knows of a version beyond the store, at one moment.
 
     Attributes:
-        receiving: how far it is.
-        client_of_request: which client opened it.
-        open_until_ms: when others may take it for abandoned, in milliseconds since 1970 UTC.
-        waiting_for_others: whether this replica has done its part, and there is nothing it could do now.
-        announced: whether ``live`` has been told of it.
-        durable_time_ms: when it became durable; 0 if it is not.
-        publish_error: why the last attempt at making it durable failed.
-        gave_up: whether there will be no other attempt.
+        version: as everybody sees it.
+        image: the bytes of its files, or of those that this process has put together, if they are complete and still in memory.
+        unfinished: whether something is to be done for it yet.
+        abandoned: of a version that is visible and not durable, that it will not become durable.
     """
 
-    receiving: Receiving
-    client_of_request: str
-    open_until_ms: int
-    waiting_for_others: bool = False
-    announced: bool = False
-    durable_time_ms: int = 0
-    publish_error: WeighbridgeError | None = None
-    gave_up: bool = False
+    version: Version
+    image: Image | None = None
+    unfinished: bool = True
+    abandoned: bool = False
 
-    @property
-    def version(self) -> Version:
-        """The version as it stands now."""
-        version = self.receiving.version
-        if version.state is VersionState.READY and not self.announced:
-            # engines that ask for `live` could still get the one before
-            return replace(version, state=VersionState.RECEIVING, ready_time_ms=0)
-        if version.state is VersionState.FAILED:
-            return version  # by its own reason, whatever came of closing it
-        if self.gave_up and self.receiving.image is None:
-            version = replace(version, state=VersionState.FAILED)
-        if self.durable_time_ms:
-            return replace(version, state=VersionState.DURABLE, durable_time_ms=self.durable_time_ms)
-        if self.publish_error is not None:
-            error = self.publish_error
-            return replace(version, error=f"not durable yet: {error.message}", error_details=error.details)
-        return version
-
-
-class ModelState:
-    """What this process knows of one model. Guarded by the catalog's condition, but for `opening`.
-
-    Attributes:
-        model: its registration and what is derived from it.
-        versions: the versions it knows more of than the store, by number.
-        by_request: the newest of them for each request.
-        live: number of the newest version that is ready; 0 if none was since the process began.
-        opening: is held while a version is opened.
-    """
-
-    def __init__(self, model: RegisteredModel) -> None:
-        self.model = model
-        self.versions: dict[int, LiveVersion] = {}
-        self.by_request: dict[str, int] = {}
-        self.live: int = 0
-        self.opening = threading.Lock()
+    def differs_from(self, other: VersionSnapshot) -> bool:
+        """Whether more has changed than how many bytes have come."""
+        same = replace(self.version, received_bytes=other.version.received_bytes)
+        return replace(self, version=same) != other
 
 
 class Catalog:
@@ -121,7 +80,6 @@ class Catalog:
     Attributes:
         heads: the heads of all models.
         readers: who reads versions from the store.
-        changed: is notified whenever a version's state or a ref may have changed; guards the states of models.
         stopping: set when the service goes down.
     """
 
@@ -129,9 +87,10 @@ class Catalog:
         self.store = store
         self.heads = HeadStore(store)
         self.readers = StoreReaders(store, grace)
-        self.changed = threading.Condition()
         self.stopping = threading.Event()
-        self._states: OrderedDict[ModelName, ModelState] = OrderedDict()
+        self._changed = threading.Condition()
+        self._models: OrderedDict[ModelName, RegisteredModel] = OrderedDict()
+        self._snapshots: dict[ModelName, dict[int, VersionSnapshot]] = {}
         self._changes = 0
 
     def register_model(
@@ -159,12 +118,10 @@ class Catalog:
             for file, content in files.items():
                 self.store.put(files_key(model_name, model.files_id, file), content, mode="overwrite")
         head = self.heads.update(model_name, lambda h: ((new := registered(h, model)), new), create=True)
-        with self.changed:
-            state = self._states.get(model_name)
-            if state is None:
-                self._keep(ModelState(model))
-            elif state.model.files_id != model.files_id or state.model.kept != model.kept:
-                state.model = model
+        with self._changed:
+            known = self._models.get(model_name)
+            if known is None or known.files_id != model.files_id or known.kept != model.kept:
+                self._keep(model)
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
     def get_model(self, name: str) -> Model:
@@ -196,7 +153,7 @@ class Catalog:
         history = self.history(model_name)
         if version:
             found = self.resolve(model_name, version, history)
-            if found.state is VersionState.DURABLE:
+            if found.state.stored:
                 with self.unless_deleted(model_name, found.number):
                     return side_files(self.store, model_name, found.number)
         head = history.head
@@ -219,35 +176,92 @@ class Catalog:
             )
         return found
 
-    def state(self, name: ModelName, head: Head | None = None) -> ModelState:
-        """What this process knows of a model; as registered in ``head``, if one is given. Raises NotFound."""
-        with self.changed:
-            state = self._states.get(name)
-            if state is not None:
-                self._states.move_to_end(name)
-        if state is not None and (head is None or is_registered(head, state.model)):
-            return state
+    def model(self, name: ModelName, head: Head | None = None) -> RegisteredModel:
+        """A model's registration; that of ``head``, if one is given. Raises NotFound."""
+        with self._changed:
+            model = self._models.get(name)
+            if model is not None:
+                self._models.move_to_end(name)
+        if model is not None and (head is None or is_registered(head, model)):
+            return model
         head = head or self.head(name)
-        model = load_model(self.store, name, head)
-        with self.changed:
-            state = self._states.get(name) or self._keep(ModelState(model))
-            if not is_registered(head, state.model):  # another thread may have loaded it meanwhile
-                state.model = model
-        return state
+        loaded = load_model(self.store, name, head)
+        with self._changed:
+            model = self._models.get(name)
+            if model is not None and is_registered(
+                head, model
+            ):  # another thread may have loaded it meanwhile
+                return model
+            self._keep(loaded)
+        return loaded
 
-    def reinstated(self, state: ModelState) -> ModelState:
-        """The state to put a new version into: this one, unless it was forgotten and another has taken its place."""
-        with self.changed:
-            return self._states.setdefault(state.model.name, state)
-
-    def _keep(self, state: ModelState) -> ModelState:
+    def _keep(self, model: RegisteredModel) -> None:
         """Remember a model; those that were not used for longest and have nothing under way are forgotten for it."""
-        self._states[state.model.name] = state
-        idle = [name for name, other in self._states.items() if not other.versions and other is not state]
-        for name in idle[: max(len(self._states) - _KEPT_MODELS, 0)]:
-            if not self._states[name].opening.locked():
-                del self._states[name]
-        return state
+        self._models[model.name] = model
+        idle = [name for name in self._models if not self._snapshots.get(name) and name != model.name]
+        for name in idle[: max(len(self._models) - _KEPT_MODELS, 0)]:
+            del self._models[name]
+
+    # --- what this process knows beyond the store
+
+    def show(self, name: ModelName, snapshot: VersionSnapshot, *, changed: bool = True) -> None:
+        """From now on, this is what is known of a version.
+
+        Args:
+            name: of the model.
+            snapshot: takes the place of the one before.
+            changed: whether those who wait for a change are to be woken.
+        """
+        with self._changed:
+            self._snapshots.setdefault(name, {})[snapshot.version.number] = snapshot
+        if changed:
+            self.notify()
+
+    def forget(self, name: ModelName, number: int) -> None:
+        """No more is known of a version than its head says."""
+        with self._changed:
+            known = self._snapshots.get(name, {})
+            known.pop(number, None)
+            if not known:
+                self._snapshots.pop(name, None)
+        self.notify()
+
+    def snapshot(self, name: ModelName, number: int) -> VersionSnapshot | None:
+        """What this process knows of a version beyond the store."""
+        with self._changed:
+            return self._snapshots.get(name, {}).get(number)
+
+    def snapshots(self, name: ModelName) -> dict[int, VersionSnapshot]:
+        """What this process knows of a model's versions beyond the store, by number."""
+        with self._changed:
+            return dict(self._snapshots.get(name, {}))
+
+    def count(self, state: VersionState) -> int:
+        """Versions in this state of which this process knows more than the store."""
+        return sum(snapshot.version.state is state for snapshot in self._all_snapshots())
+
+    @property
+    def unfinished(self) -> int:
+        """Versions for which this process has something to do yet."""
+        return sum(snapshot.unfinished for snapshot in self._all_snapshots())
+
+    def wait_finished(self, seconds: float) -> bool:
+        """Wait until there is nothing to do any more; whether that was so in time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            changes = self._changes
+            if not self.unfinished:
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._wait_for_change(changes, left)
+
+    def _all_snapshots(self) -> list[VersionSnapshot]:
+        with self._changed:
+            return [snapshot for known in self._snapshots.values() for snapshot in known.values()]
+
+    # --- versions
 
     def get_version(
         self, name: str, version: str, wait_for: VersionState | None = None, seconds: float = 0.0
@@ -264,10 +278,10 @@ class Catalog:
         while True:
             changes = self._changes
             found = self.resolve(model_name, version, invisible=True)
-            if wait_for is None or _reached(found.state, wait_for):
+            if wait_for is None or found.state.reached(wait_for):
                 return found
-            live = self.live(model_name, found.number)
-            if found.state is VersionState.FAILED or (live is not None and live.gave_up):
+            known = self.snapshot(model_name, found.number)
+            if found.state.given_up or (known is not None and known.abandoned and wait_for.stored):
                 raise VersionFailed(f"{found} failed: {found.error}", details=found.error_details)
             left = deadline - time.monotonic()
             if left <= 0:
@@ -279,9 +293,7 @@ class Catalog:
     ) -> list[Version]:
         """Up to ``limit`` versions, newest first, from below number ``before`` on (0 begins with the newest)."""
         model_name = ModelName.parse(name)
-        with self.changed:
-            state = self._states.get(model_name)
-            known = dict(state.versions) if state else {}
+        known = self.snapshots(model_name)
         # read after that: what has become durable meanwhile is in it
         history = self.history(model_name)
         head = history.head
@@ -292,10 +304,12 @@ class Catalog:
             for number in (*head.open, *head.failed):
                 if (elsewhere := _invisible(model_name, head, number)) is not None:
                     found[number] = elsewhere
-        for number, live in known.items():
-            version = live.version
-            if number not in found and version.state is VersionState.DURABLE:
+        for number, snapshot in known.items():
+            version = snapshot.version
+            if version.state is VersionState.DURABLE and number not in found:
                 continue  # deleted since
+            if version.state.given_up and number in found:
+                continue  # other replicas have published it
             if version.state.visible or include_invisible:
                 found[number] = version
         numbers = sorted((n for n in found if not before or n < before), reverse=True)
@@ -347,7 +361,7 @@ class Catalog:
         """
         model_name = ModelName.parse(name)
         found = self.resolve(model_name, version)
-        if found.state is not VersionState.DURABLE:
+        if not found.state.stored:
             raise FailedPrecondition(
                 f"{found} is not in the object store yet", fix="wait until it is durable"
             )
@@ -366,7 +380,7 @@ class Catalog:
         asked_ms = self.readers.clock()
         history = self.history(model_name)
         found = self.resolve(model_name, version, history)
-        if found.state is not VersionState.DURABLE:
+        if not found.state.stored:
             raise FailedPrecondition(
                 f"{found} is not in the object store yet", fix="wait until it is durable"
             )
@@ -380,9 +394,8 @@ class Catalog:
     def refs_of(self, name: ModelName, head: Head) -> dict[str, int]:
         """All refs of a model, those in its head and ``live``."""
         refs = head.ref_numbers
-        with self.changed:
-            state = self._states.get(name)
-            live = max(state.live if state else 0, refs.get(REF_LATEST, 0))
+        visible = [n for n, known in self.snapshots(name).items() if known.version.state.visible]
+        live = max((*visible, refs.get(REF_LATEST, 0)))
         if live:
             refs[REF_LIVE] = live
         return refs
@@ -413,19 +426,20 @@ class Catalog:
                 f"{name} has no version or ref {version[:80]!r}",
                 fix=f"refs it has: {', '.join(sorted(refs)) or 'none yet'}; or name a version by number",
             )
-        live = self.live(name, number)
+        known = self.snapshot(name, number)
+        durable = known is not None and known.version.state is VersionState.DURABLE
         entry = history.find(number)
         if entry is not None:
-            found = live.version if live and live.durable_time_ms else _from_entry(name, entry)
-            return replace(found, error=_RETIRED) if entry.retired else found
-        if live is not None and live.durable_time_ms and history.is_gone(number):
+            found = known.version if known is not None and durable else _from_entry(name, entry)
+            return replace(found, state=VersionState.RETIRED, error=_RETIRED) if entry.retired else found
+        if durable and history.is_gone(number):
             raise _deleted(name, number)
-        there = live.version if live is not None else _invisible(name, history.head, number)
+        there = known.version if known is not None else _invisible(name, history.head, number)
         if there is None:
             raise NotFound(f"{name} has no version {number}")
         if invisible or there.state.visible:
             return there
-        if there.state is VersionState.FAILED:
+        if there.state.given_up:
             raise VersionFailed(f"{there} failed: {there.error}", details=there.error_details)
         raise FailedPrecondition(f"{there} is not complete yet", fix="wait until it is ready")
 
@@ -443,48 +457,20 @@ class Catalog:
                 raise
             raise _deleted(name, number) from error
 
-    def live(self, name: ModelName, number: int) -> LiveVersion | None:
-        """What this process knows of a version beyond the store."""
-        with self.changed:
-            state = self._states.get(name)
-            return state.versions.get(number) if state else None
-
-    def has_unfinished(self) -> bool:
-        """Whether a version is being received, or is ready and not durable yet."""
-        return any(
-            live.version.state is VersionState.RECEIVING
-            or (live.version.state is VersionState.READY and not live.gave_up)
-            for live in self.live_versions()
-        )
-
-    def count(self, state: VersionState) -> int:
-        """Versions in this state of which this process knows more than the store."""
-        return sum(live.version.state is state for live in self.live_versions())
-
     def notify(self) -> None:
         """Wake whoever waits for a version or a ref."""
-        with self.changed:
+        with self._changed:
             self._changes += 1
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def _wait_for_change(self, since: int, seconds: float) -> None:
         """Wait until something has changed since the counter stood so."""
-        with self.changed:
-            self.changed.wait_for(lambda: self._changes != since, seconds)
-
-    def live_versions(self) -> list[LiveVersion]:
-        """Versions that this process knows more of than the store."""
-        with self.changed:
-            return [live for state in self._states.values() for live in state.versions.values()]
+        with self._changed:
+            self._changed.wait_for(lambda: self._changes != since, seconds)
 
 
 def _deleted(name: ModelName, number: int) -> NotFound:
     return NotFound(f"{name}@{number} was deleted", fix="take another version; a tag keeps one for good")
-
-
-def _reached(state: VersionState, wanted: VersionState) -> bool:
-    order = (VersionState.RECEIVING, VersionState.READY, VersionState.DURABLE)
-    return state in order and wanted in order and order.index(state) >= order.index(wanted)
 
 
 def _invisible(name: ModelName, head: Head, number: int) -> Version | None:
@@ -494,7 +480,7 @@ def _invisible(name: ModelName, head: Head, number: int) -> Version | None:
         return Version(
             model=str(name),
             number=number,
-            state=VersionState.RECEIVING,
+            state=VersionState.RECEIVING if there.claim else VersionState.OPEN,
             step=there.step,
             run=there.run,
             ranks=there.ranks,

@@ -29,6 +29,10 @@ from weighbridge_service.tensor_spaces import MEGATRON, space_of
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
+_MOST_DECLARATIONS = 64
+"""Ranks that wait for others at one time; all others are told to ask again."""
+_MOST_NAMED = 20
+_SEAL_SECONDS = 60.0
 _MARGIN = 0.25
 """Seconds by which a wait ends before the caller's deadline, so that the answer says what was missing."""
 
@@ -46,6 +50,7 @@ class Places:
 
     def __init__(self, workers: int) -> None:
         self.waits = threading.BoundedSemaphore(max(workers // 2, 1))
+        self.declarations = threading.BoundedSemaphore(min(max(workers // 4, 1), _MOST_DECLARATIONS))
         self.watches = threading.BoundedSemaphore(max(workers // 4, 1))
 
     @contextmanager
@@ -57,6 +62,16 @@ class Places:
         finally:
             if free:
                 self.waits.release()
+
+    @contextmanager
+    def declaring(self) -> Iterator[bool]:
+        """Whether a call may wait for the declarations of other ranks; if not, it is told when to come again."""
+        free = self.declarations.acquire(blocking=False)
+        try:
+            yield free
+        finally:
+            if free:
+                self.declarations.release()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -239,7 +254,7 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         self, request: checkpoint_service_pb2.DeclareLayoutRequest, context: grpc.ServicerContext
     ) -> checkpoint_service_pb2.DeclareLayoutResponse:
         layout = wire.layout_from_proto(request.layout) if request.HasField("layout") else None
-        with self._places.waiting(context, float("inf")) as seconds:
+        with self._places.declaring() as may_wait:
             declared = self._intake.declare_layout(
                 request.model,
                 request.number,
@@ -248,12 +263,15 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
                 request.digest,
                 layout,
                 space_of(request.layout.space) if layout else MEGATRON,
-                seconds,
+                patience(context, float("inf")),
+                may_wait=may_wait,
             )
         return checkpoint_service_pb2.DeclareLayoutResponse(
             layout_needed=declared.layout_needed,
             assigned=declared.assigned,
             stream_bytes=declared.stream_bytes,
+            retry_after_ms=declared.retry_after_ms,
+            absent_ranks=declared.absent[:_MOST_NAMED],
         )
 
     def Push(  # type: ignore[override]
@@ -287,7 +305,9 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
     def SealRank(
         self, request: checkpoint_service_pb2.SealRankRequest, context: grpc.ServicerContext
     ) -> checkpoint_service_pb2.SealRankResponse:
-        version = self._intake.seal_rank(request.model, request.number, request.rank, request.client_id)
+        version = self._intake.seal_rank(
+            request.model, request.number, request.rank, request.client_id, patience(context, _SEAL_SECONDS)
+        )
         return checkpoint_service_pb2.SealRankResponse(version=wire.version_to_proto(version))
 
     def AbortVersion(

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import Counter
 
 from weighbridge import rpc
 from weighbridge.errors import Unavailable
@@ -32,7 +33,6 @@ from weighbridge_service.grpc_handlers import (
     patience,
 )
 from weighbridge_service.lane_server import LaneServer
-from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
@@ -43,42 +43,74 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+class GrpcListener:
+    """A bound port, and the server that will answer there.
+
+    Args:
+        address: ``host:port``; port 0 takes a free one.
+        workers: most threads for calls that are no streams; running streams have as many again, and so have those of replicas.
+
+    Raises:
+        Unavailable: the address cannot be bound.
+
+    Attributes:
+        port: the bound port.
+        workers: as given.
+        calls: how many calls have ended, by method and status code.
+        server: has no handlers yet.
+    """
+
+    def __init__(self, address: str, workers: int) -> None:
+        self.workers = workers
+        self.calls = Counter(
+            "weighbridge_grpc_calls", "gRPC calls that have ended.", ["method", "code"], registry=None
+        )
+        self._pool = ThreadPoolExecutor(3 * workers, thread_name_prefix="grpc")
+        self.server = grpc.server(
+            self._pool,
+            interceptors=[
+                ErrorInterceptor(lambda method, code: self.calls.labels(method, code).inc()),
+                CarryingInterceptor(),
+            ],
+            options=_OPTIONS,
+        )
+        try:
+            self.port: int = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise Unavailable(
+                f"the gRPC address {address} cannot be bound",
+                fix="is another service running? name another --grpc",
+            ) from error
+
+    def stop(self, grace: float) -> None:
+        """Let running calls end within ``grace`` seconds, then close the port."""
+        self.server.stop(grace).wait()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
 class GrpcServer:
     """The service's gRPC face.
 
     Args:
+        listener: where it answers.
         service: what it is the face of.
-        metrics: counts its calls.
         lane: what processes of this machine are told of.
-        address: ``host:port``; port 0 takes a free one.
-
-    Raises:
-        Unavailable: the address cannot be bound.
     """
 
-    def __init__(self, service: Weighbridge, metrics: Metrics, lane: LaneServer, address: str) -> None:
-        workers = service.config.grpc_workers
-        # streams keep their threads for long: clients' and replicas' have as many again, and other calls find theirs free
-        self._pool = ThreadPoolExecutor(3 * workers, thread_name_prefix="grpc")
-        self._server = grpc.server(
-            self._pool,
-            interceptors=[ErrorInterceptor(metrics.count_call), CarryingInterceptor()],
-            options=_OPTIONS,
-        )
+    def __init__(self, listener: GrpcListener, service: Weighbridge, lane: LaneServer) -> None:
+        self._listener = listener
+        self.port = listener.port
+        server, workers = listener.server, listener.workers
         places = Places(workers)
         streams = BulkStreams(
             service.byte_budget, workers, lambda context: patience(context, service.config.budget_wait)
         )
-        model_service_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelHandlers(service, places), self._server
-        )
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelHandlers(service, places), server)
         checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(
-            CheckpointHandlers(service, places, streams), self._server
+            CheckpointHandlers(service, places, streams), server
         )
-        weight_service_pb2_grpc.add_WeightServiceServicer_to_server(
-            WeightHandlers(service, streams), self._server
-        )
-        local_lane_pb2_grpc.add_LocalLaneServiceServicer_to_server(LocalLaneHandlers(lane), self._server)
+        weight_service_pb2_grpc.add_WeightServiceServicer_to_server(WeightHandlers(service, streams), server)
+        local_lane_pb2_grpc.add_LocalLaneServiceServicer_to_server(LocalLaneHandlers(lane), server)
         names = [
             module.DESCRIPTOR.services_by_name[name].full_name
             for module, name in (
@@ -89,24 +121,14 @@ class GrpcServer:
             )
         ]
         self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         for name in ("", *names):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        reflection.enable_server_reflection(
-            [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-        )
-        try:
-            self.port: int = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise Unavailable(
-                f"the gRPC address {address} cannot be bound",
-                fix="is another service running? name another --grpc",
-            ) from error
-        service.intake.reachable_at(self.port)
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
 
     def start(self) -> None:
         """Begin to answer."""
-        self._server.start()
+        self._listener.server.start()
 
     def refuse(self) -> None:
         """Tell health checks that no new work should come; calls are still answered."""
@@ -114,5 +136,4 @@ class GrpcServer:
 
     def stop(self, grace: float) -> None:
         """Let running calls end within ``grace`` seconds, then stop."""
-        self._server.stop(grace).wait()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._listener.stop(grace)

@@ -54,15 +54,21 @@ class VersionOut(_Out):
 
     model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
     number: int = Field(description="Unique and increasing within the model.", examples=[17])
-    state: VersionState = Field(description="Engines can pull versions that are `ready` or `durable`.")
+    state: VersionState = Field(
+        description="Engines can pull versions that are `ready`, `verified`, `durable` or `retired`."
+    )
     step: int = Field(description="The trainer's step.")
     run: str = Field(description="The trainer's run.")
     ranks: int = Field(description="Trainer ranks that push it; 0 where that is no longer known.")
     sealed_ranks: int = Field(description="Ranks that have pushed all they hold.")
     tensor_bytes: int = Field(description="Bytes of all tensors together.")
     received_bytes: int = Field(description="Bytes of them that have arrived.")
+    nonfinite_elements: int = Field(
+        description="Elements that are NaN or infinite; 0 until the version is verified, or if no longer known."
+    )
     create_time_ms: int = Field(description="Unix time in milliseconds.")
     ready_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
+    verified_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
     durable_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
     error: str = Field(
         description="Why it failed or is not durable yet, or that it was taken out of history; empty if all is well."

@@ -16,7 +16,6 @@ from pathlib import Path
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.lane_session import LaneSession
 from weighbridge_service.service import Weighbridge
-from weighbridge_storage.regions import Region
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +59,6 @@ class LaneServer:
         self._socket: socket.socket | None = None
         self._stopping = False
         self._most_clients = _most_clients()
-        service.intake.standbys.lent_by(self._recall, self._holders)
-        service.images.ask_back = self._recall
         if where == OFF:
             self.unavailable = "the service was started with --local-socket off"
             return
@@ -135,23 +132,13 @@ class LaneServer:
                 connection.close()
 
     def _run(self, session: LaneSession) -> None:
+        self._service.mappings.add(session)
         try:
             session.run()
         finally:
+            self._service.mappings.remove(session)
             with self._lock:
                 del self._sessions[session]
-
-    def _holders(self, region: Region) -> set[str]:
-        """The clients that may have a region mapped for writing."""
-        with self._lock:
-            sessions = list(self._sessions)
-        return {session.client_id for session in sessions if session.may_write(region)}
-
-    def _recall(self, region: Region) -> None:
-        with self._lock:
-            sessions = list(self._sessions)
-        for session in sessions:
-            session.recall(region)
 
 
 def _most_clients() -> int:

@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
@@ -16,8 +15,7 @@ from weighbridge import lane_protocol, wire
 from weighbridge.errors import FailedPrecondition, InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge.layouts import STREAM, Layout
 from weighbridge.v1 import local_lane_pb2 as pb
-from weighbridge_service.lending import LentImage
-from weighbridge_service.receiving import Receiving
+from weighbridge_service.push.image_writer import MemoryGrant
 from weighbridge_service.service import Weighbridge
 from weighbridge_service.serving import LentVersion
 from weighbridge_service.transfers import Transfer
@@ -33,13 +31,6 @@ _SEND_SECONDS = 30.0
 """How long a client may stand still in the middle of an answer."""
 _MOST_LOANS = 1024
 """Loans of one client at one time; a client that forgets to end them must not take all memory for its books."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Writing:
-    receiving: Receiving
-    rank: int
-    lent: LentImage
 
 
 class LaneSession:
@@ -62,7 +53,7 @@ class LaneSession:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._recalls: deque[str] = deque()  # keys of memory that the client is still to be asked for
-        self._loans: dict[int, _Writing | LentVersion] = {}
+        self._loans: dict[int, MemoryGrant | LentVersion] = {}
         self._next_loan = 1
         self._writable: dict[str, Region] = {}  # regions that the client has a writable descriptor of
         self._readable: set[str] = set()  # memory that it may keep mapped
@@ -99,8 +90,7 @@ class LaneSession:
         """Ask the client to let go of a region, unless it is writing a version there. Waits for nothing."""
         with self._lock:
             in_use = any(
-                isinstance(loan, _Writing) and loan.lent.image.region is region
-                for loan in self._loans.values()
+                isinstance(loan, MemoryGrant) and loan.image.region is region for loan in self._loans.values()
             )
             if in_use or not (region.key in self._writable or region.key in self._readable):
                 return
@@ -169,23 +159,21 @@ class LaneSession:
             raise InvalidArgument("this service does not know that request of the local lane")
 
     def _begin_write(self, asked: pb.BeginWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
-        receiving, lent = self._service.intake.lend_image(
-            asked.model, asked.number, asked.rank, self.client_id
-        )
-        with self._undone_on_error(_Writing(receiving, asked.rank, lent)) as number:
+        grant = self._service.intake.grant_image(asked.model, asked.number, asked.rank, self.client_id)
+        with self._undone_on_error(grant) as number:
             reply.loan = number
-            self._lend_writable(lent.image, asked.held, reply, attach)
-            stream = lent.prepared.streams[asked.rank]
-            _fill_plan(reply, asked.plan_id, lent.prepared.transfer, stream, str(asked.rank))
+            self._lend_writable(grant.image, asked.held, reply, attach)
+            stream = grant.prepared.streams[asked.rank]
+            _fill_plan(reply, asked.plan_id, grant.prepared.transfer, stream, str(asked.rank))
 
     def _end_write(self, asked: pb.EndWrite) -> None:
         with self._lock:
             loan = self._loans.get(asked.loan)
-            if not isinstance(loan, _Writing):
+            if not isinstance(loan, MemoryGrant):
                 raise InvalidArgument(f"there is no loan {asked.loan} to end")
             del self._loans[asked.loan]
-            self._writable.pop(loan.lent.image.region.key, None)
-        self._end_writing(loan, complete=asked.complete)
+            self._writable.pop(loan.image.region.key, None)
+        self._service.intake.end_grant(loan, complete=asked.complete)
 
     def _prepare_write(self, asked: pb.PrepareWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
         image = self._service.intake.prepare_image(asked.model, self.client_id)
@@ -251,7 +239,7 @@ class LaneSession:
         loan.opened.close()
 
     @contextmanager
-    def _undone_on_error(self, loan: _Writing | LentVersion) -> Iterator[int]:
+    def _undone_on_error(self, loan: MemoryGrant | LentVersion) -> Iterator[int]:
         """Enter a loan into the books; gives its number. It is taken back if the answer cannot be made."""
         with self._lock:
             number = self._next_loan
@@ -271,21 +259,11 @@ class LaneSession:
             self._end(loan)
             raise
 
-    def _end(self, loan: _Writing | LentVersion) -> None:
-        if isinstance(loan, _Writing):
-            self._end_writing(loan, complete=False)
+    def _end(self, loan: MemoryGrant | LentVersion) -> None:
+        if isinstance(loan, MemoryGrant):
+            self._service.intake.end_grant(loan, complete=False)
         else:
             loan.opened.close()
-
-    def _end_writing(self, loan: _Writing, *, complete: bool) -> None:
-        try:
-            if complete:
-                nbytes = loan.lent.prepared.streams[loan.rank].nbytes
-                self._service.intake.take_lent(loan.receiving, loan.rank, nbytes)
-            else:
-                loan.receiving.end_lending(loan.rank, complete=False)
-        finally:
-            loan.lent.lease.release()
 
     def _take_all_back(self) -> None:
         with self._lock:

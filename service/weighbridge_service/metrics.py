@@ -21,23 +21,15 @@ class Metrics(Collector):
     Args:
         service: whose figures.
         lane: its local lane.
+        calls: of its gRPC face.
     """
 
-    def __init__(self, service: Weighbridge, lane: LaneServer) -> None:
+    def __init__(self, service: Weighbridge, lane: LaneServer, calls: Counter) -> None:
         self._service = service
         self._lane = lane
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._calls = Counter(
-            "weighbridge_grpc_calls",
-            "gRPC calls that have ended.",
-            ["method", "code"],
-            registry=self.registry,
-        )
-
-    def count_call(self, method: str, code: str) -> None:
-        """Count a gRPC call that has ended."""
-        self._calls.labels(method, code).inc()
+        self.registry.register(calls)
 
     def collect(self) -> Iterator[Metric]:
         """The figures as they stand."""
@@ -68,7 +60,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             "weighbridge_publications_running",
             "Versions being made durable.",
-            value=service.intake.publisher.running,
+            value=service.catalog.unfinished,
         )
         collecting = service.collecting
         yield CounterMetricFamily(

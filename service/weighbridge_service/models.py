@@ -16,11 +16,11 @@ from weighbridge.resources import Model
 from weighbridge.safetensors_files import FilesLayout, lay_out_files
 from weighbridge.slices import LayoutRequest
 from weighbridge_service.bridges import Bridge, bridge_for, parse_config
-from weighbridge_service.declaring import KnownSet
 from weighbridge_service.engine_layouts import EngineLayouts, padding_of
 from weighbridge_service.model_tensors import ModelTensors, tensors_found
 from weighbridge_service.planning import make_plan
-from weighbridge_service.preparing import PreparedPush, prepare_push
+from weighbridge_service.push.declarations import KnownSet
+from weighbridge_service.push.push_plan import PreparedPush, prepare_push
 from weighbridge_service.relations import WeightMap, identity_links
 from weighbridge_service.tensor_spaces import MEGATRON
 from weighbridge_service.transfers import Transfer

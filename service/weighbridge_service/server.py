@@ -24,7 +24,7 @@ from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.bridges import bridge_for
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.exports import Exports
-from weighbridge_service.grpc_server import GrpcServer
+from weighbridge_service.grpc_server import GrpcListener, GrpcServer
 from weighbridge_service.http_app import create_app
 from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.metrics import Metrics
@@ -164,12 +164,14 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
                 _check_advertised(config.advertise)
             http_server = HttpServer(http)
             stack.callback(http_server.stop)
-            service = Weighbridge(config)
+            listener = GrpcListener(grpc, config.grpc_workers)
+            stack.callback(listener.stop, 0.0)
+            service = Weighbridge(config, listener.port)
             stack.callback(service.close)
             lane = LaneServer(service, config.local_socket)
             stack.callback(lane.stop)
-            metrics = Metrics(service, lane)
-            grpc_server = GrpcServer(service, metrics, lane, grpc)
+            metrics = Metrics(service, lane, listener.calls)
+            grpc_server = GrpcServer(listener, service, lane)
             exports = Exports(service)
             stack.callback(exports.close)
         except (WeighbridgeError, OSError) as error:

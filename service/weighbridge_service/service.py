@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
+import uuid
 
 from weighbridge.checks import CheckStatus
 from weighbridge_service.byte_budget import ByteBudget
 from weighbridge_service.catalog import Catalog
 from weighbridge_service.collecting import Collecting
 from weighbridge_service.config import ServiceConfig
-from weighbridge_service.intake import Intake
 from weighbridge_service.memory_plan import (
     PROCESS_BYTES,
     MemoryReport,
@@ -19,6 +20,9 @@ from weighbridge_service.memory_plan import (
     choose_budget,
     room_for_images,
 )
+from weighbridge_service.push.declarations import Home
+from weighbridge_service.push.intake import Intake
+from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.serving import Serving
 from weighbridge_storage.block_cache import BlockCache
 from weighbridge_storage.block_file import check_holes
@@ -42,6 +46,7 @@ class Weighbridge:
 
     Args:
         config: its settings.
+        port: at which it answers gRPC calls.
 
     Raises:
         FailedPrecondition: the store does not keep conditional writes, or the scratch folder's file system cannot hold a
@@ -57,12 +62,13 @@ class Weighbridge:
         collecting: which versions are kept.
         images: where versions are put together.
         memory_budget: how much memory these may take.
+        mappings: which processes of this machine have them mapped.
         byte_budget: what may be in flight over gRPC.
         read_cache: what was brought from a store that is no folder.
         store_readers: who is reading from the store.
     """
 
-    def __init__(self, config: ServiceConfig) -> None:
+    def __init__(self, config: ServiceConfig, port: int) -> None:
         self.config = config
         grace = config.grace
         self.byte_budget = ByteBudget(config.byte_budget)
@@ -80,9 +86,11 @@ class Weighbridge:
             raise
         self._scratch = scratch
         self.memory_budget = choose_budget(config.memory_budget, read_memory(), self._needs())
+        self.mappings = Mappings()
         self.images = ImagePool(
             self.memory_budget.nbytes,
             scratch,
+            self.mappings.recall,
             spill_bytes=UNLIMITED if config.spill_budget is None else config.spill_budget,
             memory_room=lambda: room_for_images(read_memory(), self._needs()),
         )
@@ -92,7 +100,8 @@ class Weighbridge:
         ):
             log.log(_LOG_LEVELS[check.status], "%s", check)
         self.catalog = Catalog(self._store, grace)
-        self.intake = Intake(self.catalog, self.images, config)
+        home = Home(_address(config.advertise, port), uuid.uuid4().hex)
+        self.intake = Intake(self.catalog, self.images, self.mappings, config, home)
         self.store_readers = self.catalog.readers
         self.serving = Serving(self.catalog, self.read_cache, self.store_readers)
         self.collecting = Collecting(self.catalog, config.collect_every, self.serving.forget_deleted)
@@ -131,12 +140,7 @@ class Weighbridge:
 
     def drain(self) -> bool:
         """Refuse new versions, wait for those under way, and stop; whether all of them were finished."""
-        self.intake.draining = True
-        self.intake.publisher.hurry()
-        with self.catalog.changed:
-            finished = self.catalog.changed.wait_for(
-                lambda: not self.catalog.has_unfinished(), self.config.drain_seconds
-            )
+        finished = self.intake.drain(self.config.drain_seconds)
         self._stop()
         return finished
 
@@ -153,3 +157,9 @@ class Weighbridge:
         self.catalog.notify()
         self.intake.stop()
         self.collecting.join()
+
+
+def _address(advertise: str, port: int) -> str:
+    """Where other replicas reach this process; the parts that ``advertise`` leaves open are completed."""
+    host, _, advertised = advertise.rpartition(":")
+    return f"{host or socket.gethostname()}:{port if advertised in ('', '0') else advertised}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +13,7 @@ from weighbridge.dtypes import DType
 from weighbridge.errors import FailedPrecondition
 from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.pieces import Buffer
-from weighbridge.resources import Version, VersionState
+from weighbridge.resources import Version
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge.slices import LayoutRequest
 from weighbridge.striping import WHOLE, Striping
@@ -100,7 +101,7 @@ class Serving:
         """Which version a pull would read, and which slices it would bring; cast, if a dtype is named."""
         model_name = ModelName.parse(name)
         found = self._catalog.resolve(model_name, version)
-        model = self._catalog.state(model_name).model
+        model = self._catalog.model(model_name)
         layout = model.pull_layout(request)
         return found, self._casting(model, layout, dtype).layout if dtype else layout
 
@@ -115,7 +116,7 @@ class Serving:
     ) -> Reading:
         """Slices of a version as a stream, from byte ``offset`` on, or a part of it; cast, if a dtype is named."""
         model_name = ModelName.parse(name)
-        model = self._catalog.state(model_name).model
+        model = self._catalog.model(model_name)
         layout = model.pull_layout(request)
         casting = self._casting(model, layout, dtype) if dtype else None
         opened = self._open(model_name, version)
@@ -128,7 +129,7 @@ class Serving:
             FailedPrecondition: they do not lie on this machine.
         """
         model_name = ModelName.parse(name)
-        model = self._catalog.state(model_name).model
+        model = self._catalog.model(model_name)
         layout = model.pull_layout(request)
         opened = self._open(model_name, version)
         try:
@@ -144,7 +145,7 @@ class Serving:
 
     def cast(self, name: str, specs: Iterable[TensorSpec], dtype: DType) -> list[TensorSpec]:
         """What tensors of a model are after a cast. Raises InvalidArgument if one cannot be cast."""
-        return cast_specs(specs, dtype, self._catalog.state(ModelName.parse(name)).model.bridge.keep_in_fp32)
+        return cast_specs(specs, dtype, self._catalog.model(ModelName.parse(name)).bridge.keep_in_fp32)
 
     def _casting(self, model: RegisteredModel, layout: Layout, dtype: str) -> Casting:
         target, kept = dtypes.parse(dtype), model.bridge.keep_in_fp32
@@ -155,7 +156,7 @@ class Serving:
     ) -> Reading:
         """The shards of a trainer rank as a stream, from byte ``offset`` on, or a part of it."""
         model_name = ModelName.parse(name)
-        model = self._catalog.state(model_name).model
+        model = self._catalog.model(model_name)
         opened = self._open(model_name, version)
         return self._reading(opened, layout, (offset, striping), None, model.restore_transfer)
 
@@ -171,23 +172,22 @@ class Serving:
 
     def describe_shards(self, name: str, rank: TrainerRank) -> Layout:
         """The shards that a Megatron-core rank holds, with a key for each layer and expert."""
-        model = self._catalog.state(ModelName.parse(name)).model
+        model = self._catalog.model(ModelName.parse(name))
         return megatron_layout(model.bridge, model.tensors, rank, experts_apart=True)
 
     def _open(self, name: ModelName, version: str) -> OpenVersion:
         asked_ms = self._readers.clock()
         history = self._catalog.history(name)
         found = self._catalog.resolve(name, version, history)
-        state = self._catalog.state(name)
+        model = self._catalog.model(name)
         held: dict[str, FileBytes] = {}
         lease: Lease | None = None
-        with self._catalog.changed:
-            live = state.versions.get(found.number)
-            image = live.receiving.image if live else None
-            if image is not None:
-                lease, held = image.lease(), image.file_bytes
-        if lease is not None and held.keys() == state.model.files.file_sizes.keys():
-            return OpenVersion(found, state.model.files, held, lease)
+        known = self._catalog.snapshot(name, found.number)
+        if known is not None and known.image is not None:
+            with suppress(FailedPrecondition):  # it was given back just now
+                lease, held = known.image.lease(), known.image.file_bytes
+        if lease is not None and held.keys() == model.files.file_sizes.keys():
+            return OpenVersion(found, model.files, held, lease)
         # a version that several replicas have received together: each has some of the files, and reads the others
         try:
             opened = self._open_durable(name, found, history, asked_ms)
@@ -198,10 +198,10 @@ class Serving:
         return opened if lease is None else opened.partly_from(held, lease)
 
     def _open_durable(self, name: ModelName, found: Version, history: History, asked_ms: int) -> OpenVersion:
-        if found.state is not VersionState.DURABLE:
+        if not found.state.stored:
             history = self._catalog.history(name)  # it may have become durable since
             found = self._catalog.resolve(name, str(found.number), history)
-        if found.state is not VersionState.DURABLE:
+        if not found.state.stored:
             raise FailedPrecondition(
                 f"{found} is no longer held: it could not be made durable and a newer one is live"
             )

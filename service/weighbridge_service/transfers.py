@@ -143,6 +143,28 @@ class Transfer:
             files[piece.file].copy_to(target, piece.file_offset, piece.file_strides)
         return stream.data
 
+    def collect(
+        self, start: int, stop: int, files: Mapping[str, Bytes], buffer: str = STREAM
+    ) -> Bytes | None:
+        """The inverse of `scatter`: a range of a stream, gathered from its places in the files.
+
+        Args:
+            start: first byte of the range.
+            stop: one past its last.
+            files: bytes of each file.
+            buffer: which stream, where there are several.
+
+        Returns:
+            The bytes; None if some of them have no place in these files.
+        """
+        stream, covered = np.empty(stop - start, np.uint8), np.zeros(stop - start, np.uint8)
+        for piece in self._compile(buffer, start, stop):
+            if piece.file not in files:
+                return None
+            np.copyto(_view_stream(piece, stream), _view_file(piece, files))
+            _view_stream(piece, covered)[...] = 1
+        return stream if covered.all() else None
+
     def pieces(self, start: int, stop: int, buffer: str = STREAM) -> list[Piece]:
         """The copies that belong to a range of a stream, for one who carries them out elsewhere.
 

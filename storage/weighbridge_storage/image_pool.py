@@ -124,9 +124,6 @@ class ImagePool:
 
     Raises:
         InvalidArgument: a budget is negative.
-
-    Attributes:
-        ask_back: the ``recall`` of above; the local lane puts its own in its place.
     """
 
     def __init__(
@@ -146,7 +143,7 @@ class ImagePool:
         self._spill_bytes = spill_bytes
         self._memory_room = memory_room
         self._changed = threading.Condition()
-        self.ask_back = recall
+        self._recall = recall
         self._books = ImageBooks()
         self._images: weakref.WeakSet[Image] = weakref.WeakSet()
         self._line: deque[ImageRequest] = deque()
@@ -381,11 +378,11 @@ class ImagePool:
             free = self._books.put_back(region, holding)
             self._changed.notify_all()
         if not free:
-            self.ask_back(region)
+            self._recall(region)
 
     def _close_all(self, regions: list[Region]) -> int:
         """Close regions; returns their bytes."""
         for region in regions:
-            self.ask_back(region)
+            self._recall(region)
             region.close()
         return sum(region.capacity for region in regions)

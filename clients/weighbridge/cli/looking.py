@@ -132,8 +132,11 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
         ("step", f"{version.step} of run {version.run}"),
         ("created", readable_time(version.create_time_ms)),
         ("ready", readable_time(version.ready_time_ms)),
+        ("verified", readable_time(version.verified_time_ms)),
         ("durable", readable_time(version.durable_time_ms)),
     ]
+    if version.nonfinite_elements:
+        lines.append(("warning", f"{version.nonfinite_elements} elements are NaN or infinite"))
     if version.error:
         lines.append(("error", version.error + "".join(f"\n  - {line}" for line in version.error_details)))
     return lines

@@ -118,13 +118,21 @@ class DeclareLayoutResponse(_message.Message):
     LAYOUT_NEEDED_FIELD_NUMBER: _builtins.int
     ASSIGNED_FIELD_NUMBER: _builtins.int
     STREAM_BYTES_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    ABSENT_RANKS_FIELD_NUMBER: _builtins.int
     layout_needed: _builtins.bool
     """The service does not know this digest: call again with the layout."""
     stream_bytes: _builtins.int
     """Length of that stream."""
+    retry_after_ms: _builtins.int
+    """Above 0, there is no answer yet: make the same call again, without the layout, after so many milliseconds."""
     @_builtins.property
     def assigned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indexes into the layout's shards, in the order in which they follow each other in the rank's stream."""
+
+    @_builtins.property
+    def absent_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Then, ranks that have not declared, the first 20 of them; none if something else is waited for."""
 
     def __init__(
         self,
@@ -132,10 +140,12 @@ class DeclareLayoutResponse(_message.Message):
         layout_needed: _builtins.bool = ...,
         assigned: _abc.Iterable[_builtins.int] | None = ...,
         stream_bytes: _builtins.int = ...,
+        retry_after_ms: _builtins.int = ...,
+        absent_ranks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "layout_needed", b"layout_needed", "stream_bytes", b"stream_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_ranks", b"absent_ranks", "assigned", b"assigned", "layout_needed", b"layout_needed", "retry_after_ms", b"retry_after_ms", "stream_bytes", b"stream_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

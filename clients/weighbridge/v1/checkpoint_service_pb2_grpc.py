@@ -88,8 +88,8 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeclareLayout(self, request, context):
-        """Says what a rank holds, and answers which of it the rank is to push. Waits for the other ranks the first time;
-        later a layout is known by its digest and the answer comes at once.
+        """Says what a rank holds, and answers which of it the rank is to push. With the layouts of the push before the answer comes at
+        once; otherwise when all ranks have declared, and the call waits for that for a few seconds at most.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

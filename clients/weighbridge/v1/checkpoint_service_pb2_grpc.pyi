@@ -36,8 +36,8 @@ class CheckpointServiceStub:
     request_id and get the same version.
     """
     DeclareLayout: _grpc.UnaryUnaryMultiCallable[_checkpoint_service_pb2.DeclareLayoutRequest, _checkpoint_service_pb2.DeclareLayoutResponse]
-    """Says what a rank holds, and answers which of it the rank is to push. Waits for the other ranks the first time;
-    later a layout is known by its digest and the answer comes at once.
+    """Says what a rank holds, and answers which of it the rank is to push. With the layouts of the push before the answer comes at
+    once; otherwise when all ranks have declared, and the call waits for that for a few seconds at most.
     """
     Push: _grpc.StreamUnaryMultiCallable[_checkpoint_service_pb2.PushRequest, _checkpoint_service_pb2.PushResponse]
     """The rank's stream: its assigned shards one behind the other. May break and be resumed anywhere."""
@@ -60,8 +60,8 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     request_id and get the same version.
     """
     DeclareLayout: _aio.UnaryUnaryMultiCallable[_checkpoint_service_pb2.DeclareLayoutRequest, _checkpoint_service_pb2.DeclareLayoutResponse]  # type: ignore[assignment]
-    """Says what a rank holds, and answers which of it the rank is to push. Waits for the other ranks the first time;
-    later a layout is known by its digest and the answer comes at once.
+    """Says what a rank holds, and answers which of it the rank is to push. With the layouts of the push before the answer comes at
+    once; otherwise when all ranks have declared, and the call waits for that for a few seconds at most.
     """
     Push: _aio.StreamUnaryMultiCallable[_checkpoint_service_pb2.PushRequest, _checkpoint_service_pb2.PushResponse]  # type: ignore[assignment]
     """The rank's stream: its assigned shards one behind the other. May break and be resumed anywhere."""
@@ -93,8 +93,8 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _checkpoint_service_pb2.DeclareLayoutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_service_pb2.DeclareLayoutResponse, _abc.Awaitable[_checkpoint_service_pb2.DeclareLayoutResponse]]:
-        """Says what a rank holds, and answers which of it the rank is to push. Waits for the other ranks the first time;
-        later a layout is known by its digest and the answer comes at once.
+        """Says what a rank holds, and answers which of it the rank is to push. With the layouts of the push before the answer comes at
+        once; otherwise when all ranks have declared, and the call waits for that for a few seconds at most.
         """
 
     @_abc_1.abstractmethod

@@ -48,26 +48,46 @@ class _VersionState:
 class _VersionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VersionState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     VERSION_STATE_UNSPECIFIED: _VersionState.ValueType  # 0
-    VERSION_STATE_RECEIVING: _VersionState.ValueType  # 1
-    """Bytes are arriving. Not visible."""
-    VERSION_STATE_READY: _VersionState.ValueType  # 2
-    """Complete and verified; engines can pull it. `live` may name it."""
-    VERSION_STATE_DURABLE: _VersionState.ValueType  # 3
-    """In the object store and part of history. `latest` may name it."""
-    VERSION_STATE_FAILED: _VersionState.ValueType  # 4
-    """It was never visible, or it could not be made durable; `error` says why."""
+    VERSION_STATE_OPEN: _VersionState.ValueType  # 1
+    """The number is given; not all ranks have declared, or there is no memory for it yet. Not visible."""
+    VERSION_STATE_RECEIVING: _VersionState.ValueType  # 2
+    """The plan is made and bytes arrive. Not visible."""
+    VERSION_STATE_READY: _VersionState.ValueType  # 3
+    """Complete: every byte is in the memory of a live replica, and nobody can write to it. Engines can pull it, and `live` may name
+    it. It still fails if that replica ends, or its verification finds damage.
+    """
+    VERSION_STATE_VERIFIED: _VersionState.ValueType  # 4
+    """Digests were made of these bytes, non-finite elements counted, and a sample compared with what ranks sent."""
+    VERSION_STATE_DURABLE: _VersionState.ValueType  # 5
+    """In the object store and part of history; verified, too. `latest` may name it."""
+    VERSION_STATE_FAILED: _VersionState.ValueType  # 6
+    """Given up before it was visible, or lost before it was durable; `error` says why."""
+    VERSION_STATE_ABORTED: _VersionState.ValueType  # 7
+    """Given up because somebody asked for it; `error` says why. It was never visible."""
+    VERSION_STATE_RETIRED: _VersionState.ValueType  # 8
+    """Taken out of history. Those who know its number can read it until the grace time is over."""
 
 class VersionState(_VersionState, metaclass=_VersionStateEnumTypeWrapper): ...
 
 VERSION_STATE_UNSPECIFIED: VersionState.ValueType  # 0
-VERSION_STATE_RECEIVING: VersionState.ValueType  # 1
-"""Bytes are arriving. Not visible."""
-VERSION_STATE_READY: VersionState.ValueType  # 2
-"""Complete and verified; engines can pull it. `live` may name it."""
-VERSION_STATE_DURABLE: VersionState.ValueType  # 3
-"""In the object store and part of history. `latest` may name it."""
-VERSION_STATE_FAILED: VersionState.ValueType  # 4
-"""It was never visible, or it could not be made durable; `error` says why."""
+VERSION_STATE_OPEN: VersionState.ValueType  # 1
+"""The number is given; not all ranks have declared, or there is no memory for it yet. Not visible."""
+VERSION_STATE_RECEIVING: VersionState.ValueType  # 2
+"""The plan is made and bytes arrive. Not visible."""
+VERSION_STATE_READY: VersionState.ValueType  # 3
+"""Complete: every byte is in the memory of a live replica, and nobody can write to it. Engines can pull it, and `live` may name
+it. It still fails if that replica ends, or its verification finds damage.
+"""
+VERSION_STATE_VERIFIED: VersionState.ValueType  # 4
+"""Digests were made of these bytes, non-finite elements counted, and a sample compared with what ranks sent."""
+VERSION_STATE_DURABLE: VersionState.ValueType  # 5
+"""In the object store and part of history; verified, too. `latest` may name it."""
+VERSION_STATE_FAILED: VersionState.ValueType  # 6
+"""Given up before it was visible, or lost before it was durable; `error` says why."""
+VERSION_STATE_ABORTED: VersionState.ValueType  # 7
+"""Given up because somebody asked for it; `error` says why. It was never visible."""
+VERSION_STATE_RETIRED: VersionState.ValueType  # 8
+"""Taken out of history. Those who know its number can read it until the grace time is over."""
 Global___VersionState: _TypeAlias = VersionState  # noqa: Y015
 
 @_typing.final
@@ -182,6 +202,8 @@ class Version(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     ERROR_DETAILS_FIELD_NUMBER: _builtins.int
     SEALED_RANKS_FIELD_NUMBER: _builtins.int
+    VERIFIED_TIME_MS_FIELD_NUMBER: _builtins.int
+    NONFINITE_ELEMENTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     state: Global___VersionState.ValueType
@@ -201,6 +223,10 @@ class Version(_message.Message):
     """What went wrong, and with which tensors; or that it was taken out of history."""
     sealed_ranks: _builtins.int
     """Ranks that have sealed."""
+    verified_time_ms: _builtins.int
+    """Unset until then."""
+    nonfinite_elements: _builtins.int
+    """Elements of all tensors that are NaN or infinite; 0 until the version is verified."""
     @_builtins.property
     def error_details(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -220,10 +246,12 @@ class Version(_message.Message):
         error: _builtins.str = ...,
         error_details: _abc.Iterable[_builtins.str] | None = ...,
         sealed_ranks: _builtins.int = ...,
+        verified_time_ms: _builtins.int = ...,
+        nonfinite_elements: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time_ms", b"create_time_ms", "durable_time_ms", b"durable_time_ms", "error", b"error", "error_details", b"error_details", "model", b"model", "number", b"number", "ranks", b"ranks", "ready_time_ms", b"ready_time_ms", "received_bytes", b"received_bytes", "run", b"run", "sealed_ranks", b"sealed_ranks", "state", b"state", "step", b"step", "tensor_bytes", b"tensor_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time_ms", b"create_time_ms", "durable_time_ms", b"durable_time_ms", "error", b"error", "error_details", b"error_details", "model", b"model", "nonfinite_elements", b"nonfinite_elements", "number", b"number", "ranks", b"ranks", "ready_time_ms", b"ready_time_ms", "received_bytes", b"received_bytes", "run", b"run", "sealed_ranks", b"sealed_ranks", "state", b"state", "step", b"step", "tensor_bytes", b"tensor_bytes", "verified_time_ms", b"verified_time_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What replicas of the service that receive one version together tell each other, by way of the object store.
+"""Exchange of replicas that receive one version together, by way of the object store.
 
 ::
 
@@ -23,7 +23,7 @@ from weighbridge import wire
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound, VersionFailed
 from weighbridge.layouts import Layout
 from weighbridge.v1 import resources_pb2
-from weighbridge_service.declaring import Declaration, Home
+from weighbridge_service.push.declarations import Declaration, Home
 from weighbridge_service.tensor_spaces import number_of_space, space_of
 from weighbridge_storage import strict_json
 from weighbridge_storage.names import ModelName, incoming_prefix, layout_key
@@ -33,8 +33,8 @@ from weighbridge_storage.version_writing import Written
 _DECLARED, _WRITTEN = "declared-", "written-"
 
 
-class Meeting:
-    """The replicas that receive one version. Not for several threads at a time.
+class Exchange:
+    """What one replica tells the others about one version, and hears from them. No method is for several threads at a time.
 
     Args:
         store: where they meet.

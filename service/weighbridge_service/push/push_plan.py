@@ -9,8 +9,8 @@ from weighbridge.errors import LayoutError
 from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge_service.planning import Plan, join_streams, make_plan, share_out
+from weighbridge_service.push.replica_placement import Shares, Spread, routes_of
 from weighbridge_service.relations import WeightMap
-from weighbridge_service.spreading import Shares, Spread, routes_of
 from weighbridge_service.transfers import Transfer
 
 

@@ -1,14 +1,15 @@
-"""Images that are lent ahead of the versions they are for, so that trainers can map them while they train."""
+"""Standby images: granted ahead of the versions they are for, so that trainers can map them while they train."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from weighbridge.errors import WeighbridgeError
+from weighbridge_service.push.mappings import Mappings
 from weighbridge_storage.image_books import ImageOwner
 from weighbridge_storage.image_pool import ImagePool
 from weighbridge_storage.images import Image
@@ -31,26 +32,18 @@ class Standbys:
 
     Args:
         images: where they come from, and go back to.
+        mappings: who has them mapped.
     """
 
-    def __init__(self, images: ImagePool) -> None:
+    def __init__(self, images: ImagePool, mappings: Mappings) -> None:
         self._images = images
+        self._mappings = mappings
         self._lock = threading.Lock()
         self._waiting: dict[ModelName, Image] = {}
         self._making: set[ModelName] = set()
         self._wanting = 0  # versions that look for room now
         self._given: set[ModelName] = set()  # that new memory was made for
         self._asked: dict[ModelName, float] = {}  # since when there has been none
-        self._on_recall: Callable[[Region], None] = lambda _region: None
-        self._holders: Callable[[Region], set[str]] = lambda _region: set()
-
-    def lent_by(self, recall: Callable[[Region], None], holders: Callable[[Region], set[str]]) -> None:
-        """Say what asks processes that were lent a region to let go of it, and which clients these are."""
-        self._on_recall, self._holders = recall, holders
-
-    def recall(self, region: Region) -> None:
-        """Ask processes that were lent a region, and do not write a version there, to let go of it."""
-        self._on_recall(region)
 
     def get(self, model: ModelName, sizes: Mapping[str, int], *, may_make: bool) -> Image | None:
         """The image that the next version will get if it can; None if there is none now.
@@ -129,12 +122,14 @@ class Standbys:
         if image is not None and image.sizes != sizes:
             self._drop(image)
             return None
-        holders = self._holders(image.region) if image is not None else set()
+        holders = self._mappings.writers(image.region) if image is not None else set()
         if image is None or not holders or not holders.isdisjoint(clients):
             return image
         self._drop(image)
         deadline = time.monotonic() + _RETURN_SECONDS
-        while (image := self._images.reuse(sizes)) is None and time.monotonic() < deadline:
+        while (
+            image := self._images.reuse(sizes, ImageOwner(str(model)))
+        ) is None and time.monotonic() < deadline:
             time.sleep(_RETURN_PAUSE)
         return image
 
@@ -171,5 +166,5 @@ class Standbys:
             self._drop(image)
 
     def _drop(self, image: Image) -> None:
-        self.recall(image.region)
+        self._mappings.recall(image.region)
         image.release()

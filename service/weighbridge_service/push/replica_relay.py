@@ -1,4 +1,4 @@
-"""Passing bytes on to the replica that writes the file they belong to."""
+"""Relay of one push: passes bytes on to the replica that puts together the file they belong to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 from weighbridge import pieces, rpc
 from weighbridge.errors import VersionFailed, WeighbridgeError
 from weighbridge.v1 import checkpoint_service_pb2 as pb
-from weighbridge_service.declaring import Home
+from weighbridge_service.push.declarations import Home
 
 _BATCH_BYTES = 8 << 20
 _BATCHES = 16
@@ -91,8 +91,8 @@ def _messages(header: pb.PushHeader, batch: Sequence[Piece]) -> Iterator[bytes]:
         yield pieces.encode(pb.PushRequest(offset=offset, checksum=rpc.checksum(data)), data)
 
 
-class Forwarding:
-    """What one version passes on. Thread-safe.
+class Relay:
+    """Passes on what ranks push to one version for other replicas. Thread-safe.
 
     Args:
         peers: connections to the other replicas.
@@ -111,7 +111,7 @@ class Forwarding:
         self._claim = ""
         self._failure: WeighbridgeError | None = None
 
-    def forward(self, claim: str, home: Home, rank: int, offset: int, data: memoryview) -> None:
+    def send(self, claim: str, home: Home, rank: int, offset: int, data: memoryview) -> None:
         """Pass a part of a rank's stream on, now or together with the next ones. Waits if too much is on its way.
 
         Args:

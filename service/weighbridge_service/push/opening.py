@@ -1,11 +1,11 @@
-"""What does a request to open a version lead to, by what the model's head says?"""
+"""Opening of a version: what a request leads to, by what the model's head says. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from weighbridge.errors import AlreadyExists
-from weighbridge_service.declaring import Home, alone_at, is_alone_elsewhere
+from weighbridge_service.push.declarations import Home, alone_at, is_alone_elsewhere
 from weighbridge_storage.entries import OpenEntry
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import give_up_abandoned, give_up_version, open_version

@@ -1,0 +1,240 @@
+"""Effects of one push, carried out: plans, memory, digests, the object store. No decision is made here."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Callable, Iterable, Sequence
+
+from weighbridge.errors import Unavailable, VersionFailed, WeighbridgeError
+from weighbridge_service.models import RegisteredModel
+from weighbridge_service.push import effects as do
+from weighbridge_service.push import events as on
+from weighbridge_service.push.declarations import Agreement, Declaration, numbers_of
+from weighbridge_service.push.image_allocator import ImageAllocator, VersionRequest
+from weighbridge_service.push.image_writer import ImageWriter
+from weighbridge_service.push.publisher import Publisher
+from weighbridge_service.push.replica_exchange import Exchange
+from weighbridge_service.push.replica_relay import Relay
+from weighbridge_service.push.state import PushState
+from weighbridge_storage.digests import FileDigests, digest_file
+from weighbridge_storage.images import Image
+from weighbridge_storage.version_writing import NOTHING_WRITTEN, Written
+
+log = logging.getLogger(__name__)
+
+_NAMED = 20
+
+
+class EffectRunner:
+    """What a push needs and holds outside of its state. The session calls `run` for one effect of a kind at a time.
+
+    Args:
+        model: the registration under which the version was opened.
+        publisher: of the version.
+        exchange: with other replicas.
+        relay: of bytes to other replicas.
+        allocator: gives images.
+        go_on: raises if what takes long is not wanted any more.
+        post: takes the events of the data plane.
+
+    Attributes:
+        relay: as given.
+        writer: the data plane; None before there is an image.
+        image: what the version's files are put together in; None before that, and when it was released.
+    """
+
+    def __init__(
+        self,
+        model: RegisteredModel,
+        publisher: Publisher,
+        exchange: Exchange,
+        relay: Relay,
+        allocator: ImageAllocator,
+        go_on: Callable[[], None],
+        post: Callable[[Sequence[on.Event]], None],
+    ) -> None:
+        self.relay = relay
+        self.writer: ImageWriter | None = None
+        self.image: Image | None = None
+        self._model = model
+        self._publisher = publisher
+        self._exchange = exchange
+        self._allocator = allocator
+        self._go_on = go_on
+        self._post = post
+        self._request: VersionRequest | None = None
+        self._digests: dict[str, FileDigests] = {}
+        self._written: dict[str, Written] = {}
+        self._handed_in: dict[int, Written] = {}
+
+    def run(self, effect: do.Awaited, state: PushState) -> on.Event:
+        """Carry an effect out; gives its answer, a failure included."""
+        try:
+            return self._run(effect, state)
+        except WeighbridgeError as error:
+            if not isinstance(effect, do.AcquireImage):  # tried again all the time while there is no room
+                log.warning("%s: %s failed: %s", state.name, effect, error.message)
+            return on.EffectFailed(effect, error)
+        except Exception as error:  # nobody else would answer, and the push would wait for ever
+            log.exception("%s: %s failed", state.name, effect)
+            return on.EffectFailed(effect, _unexpected(effect, error))
+
+    def _run(self, effect: do.Awaited, state: PushState) -> on.Event:
+        match effect:
+            case do.MakePlan():
+                declared = state.declarations.declared
+                digests = [declared[rank].digest for rank in range(len(declared))]
+                return on.Planned(self._model.prepare(digests, numbers_of(declared)))
+            case do.AcquireImage():
+                return self._acquire_image(state)
+            case do.NameMissing():
+                heard_at = 0.0 if self.writer is None else self.writer.progress[1]
+                return on.TimedOut(tuple(self._missing(state)[:_NAMED]), heard_at)
+            case do.Digest(file):
+                return self._digest(file)
+            case do.CompareSample():
+                self._compare_sample()
+                return on.SampleCompared()
+            case do.Upload(file):
+                return self._upload(file)
+            case do.LookAtHead(closing):
+                return self._publisher.look(effect, closing=closing)
+            case do.Confirm() | do.FindOut():
+                return self._publisher.look(effect)
+            case do.Renew():
+                self._publisher.renew(state.limits.lease)
+                return on.Renewed()
+            case do.TellReplicas():
+                return self._tell(state.declarations.here)
+            case do.HearReplicas():
+                return on.HeardElsewhere(self._hear())
+        return self._run_agreed(effect, state, _agreed(state))
+
+    def _run_agreed(self, effect: do.Awaited, state: PushState, agreed: Agreement) -> on.Event:
+        match effect:
+            case do.Claim():
+                self._publisher.claim(agreed.claim)
+                return on.Claimed()
+            case do.HandIn() if state.share is not None:
+                self._exchange.hand_in(state.share.me, agreed.claim, _all_of(self._written.values()))
+                return on.HandedIn()
+            case do.CollectHandIns() if state.share is not None:
+                wanted = state.share.owners - self._handed_in.keys()
+                self._handed_in |= self._exchange.handed_in(agreed.claim, wanted)
+                return on.ReplicasHandedIn(frozenset(self._handed_in))
+            case do.WriteManifestAndPublish():
+                parts = self._written if agreed.alone else self._handed_in
+                self._publisher.publish(agreed, _all_of(parts.values()))
+                if state.told:
+                    self._clear_exchange(state)
+                return on.Published()
+        raise AssertionError(effect)
+
+    # --- memory
+
+    def _acquire_image(self, state: PushState) -> on.Event:
+        agreed, share = _agreed(state), state.share
+        if self._request is None:
+            files = frozenset[str]() if share is None else share.files.keys()
+            self._request = self._allocator.request(self._model, state.opened.number, files)
+        image = self._request.take({each.client_id for each in state.declarations.here.values()})
+        self.writer = ImageWriter(state.name, agreed, state.declarations.home, image, self.relay, self._post)
+        self.image = image
+        return on.ImageGranted()
+
+    def leave_line(self) -> None:
+        """Wait for no image any more."""
+        if self._request is not None:
+            self._request.leave()
+
+    def _held(self) -> Image:
+        image = self.image
+        if image is None:
+            raise VersionFailed(f"{self._publisher} was given up")
+        return image
+
+    def _digest(self, file: str) -> on.Event:
+        image = self._held()
+        with image.lease():
+            digests = digest_file(self._model.files, file, image.read_only_buffers[file], self._go_on)
+        self._digests[file] = digests
+        return on.Digested(file, sum(digests.nonfinite.values()))
+
+    def _compare_sample(self) -> None:
+        image = self._held()
+        if self.writer is not None:
+            with image.lease():
+                self.writer.compare_sample(image.read_only_buffers)
+
+    def _upload(self, file: str) -> on.Event:
+        image = self._held()
+        with image.lease():
+            data = image.read_only_buffers[file]
+            self._written[file] = self._publisher.upload(file, data, self._digests[file], self._go_on)
+        return on.Uploaded(file)
+
+    def _missing(self, state: PushState) -> list[str]:
+        """What has not come, a line for each thing."""
+        missing = [f"rank {rank} has not declared" for rank in state.declarations.absent]
+        if state.share is None:
+            return missing
+        for rank in sorted(state.share.ranks):
+            if self.writer is None:
+                missing.append(f"rank {rank} has no stream yet")
+            elif rank not in state.whole:
+                missing += self.writer.missing(rank)
+        if state.memory_held_at is not None:
+            missing.append("a process can still write to the memory of files that have arrived")
+        missing += [f"rank {rank} has not sealed" for rank in sorted(state.share.ranks - state.sealed)]
+        return missing
+
+    # --- other replicas
+
+    def _tell(self, here: dict[int, Declaration]) -> on.Event:
+        for digest in {declaration.digest for declaration in here.values()}:
+            if not self._model.is_offered(digest):
+                self._exchange.offer_layout(digest, *self._model.declared_layout(digest))
+                self._model.offered(digest)
+        self._exchange.tell(here)
+        return on.ReplicasTold(frozenset(here))
+
+    def _hear(self) -> list[tuple[int, Declaration]]:
+        heard: list[tuple[int, Declaration]] = []
+        try:
+            for batch in self._exchange.listen():
+                for declaration in batch.values():
+                    if not self._model.knows_layout(declaration.digest):
+                        self._model.add_layout(*self._exchange.layout(declaration.digest))
+                heard += batch.items()
+        except WeighbridgeError:
+            if not heard:
+                raise  # otherwise the rest comes again the next time, and what was heard does not
+        return heard
+
+    def _clear_exchange(self, state: PushState) -> None:
+        try:
+            self._exchange.clear()
+        except WeighbridgeError as error:  # the next collection does it
+            log.info("%s: what the replicas have told each other stays for now: %s", state.name, error)
+
+
+def _agreed(state: PushState) -> Agreement:
+    if state.agreed is None:
+        raise AssertionError(f"{state.name} is not agreed on")
+    return state.agreed
+
+
+def _all_of(parts: Iterable[Written]) -> Written:
+    return functools.reduce(operator.or_, parts, NOTHING_WRITTEN)
+
+
+def _unexpected(effect: do.Awaited, error: Exception) -> WeighbridgeError:
+    match effect:
+        case do.MakePlan():
+            return WeighbridgeError(f"the push could not be planned: {type(error).__name__}")
+        case do.AcquireImage():
+            return WeighbridgeError(f"no image could be made: {error!r}")
+        case _:
+            return Unavailable(f"{effect} failed: {error!r}")

@@ -1,0 +1,176 @@
+"""Effects of a push: what its owner is to do outside of the state machine.
+
+An awaited effect is answered by an event, exactly once, and is not started again before that; `EffectFailed` answers any of them.
+A release ends something and is answered by nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weighbridge.errors import WeighbridgeError
+from weighbridge_service.push.declarations import KnownSet
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Something to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited(Effect):
+    """Something to do that is answered by an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class MakePlan(Awaited):
+    """Share the shards out and plan the copies, from the declarations of all ranks. `Planned`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireImage(Awaited):
+    """Get memory for the files of this replica, and write their headers. `ImageGranted`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim(Awaited):
+    """Record the agreement in head.json, as the only one that may write the version's folder. `Claimed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renew(Awaited):
+    """Extend the lease of the open version in head.json. `Renewed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookAtHead(Awaited):
+    """Read what head.json says of the version. `HeadSaid`.
+
+    Attributes:
+        closing: whether versions whose lease has expired are closed on the way.
+    """
+
+    closing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm(Awaited):
+    """Read once more, when everything is here, whether the version is still open. `HeadSaid`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindOut(Awaited):
+    """After a publication that has failed: read whether it was made all the same. `HeadSaid`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellReplicas(Awaited):
+    """Tell other replicas what ranks have declared here. `ReplicasTold`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HearReplicas(Awaited):
+    """Read what ranks have declared to other replicas. `HeardElsewhere`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandIn(Awaited):
+    """Tell other replicas which files this one has uploaded, and their digests. `HandedIn`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectHandIns(Awaited):
+    """Read which files other replicas have uploaded. `ReplicasHandedIn`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeMemory(Awaited):
+    """See whether another process can still write to the image. `MemoryReleased` or `MemoryStillHeld`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest(Awaited):
+    """Make the digests of a file out of the image. `Digested`."""
+
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Upload(Awaited):
+    """Put a file into the object store, or have it copied from the version before. `Uploaded`."""
+
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompareSample(Awaited):
+    """Compare a sample of what ranks sent with what lies in the image. `SampleCompared`; DataLoss if it differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteManifestAndPublish(Awaited):
+    """Write the manifest, and make the version part of history. `Published`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameMissing(Awaited):
+    """List what has not arrived, because nothing more is heard of the ranks. `TimedOut`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecallMemory(Effect):
+    """Ask processes that have the image mapped for writing to unmap it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream(Effect):
+    """Refuse further pieces of a rank: it is sealed."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Supersede(Effect):
+    """Tell the sessions of older versions of the model that this one is visible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remember(Effect):
+    """Keep the declarations for the next push of the model; None forgets those of before."""
+
+    known: KnownSet | None
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Effect):
+    """Something that ends, and may also be asked for when the push has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseWriter(Release):
+    """Take no more bytes. `error` is what those get who still push; None if all bytes are here."""
+
+    error: WeighbridgeError | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseImage(Release):
+    """Give the image back, as soon as nobody reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp(Release):
+    """Close the version in head.json and delete what there is of it.
+
+    Attributes:
+        error: why.
+        unless_claimed: whether it stays open if other replicas have claimed it: `LeftToOthers`.
+    """
+
+    error: WeighbridgeError
+    unless_claimed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Forget(Release):
+    """Drop the version from what this process lists: other replicas receive it."""

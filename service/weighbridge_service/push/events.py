@@ -1,0 +1,273 @@
+"""Events of a push: everything that can happen to it, as values."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weighbridge.errors import WeighbridgeError
+from weighbridge_service.push import effects
+from weighbridge_service.push.declarations import Declaration
+from weighbridge_service.push.effects import Awaited
+from weighbridge_service.push.push_plan import PreparedPush
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that has happened."""
+
+
+# --- from ranks, through handlers and the data plane ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Declared(Event):
+    """A rank has declared its layout to this replica."""
+
+    rank: int
+    client_id: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class FilesFilled(Event):
+    """All bytes of these files are in the image, and no other process can write to them."""
+
+    files: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RankWhole(Event):
+    """All bytes of a rank's stream are in their place, or on their way to the replica that wants them."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryHeld(Event):
+    """All bytes are here and all grants have ended, but another process can still write to the image."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealAsked(Event):
+    """A rank says that it has pushed everything; what it pushed for other replicas has arrived there."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken(Event):
+    """Bytes were lost or damaged: the version cannot be completed, or is not what was pushed."""
+
+    error: WeighbridgeError
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted(Event):
+    """Somebody wants the version given up."""
+
+    reason: str
+
+
+# --- from other replicas -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeardElsewhere(Event):
+    """What ranks have declared to other replicas since the last time: ranks and declarations, perhaps none."""
+
+    declarations: Sequence[tuple[int, Declaration]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasTold(Event):
+    """Other replicas can read what these ranks have declared here."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnersComplete(Event):
+    """Every replica that puts files together has all of their bytes, and the version can be read from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedIn(Event):
+    """Other replicas can read which files this one has uploaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasHandedIn(Event):
+    """The numbers of the replicas whose uploaded files are known, this one's included."""
+
+    replicas: frozenset[int]
+
+
+# --- answers to effects --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Planned(Event):
+    """The plan is made."""
+
+    prepared: PreparedPush
+
+
+@dataclass(frozen=True, slots=True)
+class ImageGranted(Event):
+    """There is an image, and a data plane that takes bytes for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed(Event):
+    """head.json records the agreement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed(Event):
+    """The lease in head.json was extended by its whole length from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReleased(Event):
+    """No other process can write to the image any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStillHeld(Event):
+    """Another process can still write to the image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digested(Event):
+    """The digests of a file are made; it has so many elements that are NaN or infinite."""
+
+    file: str
+    nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded(Event):
+    """A file is in the object store."""
+
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCompared(Event):
+    """The sample agrees with the checksums that came with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published(Event):
+    """The version is part of history."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut(Event):
+    """What had not arrived when nothing more was heard of the ranks.
+
+    Attributes:
+        missing: a line for each thing.
+        heard_at: when the last bytes came; seconds of the monotonic clock, 0 if none have.
+    """
+
+    missing: tuple[str, ...]
+    heard_at: float = 0.0
+
+
+class Verdict(enum.Enum):
+    """What head.json says of a version."""
+
+    OPEN = "open"
+    PUBLISHED = "published"
+    GIVEN_UP = "given up"
+    UNKNOWN = "unknown"
+    """The store could not be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSaid(Event):
+    """What head.json says of the version.
+
+    Attributes:
+        effect: by which effect it was read.
+        verdict: what it says.
+        claim: the agreement under which it is published, or is being written; empty if nobody has claimed it.
+        reason: of a version that was given up, why.
+    """
+
+    effect: Awaited
+    verdict: Verdict
+    claim: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EffectFailed(Event):
+    """An effect could not be carried out."""
+
+    effect: Awaited
+    error: WeighbridgeError
+
+
+@dataclass(frozen=True, slots=True)
+class LeftToOthers(Event):
+    """The version stays open when this replica gives it up: other replicas have claimed it."""
+
+
+# --- from the process ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(Event):
+    """Time has passed.
+
+    Attributes:
+        received_bytes: of tensors that have come so far.
+        heard_at: when the last of them came; seconds of the monotonic clock, 0 if none have.
+    """
+
+    received_bytes: int = 0
+    heard_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Superseded(Event):
+    """A newer version of the model is visible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draining(Event):
+    """The service shuts down: no pauses between attempts from now on, and the next failure is the last."""
+
+
+_ANSWERS: Mapping[type[Event], Awaited] = {
+    HeardElsewhere: effects.HearReplicas(),
+    ReplicasTold: effects.TellReplicas(),
+    HandedIn: effects.HandIn(),
+    ReplicasHandedIn: effects.CollectHandIns(),
+    Planned: effects.MakePlan(),
+    ImageGranted: effects.AcquireImage(),
+    Claimed: effects.Claim(),
+    Renewed: effects.Renew(),
+    MemoryReleased: effects.ProbeMemory(),
+    MemoryStillHeld: effects.ProbeMemory(),
+    SampleCompared: effects.CompareSample(),
+    Published: effects.WriteManifestAndPublish(),
+    TimedOut: effects.NameMissing(),
+}
+
+
+def answered_by(event: Event) -> Awaited | None:
+    """The effect that an event answers; None if it answers none."""
+    match event:
+        case HeadSaid(effect=effect) | EffectFailed(effect=effect):
+            return effect
+        case Digested(file=file):
+            return effects.Digest(file)
+        case Uploaded(file=file):
+            return effects.Upload(file)
+        case _:
+            return _ANSWERS.get(type(event))

@@ -1,0 +1,382 @@
+"""Data plane of one push: takes bytes from gRPC streams and from processes that were granted the image, into the image.
+
+Pieces come in any order and on many threads, and each is copied once, straight to its final place. Who holds the lock here only claims
+ranges and counts; nothing is copied, sent or posted under it. What the state machine has to know is posted as coarse events.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weighbridge import rpc
+from weighbridge.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    VersionFailed,
+    WeighbridgeError,
+)
+from weighbridge_service.push import events as on
+from weighbridge_service.push.declarations import Agreement, Home
+from weighbridge_service.push.push_plan import PreparedPush
+from weighbridge_service.push.replica_relay import Relay
+from weighbridge_service.push.sample import Sample
+from weighbridge_service.ranges import RangeSet
+from weighbridge_service.transfers import Bytes
+from weighbridge_storage.images import Image, Lease
+from weighbridge_storage.objects import ByteArray
+
+_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrant:
+    """The image, granted to a process of a rank, which writes its stream to it.
+
+    Attributes:
+        rank: which rank.
+        image: what it writes to.
+        prepared: where the bytes of its stream belong.
+        lease: keeps the image from being used for something else; `ImageWriter.end_grant` releases it.
+        writer: has granted it.
+    """
+
+    rank: int
+    image: Image
+    prepared: PreparedPush
+    lease: Lease
+    writer: ImageWriter
+
+
+class ImageWriter:
+    """Fills the image of one version. Thread-safe.
+
+    A file of which all bytes have come is filled only when no other process can write to it any more. As long as memory is granted,
+    will be granted to a further rank, or is still open somewhere although it should not be, it could be changed behind our back: so
+    if memory is granted at all, files are filled when the bytes of all of them have come.
+
+    Args:
+        name: of the version, in messages.
+        agreed: who pushes what, and where every byte goes.
+        home: this replica.
+        image: of the files that this replica puts together, with their headers written.
+        relay: passes bytes on to other replicas.
+        post: takes events for the state machine.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        agreed: Agreement,
+        home: Home,
+        image: Image,
+        relay: Relay,
+        post: Callable[[Sequence[on.Event]], None],
+    ) -> None:
+        self._name = name
+        self._agreed = agreed
+        self._home = home
+        self._image = image
+        self._relay = relay
+        self._post = post
+        self._lock = threading.Lock()
+        share = agreed.share_of(home)
+        self._ranks = share.ranks
+        self._lengths = {rank: stream.nbytes for rank, stream in agreed.prepared.streams.items()}
+        self._received = {rank: RangeSet() for rank in self._lengths}
+        self._placed: Counter[int] = Counter()
+        self._routes = {rank: self._routes_of(rank) for rank in share.ranks}
+        self._to_come = dict(share.files)
+        self._whole = [file for file, nbytes in share.files.items() if not nbytes]
+        self._incomplete = sum(nbytes > 0 for nbytes in share.files.values())
+        self._filled = False
+        self._grants: Counter[int] = Counter()
+        self._was_granted = False
+        self._sealed: set[int] = set()
+        self._closed: WeighbridgeError | None = None
+        self._complete = False
+        self._writers = 0
+        self._sample = Sample()
+        self._received_bytes = 0
+        self._heard_at = time.monotonic()
+        self._lease = image.lease()
+        self._buffers: Mapping[str, Bytes] = image.buffers
+
+    def _routes_of(self, rank: int) -> list[tuple[Home, RangeSet]]:
+        """Which ranges of a rank's stream go to which other replicas."""
+        spread = self._agreed.prepared.spread
+        if spread is None:
+            return []
+        routes = spread.routes.get(rank, {})
+        homes = self._agreed.homes
+        return [(homes[number], meant) for number, meant in routes.items() if homes[number] != self._home]
+
+    def begin(self) -> None:
+        """Post what holds before any byte has come: files and streams without bytes are complete."""
+        with self._lock:
+            events: list[on.Event] = [
+                on.RankWhole(rank) for rank in sorted(self._ranks) if not self._lengths[rank]
+            ]
+            events += self._show()
+        self._post(events)
+
+    # --- pieces
+
+    def write(self, rank: int, offset: int, data: memoryview, checksum: int) -> None:
+        """Take a piece of the stream of a rank of this replica. What has come before is left alone.
+
+        Raises:
+            DataLoss: the piece does not agree with its checksum; send it again.
+            InvalidArgument: it lies outside of the stream.
+            FailedPrecondition: the rank or the version is sealed.
+            WeighbridgeError: what the version has failed of.
+        """
+        self._take(rank, offset, data, checksum, own=True)
+
+    def write_forwarded(self, claim: str, rank: int, offset: int, data: memoryview, checksum: int) -> None:
+        """Take a range of a rank's stream that another replica passes on. What comes when everything is here is left alone.
+
+        Raises:
+            DataLoss, InvalidArgument: as `write`.
+            FailedPrecondition: the replicas have not agreed on the same plan, or this range is not routed to this one.
+            WeighbridgeError: what the version has failed of.
+        """
+        # said to the sender alone: who sends what it should not must not end the version
+        self._agreed.check_forwarded(self._home, claim, rank, offset, offset + len(data))
+        self._take(rank, offset, data, checksum, own=False)
+
+    def _take(self, rank: int, offset: int, data: memoryview, checksum: int, *, own: bool) -> None:
+        if rpc.checksum(data) != checksum:
+            raise DataLoss(
+                f"{self._name}, rank {rank}: the piece at byte {offset} does not agree with its checksum"
+            )
+        end, length = offset + len(data), self._lengths[rank]
+        if end > length:
+            raise InvalidArgument(
+                f"{self._name}, rank {rank}: bytes {offset} to {end} lie outside of its stream of {length} bytes"
+            )
+        with self._lock:
+            if own:
+                self._check_unsealed(rank)
+            # claimed by this call before they are copied: nobody else copies and counts them again
+            fresh = self._claim(rank, offset, end)
+            if not fresh:
+                return
+            self._writers += 1
+            buffers = self._buffers
+        filled: list[Mapping[str, int]] = []
+        try:
+            transfer, stream = self._agreed.prepared.transfer, str(rank)
+            for start, stop in fresh:
+                piece = data[start - offset : stop - offset]
+                filled.append(transfer.scatter(piece, start, buffers, stream))
+                for home, meant in self._routes[rank] if own else ():
+                    for begin, until in meant.within(start, stop):
+                        self._relay.send(
+                            self._agreed.claim, home, rank, begin, piece[begin - start : until - start]
+                        )
+        except BaseException as error:
+            self._post(self._leave(rank, [], []))
+            self._post([on.Broken(self._loss(error))])
+            raise
+        if fresh[0] == (offset, end):
+            self._sample.offer(rank, offset, end, checksum)
+        self._post(self._leave(rank, fresh, filled))
+
+    def _check_unsealed(self, rank: int) -> None:
+        """Raise if a rank may push nothing more. The lock is held."""
+        if self._complete:
+            raise FailedPrecondition(f"{self._name} is sealed", fix="push a new version: another step or run")
+        if rank in self._sealed:
+            raise FailedPrecondition(f"rank {rank} of {self._name} is sealed")
+
+    def _claim(self, rank: int, start: int, end: int) -> list[tuple[int, int]]:
+        """The ranges that have not come before; from now on they have. The lock is held."""
+        self._heard_at = time.monotonic()
+        if self._closed is not None:
+            raise _again(self._closed)
+        fresh = self._received[rank].claim(start, end)
+        for begin, until in fresh:
+            self._received_bytes += until - begin
+        return fresh
+
+    def _leave(
+        self, rank: int, fresh: Sequence[tuple[int, int]], filled: Sequence[Mapping[str, int]]
+    ) -> list[on.Event]:
+        """Count what was copied; gives what follows from that."""
+        with self._lock:
+            self._writers -= 1
+            events = self._count(rank, fresh, filled)
+            release = not self._writers and (self._closed is not None or self._complete)
+        if release:
+            self._lease.release()
+        return events
+
+    def _loss(self, error: BaseException) -> WeighbridgeError:
+        """What the version fails of when bytes that count as received were not placed."""
+        if isinstance(error, VersionFailed):
+            return error
+        return WeighbridgeError(f"bytes that arrived for {self._name} could not be placed: {error!r}")
+
+    # --- books; the lock is held
+
+    def _count(
+        self, rank: int, fresh: Sequence[tuple[int, int]], filled: Sequence[Mapping[str, int]]
+    ) -> list[on.Event]:
+        events: list[on.Event] = []
+        for start, stop in fresh:
+            self._placed[rank] += stop - start
+        if fresh and rank in self._ranks and self._placed[rank] == self._lengths[rank]:
+            events.append(on.RankWhole(rank))
+        whole = False
+        for counts in filled:
+            for file, nbytes in counts.items():
+                if file in self._to_come:
+                    self._to_come[file] -= nbytes
+                    if not self._to_come[file]:
+                        self._whole.append(file)
+                        self._incomplete -= 1
+                        whole = True
+        # the image is filled before a rank is said to be whole, so that the last rank waits for the memory
+        return [*self._show(), *events] if whole else events
+
+    def _show(self) -> list[on.Event]:
+        """The files that are filled now, or that they would be if nobody had the image mapped."""
+        if not self._whole or (self._was_granted and self._incomplete) or any(self._grants.values()):
+            return []
+        if self._image.region.written_elsewhere():
+            return [] if self._incomplete else [on.MemoryHeld()]
+        files, self._whole = frozenset(self._whole), []
+        self._filled = True
+        return [on.FilesFilled(files)]
+
+    # --- grants
+
+    def grant(self, rank: int) -> MemoryGrant:
+        """Let a rank's process write its stream to the image itself.
+
+        Raises:
+            FailedPrecondition: all of the stream has come, files are filled already and must not change, or other replicas have a
+                part in the version, so that the rank's bytes do not all belong here.
+            WeighbridgeError: what the version has failed of.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise _again(self._closed)
+            if self._received[rank].size == self._lengths[rank]:
+                raise FailedPrecondition(f"all bytes of rank {rank} of {self._name} have come")
+            if not self._agreed.alone:
+                raise FailedPrecondition(f"{self._name} is received by several replicas of the service")
+            if self._filled:
+                raise FailedPrecondition("files of the version are complete already, and must not be changed")
+            lease = self._image.lease()
+            self._grants[rank] += 1
+            self._was_granted = True
+            self._heard_at = time.monotonic()
+        return MemoryGrant(rank, self._image, self._agreed.prepared, lease, self)
+
+    def end_grant(self, grant: MemoryGrant, *, complete: bool) -> int:
+        """A rank's process has unmapped the image, or has ended.
+
+        Args:
+            grant: what it was granted.
+            complete: whether it has written all of its stream; otherwise nothing of it counts.
+
+        Returns:
+            The bytes that it has written.
+
+        Raises:
+            WeighbridgeError: what the version has failed of.
+        """
+        rank, length = grant.rank, self._lengths[grant.rank]
+        try:
+            with self._lock:
+                self._grants[rank] -= 1
+                if not complete:
+                    events = self._show()
+                else:
+                    fresh = self._claim(rank, 0, length)
+                    transfer, stream = self._agreed.prepared.transfer, str(rank)
+                    filled = [transfer.filled(start, stop, stream) for start, stop in fresh]
+                    events = self._count(rank, fresh, filled)
+        finally:
+            grant.lease.release()
+        self._post(events)
+        return length if complete else 0
+
+    def probe(self) -> None:
+        """See whether other processes have unmapped the image."""
+        with self._lock:
+            events = self._show()
+        released = not any(isinstance(event, on.MemoryHeld) for event in events)
+        self._post([*events, on.MemoryReleased()] if released else [on.MemoryStillHeld()])
+
+    # --- what has come
+
+    @property
+    def progress(self) -> tuple[int, float]:
+        """Bytes that have come, and when a rank was last heard of, in seconds of the monotonic clock."""
+        with self._lock:
+            return self._received_bytes, self._heard_at
+
+    def received(self, rank: int) -> tuple[list[tuple[int, int]], int]:
+        """The ranges of a rank's stream that have come, and its length."""
+        with self._lock:
+            self._heard_at = time.monotonic()
+            return list(self._received[rank]), self._lengths[rank]
+
+    def missing(self, rank: int) -> list[str]:
+        """What has not come of a rank's stream, a line for each shard."""
+        stream = self._agreed.prepared.streams[rank]
+        with self._lock:
+            received = self._received[rank]
+            return [
+                f"{stream.tensors[p.shard.tensor]}: box {p.shard.box} of rank {rank}"
+                for p in stream.placements
+                if not received.covers(p.offset, p.offset + p.nbytes)
+            ]
+
+    def check_whole(self, rank: int) -> None:
+        """Raise FailedPrecondition, with what is missing, if not all of a rank's stream has come."""
+        with self._lock:
+            whole = self._received[rank].size == self._lengths[rank]
+        if not whole:
+            raise FailedPrecondition(
+                f"rank {rank} of {self._name} cannot be sealed: parts of its stream have not arrived",
+                details=self.missing(rank)[:_NAMED],
+                fix="ask for the push state and send the rest",
+            )
+
+    def compare_sample(self, files: Mapping[str, ByteArray]) -> None:
+        """Gather a sample of the pieces out of the image again. See `Sample.compare`."""
+        self._sample.compare(self._name, self._agreed.prepared.transfer, files)
+
+    # --- the end
+
+    def close_stream(self, rank: int) -> None:
+        """Refuse further pieces of a rank."""
+        with self._lock:
+            self._sealed.add(rank)
+
+    def close(self, error: WeighbridgeError | None) -> None:
+        """Take no more bytes, and let go of the image once nobody copies to it any more.
+
+        Args:
+            error: what those get who still push; None if everything is here.
+        """
+        with self._lock:
+            self._closed, self._complete = error, error is None
+            self._buffers = {}
+            idle = not self._writers
+        if error is not None:
+            self._relay.stop()  # a writer may be waiting for room there
+        if idle:
+            self._lease.release()
+
+
+def _again(error: WeighbridgeError) -> WeighbridgeError:
+    return type(error)(error.message, fix=error.fix, details=error.details)

@@ -1,0 +1,453 @@
+"""Intake: what trainer ranks and other replicas call. Finds or begins the session of a version, and asks it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from weighbridge.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    LayoutError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    VersionFailed,
+    WeighbridgeError,
+)
+from weighbridge.layouts import Layout
+from weighbridge.resources import Version, VersionState
+from weighbridge_service.catalog import Catalog
+from weighbridge_service.clock import unix_ms
+from weighbridge_service.config import ServiceConfig
+from weighbridge_service.models import RegisteredModel
+from weighbridge_service.push import events as on
+from weighbridge_service.push.declarations import Home, alone_at
+from weighbridge_service.push.effect_pools import EffectPools
+from weighbridge_service.push.image_allocator import ImageAllocator
+from weighbridge_service.push.image_writer import MemoryGrant
+from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.opening import OpeningRequest, check_not_received_alone
+from weighbridge_service.push.publisher import Publisher, give_up
+from weighbridge_service.push.registry import Registry
+from weighbridge_service.push.replica_exchange import Exchange
+from weighbridge_service.push.replica_relay import Peers, Relay
+from weighbridge_service.push.session import PushSession, now
+from weighbridge_service.push.standbys import Standbys
+from weighbridge_service.push.state import Limits, PushState, not_all_declared
+from weighbridge_service.push.timers import Timers
+from weighbridge_storage.entries import OpenEntry
+from weighbridge_storage.head import Head
+from weighbridge_storage.head_changes import check_same_request, still_open
+from weighbridge_storage.image_pool import ImagePool
+from weighbridge_storage.images import Image
+from weighbridge_storage.names import ModelName
+
+log = logging.getLogger(__name__)
+
+_STOP_SECONDS = 10.0
+_MAX_RANKS = 65_536
+_MAX_TEXT = 256
+_OPENINGS = 64
+"""Locks for opening versions; models share them by their names."""
+_LONG_POLL = 5.0
+"""Seconds that one call waits for other ranks to declare."""
+_RETRY_MS = (50, 2_000)
+"""Least and most milliseconds before a rank asks again."""
+_RETRY_MS_PER_RANK = 2
+"""So that the ranks of one push make 500 calls a second together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The answer to a declaration.
+
+    Attributes:
+        layout_needed: the digest is not known: declare again, with the layout.
+        assigned: indexes of the shards to push, in the order of the stream.
+        stream_bytes: length of the stream.
+        retry_after_ms: above 0, there is no answer yet: ask again after so many milliseconds.
+        absent: then, ranks that have not declared.
+    """
+
+    layout_needed: bool = False
+    assigned: Sequence[int] = ()
+    stream_bytes: int = 0
+    retry_after_ms: int = 0
+    absent: Sequence[int] = ()
+
+
+Pieces = Iterator[tuple[int, memoryview, int]]
+"""Pieces of a stream: offset, data and checksum of each."""
+
+
+class Intake:
+    """Versions on their way in. Thread-safe.
+
+    Args:
+        catalog: which models there are; is shown the versions.
+        images: where versions are put together.
+        mappings: who has images mapped.
+        config: limits and time-outs.
+        home: this process, as other replicas see it.
+
+    Attributes:
+        home: as given.
+        limits: what pushes that begin now go by.
+        standbys: images that trainers of this machine have mapped ahead of the next version.
+        bytes_in: bytes of weights that have arrived.
+        bytes_in_locally: of these, bytes that trainers have written to shared memory themselves.
+        draining: whether new versions are refused.
+    """
+
+    def __init__(
+        self, catalog: Catalog, images: ImagePool, mappings: Mappings, config: ServiceConfig, home: Home
+    ) -> None:
+        self.home = home
+        self.limits = Limits(
+            receive_timeout=config.receive_timeout,
+            image_wait=config.image_wait,
+            lease=config.open_lease,
+            attempts=config.publish_attempts,
+            spreading=bool(config.advertise),
+        )
+        self.standbys = Standbys(images, mappings)
+        self.bytes_in = 0
+        self.bytes_in_locally = 0
+        self.draining = False
+        self._catalog = catalog
+        self._mappings = mappings
+        self._max_receiving = config.max_receiving
+        self._allocator = ImageAllocator(images, self.standbys)
+        self._registry = Registry(catalog)
+        self._peers = Peers(config.peer_patience)
+        self._pools = EffectPools()
+        self._timers = Timers()
+        self._openings = [threading.Lock() for _ in range(_OPENINGS)]
+        self._counting = threading.Lock()
+
+    # --- opening
+
+    def open_version(
+        self, name: str, *, step: int, run: str, ranks: int, request_id: str, client_id: str
+    ) -> Version:
+        """Give a number for a new version, or the one that this request has been given before.
+
+        A request whose version has ended is given a new one, unless the caller took part in that version.
+
+        Raises:
+            NotFound: the model is not registered.
+            InvalidArgument: a number or text is out of bounds, or contradicts what another rank has said.
+            ResourceExhausted: too many versions are being received.
+        """
+        model_name = ModelName.parse(name)
+        if not 1 <= ranks <= _MAX_RANKS:
+            raise InvalidArgument(f"{ranks} ranks are not between 1 and {_MAX_RANKS}")
+        if not 0 <= step < 1 << 53:
+            raise InvalidArgument(f"step {step} is not between 0 and 2**53")
+        for what, text in (("run", run), ("request_id", request_id), ("client_id", client_id)):
+            if not text or len(text) > _MAX_TEXT or not text.isprintable():
+                raise InvalidArgument(
+                    f"the {what} is empty, longer than {_MAX_TEXT} characters, or not printable"
+                )
+        find = partial(self._opened_before, model_name, (step, run, ranks), request_id, client_id)
+        if (there := find()) is not None:
+            return there
+        self._catalog.model(model_name)
+        with self._opening(model_name):
+            if (there := find()) is not None:
+                return there
+            self._check_room()
+            failed = {
+                s.number for s in self._registry.of_model(model_name) if s.snapshot.version.state.given_up
+            }
+            lease_ms = round(self.limits.lease * 1000)
+            asked = OpeningRequest(request_id, step, run, ranks, self.home, lease_ms, frozenset(failed))
+            entry, head = self._catalog.heads.update(model_name, lambda head: asked.open(head, unix_ms()))
+            session = self._begin(model_name, entry, head, client_id)
+        log.info("opened %s for run %s with %d ranks", session.snapshot.version, run, ranks)
+        return session.snapshot.version
+
+    def _opening(self, name: ModelName) -> threading.Lock:
+        return self._openings[hash(name) % _OPENINGS]
+
+    def _opened_before(
+        self, name: ModelName, asked: tuple[int, str, int], request_id: str, client_id: str
+    ) -> Version | None:
+        session = self._registry.of_request(name, request_id)
+        if session is None:
+            return None
+        version = session.snapshot.version
+        if version.state.given_up:
+            return None
+        if version.state.visible and client_id != session.client_id and not session.takes_part(client_id):
+            return None
+        check_same_request(version.number, (version.step, version.run, version.ranks), asked)
+        return version
+
+    def _check_room(self) -> None:
+        """Raise if no further version can be received (ResourceExhausted), or none any more (Unavailable)."""
+        if self.draining:
+            raise Unavailable("the service is shutting down", fix="try again when it is back")
+        count = self._registry.count(VersionState.OPEN, VersionState.RECEIVING)
+        if count >= self._max_receiving:
+            raise ResourceExhausted(
+                f"{count} versions are being received", fix="wait until one is done, or abort one"
+            )
+
+    def _begin(self, name: ModelName, entry: OpenEntry, head: Head, client_id: str) -> PushSession:
+        """Receive an open version here. The lock for openings is held."""
+        model = self._catalog.model(name, head)
+        if model.files_id != entry.files_id:
+            reason = "the model was registered anew while it was being received"
+            self._give_up(name, entry.number, reason, by=self.home)
+            raise VersionFailed(
+                f"{name}@{entry.number} was given up: {reason}",
+                fix="push the step again",
+            )
+        return self._registry.add(lambda: self._session(model, entry, client_id))
+
+    def _session(self, model: RegisteredModel, entry: OpenEntry, client_id: str) -> PushSession:
+        opened = Version(
+            model=str(model.name),
+            number=entry.number,
+            state=VersionState.OPEN,
+            step=entry.step,
+            run=entry.run,
+            ranks=entry.ranks,
+            tensor_bytes=model.files.layout.nbytes,
+            create_time_ms=entry.created_ms,
+        )
+        begun = now()
+        lease_left = (entry.until_ms - begun.unix_ms) / 1000
+        store, heads = self._catalog.store, self._catalog.heads
+        return PushSession(
+            PushState.begin(opened, self.home, self.limits, model.known_set, lease_left, begun),
+            client_id=client_id,
+            request_id=entry.request_id,
+            model=model,
+            publisher=Publisher(store, heads, model, entry, self.home),
+            exchange=Exchange(store, model.name, entry.number, self.home),
+            relay=Relay(self._peers, str(model.name), entry.number),
+            allocator=self._allocator,
+            mappings=self._mappings,
+            pools=self._pools,
+            timers=self._timers,
+            surroundings=self._registry,
+        )
+
+    def _find(self, name: str, number: int) -> PushSession:
+        """The session of a version that is being received here, or was."""
+        model_name = ModelName.parse(name)
+        session = self._registry.get(model_name, number)
+        if session is not None:
+            return session
+        history = self._catalog.history(model_name)
+        if history.find(number) is not None:
+            raise FailedPrecondition(f"{name}@{number} is sealed", fix="push a new version")
+        entry = history.head.open.get(number)
+        if entry is not None:
+            check_not_received_alone(entry, self.home)
+            self._give_up_if_lost(model_name, entry)
+        raise NotFound(
+            f"{name}@{number} is not being received",
+            fix="the service may have been restarted since it was opened: push again",
+        )
+
+    def _give_up_if_lost(self, name: ModelName, entry: OpenEntry) -> None:
+        """Close an open version of which a process before this one, at the same address, had received something."""
+        exchange = Exchange(self._catalog.store, name, entry.number, self.home)
+        try:
+            lost = alone_at(entry.claim) == self.home.address or (
+                self.limits.spreading and exchange.was_here_before()
+            )
+        except WeighbridgeError as error:
+            log.warning("who receives %s@%d cannot be seen: %s", name, entry.number, error)
+            return
+        if lost:
+            reason = f"the replica at {self.home.address} was restarted, and has lost what it had received"
+            self._give_up(name, entry.number, reason, by=self.home)
+
+    def _give_up(self, name: ModelName, number: int, reason: str, *, by: Home | None) -> None:
+        give_up(self._catalog.store, self._catalog.heads, name, number, reason, by=by)
+
+    def _find_or_join(self, name: str, number: int, client_id: str) -> PushSession:
+        """The session of a version, begun now if the version was opened at another replica."""
+        model_name = ModelName.parse(name)
+        if self._registry.get(model_name, number) is None:
+            with self._opening(model_name):
+                head = self._catalog.head(model_name)
+                entry = head.open.get(number)
+                if entry is not None and self._registry.get(model_name, number) is None:
+                    self._check_room()
+                    check_not_received_alone(entry, self.home)
+                    self._begin(model_name, entry, head, client_id)
+        return self._find(name, number)
+
+    # --- declaring
+
+    def declare_layout(
+        self,
+        name: str,
+        number: int,
+        rank: int,
+        client_id: str,
+        digest: str,
+        layout: Layout | None,
+        space: str,
+        seconds: float,
+        *,
+        may_wait: bool = True,
+    ) -> Declared:
+        """Say what a rank holds. Waits for the other ranks for a few seconds at most.
+
+        Args:
+            name: the model.
+            number: the version.
+            rank: which rank.
+            client_id: the calling process.
+            digest: of the layout.
+            layout: the layout; None if the service is believed to know it.
+            space: to which the names of its tensors belong.
+            seconds: how long the caller waits.
+            may_wait: whether this call may wait at all; otherwise the caller is told to ask again.
+
+        Raises:
+            LayoutError: the layouts contradict the model or each other; the version has failed.
+            DeadlineExceeded: not all ranks came within ``seconds``, and that is sooner than the caller would be told to ask again.
+        """
+        session = self._find_or_join(name, number, client_id)
+        if layout is not None:
+            if layout.digest != digest:
+                raise LayoutError("the layout does not have the digest that was sent with it")
+            session.model.add_layout(space, layout)
+        elif not session.model.knows_layout(digest):
+            return Declared(layout_needed=True)
+        patience = min(seconds, _LONG_POLL) if may_wait else 0.0
+        agreed = session.declare(rank, client_id, digest, patience)
+        if agreed is not None:
+            prepared = agreed.prepared
+            return Declared(assigned=prepared.assigned[rank], stream_bytes=prepared.streams[rank].nbytes)
+        if may_wait and seconds < _LONG_POLL:
+            raise not_all_declared(session.state)
+        declarations = session.state.declarations
+        least, most = _RETRY_MS
+        retry_after_ms = min(max(_RETRY_MS_PER_RANK * declarations.ranks, least), most)
+        return Declared(retry_after_ms=retry_after_ms, absent=declarations.absent)
+
+    # --- bytes
+
+    def write(self, name: str, number: int, rank: int, client_id: str, pieces: Pieces) -> int:
+        """Take pieces of a rank's stream; how many bytes came."""
+        writer = self._find(name, number).writer_for(rank, client_id)
+        return self._take(pieces, partial(writer.write, rank))
+
+    def take_forwarded(self, name: str, number: int, rank: int, claim: str, pieces: Pieces) -> int:
+        """Take ranges of a rank's stream that another replica passes on; how many bytes came.
+
+        Raises:
+            Unavailable: no rank has declared here yet; try again.
+            VersionFailed: the version is not open any more, or the replicas do not agree.
+        """
+        model_name = ModelName.parse(name)
+        session = self._registry.get(model_name, number)
+        if session is None:
+            still_open(self._catalog.head(model_name), number)
+            raise Unavailable(f"no rank of {name}@{number} has come to {self.home} yet", fix="try again")
+        writer = session.writer_for_replica(rank, claim)
+        return self._take(pieces, partial(writer.write_forwarded, claim, rank))
+
+    def _take(self, pieces: Pieces, write: Callable[[int, memoryview, int], None]) -> int:
+        count = 0
+        for offset, data, checksum in pieces:
+            write(offset, data, checksum)
+            count += len(data)
+            with self._counting:
+                self.bytes_in += len(data)
+        return count
+
+    def grant_image(self, name: str, number: int, rank: int, client_id: str) -> MemoryGrant:
+        """Let a rank's process, on this machine, write its stream to where it belongs. See `ImageWriter.grant`."""
+        return self._find(name, number).grant(rank, client_id)
+
+    def end_grant(self, grant: MemoryGrant, *, complete: bool) -> None:
+        """A rank's process has unmapped the image. See `ImageWriter.end_grant`."""
+        nbytes = grant.writer.end_grant(grant, complete=complete)
+        with self._counting:
+            self.bytes_in += nbytes
+            self.bytes_in_locally += nbytes
+
+    def prepare_image(self, name: str, client_id: str) -> Image | None:
+        """The image that a model's next version will probably be written to; None if there is none now.
+
+        While the service is shutting down, there is none.
+
+        Raises:
+            NotFound: the model is not registered.
+            FailedPrecondition: the client has not pushed the model lately. Who could keep the memory open without ever pushing
+                would make the versions of others fail.
+        """
+        model = self._catalog.model(ModelName.parse(name))
+        if self.draining:
+            return None
+        sessions = self._registry.of_model(model.name)
+        if not any(session.takes_part(client_id) for session in reversed(sessions)):
+            raise FailedPrecondition(
+                f"{model.name}: memory is prepared only for those who have just pushed a version"
+            )
+        return self._allocator.prepare(model, sum(session.has_image for session in sessions))
+
+    def push_state(self, name: str, number: int, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
+        """Ranges of a rank's stream that have arrived, its length, and whether it is sealed."""
+        return self._find(name, number).push_state(rank)
+
+    # --- the end
+
+    def seal_rank(self, name: str, number: int, rank: int, client_id: str, seconds: float) -> Version:
+        """The rank has pushed everything. Repeating it is harmless.
+
+        Raises:
+            FailedPrecondition: something is missing; names tensors and boxes.
+            DeadlineExceeded: not sealed within ``seconds``; says what is waited for.
+        """
+        session = self._find(name, number)
+        if not session.seal(rank, client_id, seconds):
+            raise DeadlineExceeded(
+                f"rank {rank} could not be sealed in time: {session.name_waits()}", fix="try again"
+            )
+        return self._catalog.get_version(name, str(number))
+
+    def abort_version(self, name: str, number: int, reason: str) -> Version:
+        """Give a version up. Raises FailedPrecondition if it is visible already."""
+        model_name = ModelName.parse(name)
+        reason = reason[:500] or "aborted"
+        session = self._registry.get(model_name, number)
+        if session is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
+            self._give_up(model_name, number, reason, by=None)
+            return self._catalog.get_version(name, str(number))
+        self._find(name, number).abort(reason)
+        found = self._catalog.get_version(name, str(number))
+        if found.state.visible:  # another replica has just published it
+            raise FailedPrecondition(f"{found} is visible already and cannot be aborted")
+        return found
+
+    def drain(self, seconds: float) -> bool:
+        """Refuse new versions and wait for those under way; whether all of them ended in time."""
+        self.draining = True
+        for session in self._registry.all():
+            session.post(on.Draining())
+        finished = self._catalog.wait_finished(seconds)
+        for session in self._registry.all():
+            if session.state.unfinished:
+                log.warning("not finished: %s", session.name_waits())
+        return finished
+
+    def stop(self) -> None:
+        """Leave what is not done as it is; waits for what is being done."""
+        self._peers.close()
+        self._timers.stop()
+        self._pools.stop(_STOP_SECONDS)

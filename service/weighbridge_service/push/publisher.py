@@ -1,0 +1,188 @@
+"""Publisher of one version: what a push does in the object store. Every method blocks, and raises WeighbridgeError."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from weighbridge.errors import VersionFailed, WeighbridgeError
+from weighbridge_service.clock import unix_ms
+from weighbridge_service.models import RegisteredModel, files_key
+from weighbridge_service.push import events as on
+from weighbridge_service.push.declarations import Agreement, Home, is_alone_elsewhere
+from weighbridge_service.push.effects import Awaited
+from weighbridge_storage.digests import FileDigests
+from weighbridge_storage.entries import OpenEntry
+from weighbridge_storage.head import Head
+from weighbridge_storage.head_changes import (
+    claim_version,
+    give_up_abandoned,
+    give_up_version,
+    renew_version,
+    still_open,
+)
+from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.history import History
+from weighbridge_storage.manifest import Manifest
+from weighbridge_storage.names import ModelName
+from weighbridge_storage.objects import ByteArray, ObjectStore
+from weighbridge_storage.version_reading import read_manifest
+from weighbridge_storage.version_writing import (
+    Written,
+    discard_version,
+    publish_version,
+    write_manifest,
+    write_side_files,
+    write_weights,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Writes one version. Thread-safe.
+
+    Attributes:
+        store: where versions are kept.
+        heads: the heads in it.
+        model: the registration under which the version was opened.
+        entry: what head.json said of the version when it was opened.
+        home: this replica.
+    """
+
+    store: ObjectStore
+    heads: HeadStore
+    model: RegisteredModel
+    entry: OpenEntry
+    home: Home
+
+    def __str__(self) -> str:
+        return f"{self.model.name}@{self.entry.number}"
+
+    def claim(self, claim: str) -> None:
+        """Record in head.json who may write the version's folder.
+
+        Raises:
+            VersionFailed: it is no longer open.
+            AlreadyExists: others have claimed it.
+        """
+        number = self.entry.number
+        self.heads.update(self.model.name, lambda head: (claim_version(head, number, claim), None))
+
+    def renew(self, seconds: float) -> None:
+        """Extend the lease of the open version to ``seconds`` from now. Raises VersionFailed if it is no longer open."""
+        number, until_ms = self.entry.number, unix_ms() + round(seconds * 1000)
+        self.heads.update(self.model.name, lambda head: (renew_version(head, number, until_ms), None))
+
+    def look(self, effect: Awaited, *, closing: bool = False) -> on.HeadSaid:
+        """What head.json says of the version. A store that is away is an answer, too.
+
+        Args:
+            effect: by which effect this is asked.
+            closing: whether versions whose lease has expired are closed on the way.
+        """
+        name, number, now_ms = self.model.name, self.entry.number, unix_ms()
+        try:
+            if closing:
+                self.heads.update(name, lambda head: (give_up_abandoned(head, now_ms), None))
+            history = self.heads.history(name)
+            if history is None:
+                return on.HeadSaid(effect, on.Verdict.GIVEN_UP, reason=f"the model {name} was removed")
+            there = None if number in history.head.open else history.find(number)
+        except WeighbridgeError as error:
+            log.warning("%s: whether it is still open could not be seen: %s", self, error)
+            return on.HeadSaid(effect, on.Verdict.UNKNOWN)
+        if there is not None:
+            return on.HeadSaid(effect, on.Verdict.PUBLISHED, there.write_id)
+        try:
+            return on.HeadSaid(effect, on.Verdict.OPEN, still_open(history.head, number).claim)
+        except VersionFailed as error:
+            return on.HeadSaid(effect, on.Verdict.GIVEN_UP, reason=error.message)
+
+    @cached_property
+    def _parent(self) -> Manifest | None:
+        """The version before, whose files may be the same."""
+        if not self.entry.parent:
+            return None
+        try:
+            return read_manifest(self.store, self.model.name, self.entry.parent)
+        except WeighbridgeError as error:  # it may have been deleted; without it, everything is uploaded
+            log.info("%s: nothing is copied from version %d: %s", self, self.entry.parent, error)
+            return None
+
+    def upload(self, file: str, data: ByteArray, digests: FileDigests, go_on: Callable[[], None]) -> Written:
+        """Put a file of weights into the store. See `write_weights`."""
+        return write_weights(
+            self.store, self.model.name, self.entry.number, file, data, digests, self._parent, go_on
+        )
+
+    def publish(self, agreed: Agreement, written: Written) -> None:
+        """Write the side files and the manifest, and make the version part of history.
+
+        Args:
+            agreed: under which agreement.
+            written: all files of weights.
+
+        Raises:
+            VersionFailed: it was given up meanwhile.
+            AlreadyExists: others have claimed it.
+        """
+        model, number = self.model, self.entry.number
+        # the config that the weights were mapped with, whatever has been registered since
+        keys = {file: files_key(model.name, model.files_id, file) for file in model.side_files}
+        written |= write_side_files(self.store, model.name, number, model.files, keys)
+        write_manifest(self.store, model.name, self.entry, written)
+        publish_version(self.heads, model.name, self.entry, model.files, agreed.claim)
+
+    def give_up(self, reason: str, *, unless_claimed: bool) -> bool:
+        """Close the version and delete what there is of it; whether it was left to other replicas instead.
+
+        Args:
+            reason: why.
+            unless_claimed: whether it is left alone if others have claimed or published it.
+        """
+        if unless_claimed:
+            try:
+                history = self.heads.history(self.model.name)
+                entry = None if history is None else history.head.open.get(self.entry.number)
+                published = history is not None and history.find(self.entry.number) is not None
+            except WeighbridgeError as error:
+                log.warning("%s: who receives it could not be seen: %s", self, error)
+                return False
+            if published or (entry is not None and entry.claim):
+                return True
+        give_up(self.store, self.heads, self.model.name, self.entry.number, reason, by=self.home)
+        return False
+
+
+def give_up(
+    store: ObjectStore, heads: HeadStore, model: ModelName, number: int, reason: str, *, by: Home | None
+) -> None:
+    """Close a version that will not be published, and delete what there is of it; later, if the store fails.
+
+    Args:
+        store: where versions are kept.
+        heads: the heads in it.
+        model: whose version.
+        number: which version.
+        reason: why.
+        by: the replica that cannot go on with it; nothing happens if another one receives it alone. None if somebody wants it so.
+    """
+    now_ms = unix_ms()
+
+    def change(history: History) -> tuple[Head, bool]:
+        head = history.head
+        there = head.open.get(number)
+        of_others = there is not None and by is not None and is_alone_elsewhere(there.claim, by)
+        after = head if of_others else give_up_version(head, number, reason, now_ms)
+        return after, history.under(after).is_gone(number)
+
+    try:
+        # an attempt may fail after its head was written: what is in the head is never discarded
+        if heads.edit(model, change):
+            discard_version(store, model, number)
+    except WeighbridgeError as error:
+        log.warning("%s@%d could not be cleaned up, and will be later: %s", model, number, error)

@@ -1,0 +1,103 @@
+"""Registry of the sessions of this process, by model, number and request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from weighbridge.resources import VersionState
+from weighbridge_service.catalog import Catalog, VersionSnapshot
+from weighbridge_service.push import events as on
+from weighbridge_service.push.session import PushSession
+from weighbridge_storage.names import ModelName
+
+_KEPT_ENDED = 100
+"""Ended versions of each model that are remembered, so that whoever pushed them learns what became of them."""
+
+
+class Registry:
+    """The sessions that there are, and their `Surroundings`. Thread-safe.
+
+    Args:
+        catalog: is shown what becomes of them.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._lock = threading.Lock()
+        self._sessions: dict[ModelName, dict[int, PushSession]] = {}
+        self._by_request: dict[tuple[ModelName, str], int] = {}
+
+    def add(self, make: Callable[[], PushSession]) -> PushSession:
+        """Enter a session that is made now, and begin it."""
+        session = make()
+        name = session.model.name
+        with self._lock:
+            self._sessions.setdefault(name, {})[session.number] = session
+            self._by_request[name, session.request_id] = session.number
+        self._catalog.show(name, session.snapshot)
+        self._forget_old(name)
+        session.tick()
+        return session
+
+    def get(self, name: ModelName, number: int) -> PushSession | None:
+        """The session of a version, if there is one here."""
+        with self._lock:
+            return self._sessions.get(name, {}).get(number)
+
+    def of_request(self, name: ModelName, request_id: str) -> PushSession | None:
+        """The newest session that a request has opened."""
+        with self._lock:
+            number = self._by_request.get((name, request_id), 0)
+            return self._sessions.get(name, {}).get(number)
+
+    def of_model(self, name: ModelName) -> list[PushSession]:
+        """The sessions of a model, in the order of their numbers."""
+        with self._lock:
+            known = self._sessions.get(name, {})
+            return [known[number] for number in sorted(known)]
+
+    def all(self) -> list[PushSession]:
+        """All sessions."""
+        with self._lock:
+            return [session for known in self._sessions.values() for session in known.values()]
+
+    # --- Surroundings
+
+    def show(self, session: PushSession, snapshot: VersionSnapshot, *, changed: bool) -> None:
+        """See `Surroundings`."""
+        name = session.model.name
+        if self.get(name, session.number) is session:
+            self._catalog.show(name, snapshot, changed=changed)
+
+    def supersede(self, session: PushSession) -> None:
+        """See `Surroundings`."""
+        sessions = self.of_model(session.model.name)
+        visible = [each.number for each in sessions if each.snapshot.version.state.visible]
+        newest = max(visible, default=0)
+        for each in sessions:
+            if each.number < newest and not each.state.superseded:
+                each.post(on.Superseded())
+
+    def forget(self, session: PushSession) -> None:
+        """See `Surroundings`."""
+        name = session.model.name
+        with self._lock:
+            known = self._sessions.get(name, {})
+            if known.get(session.number) is not session:
+                return
+            del known[session.number]
+            if not known:
+                del self._sessions[name]
+            if self._by_request.get((name, session.request_id)) == session.number:
+                del self._by_request[name, session.request_id]
+        self._catalog.forget(name, session.number)
+
+    def _forget_old(self, name: ModelName) -> None:
+        ended = [each for each in self.of_model(name) if not each.state.unfinished and not each.has_image]
+        for session in ended[:-_KEPT_ENDED]:
+            self.forget(session)
+
+    def count(self, *states: VersionState) -> int:
+        """Sessions in these states."""
+        return sum(session.snapshot.version.state in states for session in self.all())

@@ -1,0 +1,69 @@
+"""Sample of the pieces that ranks have sent, to be compared with what lies in the image when all of them have come.
+
+A checksum proves that a piece has arrived as it was sent. The sample proves that it lies where the plan says, undamaged: the same bytes
+are gathered out of the image by the inverse of the copies that placed them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from weighbridge import rpc
+from weighbridge.errors import DataLoss
+from weighbridge_service.transfers import Transfer
+from weighbridge_storage.objects import ByteArray
+
+MOST = 64
+"""Pieces that are kept of one version."""
+
+
+class SampledPiece(NamedTuple):
+    """A piece of a rank's stream: its range, and the checksum that came with it."""
+
+    rank: int
+    start: int
+    stop: int
+    checksum: int
+
+
+class Sample:
+    """Up to `MOST` pieces, spread evenly over all that are offered. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stride = 1
+        self._offered = 0
+        self.pieces: list[SampledPiece] = []
+
+    def offer(self, rank: int, start: int, stop: int, checksum: int) -> None:
+        """A piece has been placed as a whole."""
+        with self._lock:
+            self._offered += 1
+            if self._offered % self._stride:
+                return
+            self.pieces.append(SampledPiece(rank, start, stop, checksum))
+            if len(self.pieces) > MOST:
+                self.pieces = self.pieces[1::2]
+                self._stride *= 2
+
+    def compare(self, name: str, transfer: Transfer, files: Mapping[str, ByteArray]) -> None:
+        """Compare the pieces with what lies in the files. One of which a part lies in other files is left out.
+
+        Args:
+            name: of the version, in messages.
+            transfer: from the ranks' streams to the files.
+            files: bytes of each file.
+
+        Raises:
+            DataLoss: a piece differs; names the rank and the range of its stream.
+        """
+        for piece in self.pieces:
+            found = transfer.collect(piece.start, piece.stop, files, str(piece.rank))
+            if found is not None and rpc.checksum(found.data) != piece.checksum:
+                raise DataLoss(
+                    f"{name} was damaged in memory: bytes {piece.start} to {piece.stop} of the stream of rank {piece.rank} "
+                    "are not what the rank has sent",
+                    fix="push the step again; if that happens again, test this machine's memory",
+                )

@@ -1,0 +1,420 @@
+"""Session of one push: the owner of its state.
+
+Events go into a queue. Whoever posts one drains the queue, unless another thread is at it: so one event is taken at a time, and there is
+no thread for each version, rank or waiting call. An event is given to the state machine, the next state is shown to the catalog as an
+immutable snapshot, its effects are started, and calls that wait for an answer are given one if there is one now.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
+from weighbridge_service.catalog import VersionSnapshot
+from weighbridge_service.clock import unix_ms
+from weighbridge_service.models import RegisteredModel
+from weighbridge_service.push import effects as do
+from weighbridge_service.push import events as on
+from weighbridge_service.push.declarations import Agreement
+from weighbridge_service.push.effect_pools import EffectPools
+from weighbridge_service.push.effect_runner import EffectRunner
+from weighbridge_service.push.image_allocator import ImageAllocator
+from weighbridge_service.push.image_writer import ImageWriter, MemoryGrant
+from weighbridge_service.push.machine import step
+from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.publisher import Publisher
+from weighbridge_service.push.replica_exchange import Exchange
+from weighbridge_service.push.replica_relay import Relay
+from weighbridge_service.push.state import (
+    FINAL,
+    VISIBLE,
+    Moment,
+    Phase,
+    PushState,
+    answer_abort,
+    answer_declare,
+    answer_seal,
+    answer_whole,
+    check_incomplete,
+    check_not_failed,
+    version_of,
+    waits_for,
+)
+from weighbridge_service.push.timers import Timers
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_ABORT_SECONDS = 60.0
+_READABLE = VISIBLE | {Phase.PUBLISHED}
+
+
+class Surroundings(Protocol):
+    """What a session tells of."""
+
+    def show(self, session: PushSession, snapshot: VersionSnapshot, *, changed: bool) -> None:
+        """The version as everybody may see it; whether more has changed than how much has arrived."""
+
+    def supersede(self, session: PushSession) -> None:
+        """The version is visible: older ones of the model are not the newest any more."""
+
+    def forget(self, session: PushSession) -> None:
+        """Other replicas receive the version, and this process lists nothing of it."""
+
+
+class PushSession:
+    """One version from its opening to its end. Thread-safe.
+
+    Args:
+        state: of the push, just opened.
+        client_id: who opened the version.
+        request_id: which request opened it.
+        model: the registration under which it was opened.
+        publisher, exchange, relay: of this version.
+        allocator: gives images.
+        mappings: who has images mapped.
+        pools: carry effects out.
+        timers: wake the session.
+        surroundings: what it tells of.
+    """
+
+    def __init__(
+        self,
+        state: PushState,
+        *,
+        client_id: str,
+        request_id: str,
+        model: RegisteredModel,
+        publisher: Publisher,
+        exchange: Exchange,
+        relay: Relay,
+        allocator: ImageAllocator,
+        mappings: Mappings,
+        pools: EffectPools,
+        timers: Timers,
+        surroundings: Surroundings,
+    ) -> None:
+        self.client_id = client_id
+        self.request_id = request_id
+        self.model = model
+        self._publisher = publisher
+        self._mappings = mappings
+        self._pools = pools
+        self._timers = timers
+        self._surroundings = surroundings
+        self._runner = EffectRunner(model, publisher, exchange, relay, allocator, self._go_on, self._post_all)
+        self._wake = self.tick  # one object, by which the timers know it
+        self._lock = threading.Lock()
+        self._state = state
+        self._events: deque[on.Event] = deque()
+        self._draining = False
+        self._waiting: list[tuple[Callable[[PushState], Any], Future[Any]]] = []
+        self._shown = self._snapshot(state)
+
+    @property
+    def state(self) -> PushState:
+        """The push as it stands now."""
+        return self._state
+
+    @property
+    def number(self) -> int:
+        """The version's number."""
+        return self._state.opened.number
+
+    @property
+    def snapshot(self) -> VersionSnapshot:
+        """The version as everybody may see it."""
+        return self._shown
+
+    @property
+    def has_image(self) -> bool:
+        """Whether it holds memory."""
+        return self._runner.image is not None
+
+    def takes_part(self, client_id: str) -> bool:
+        """Whether this client has declared a rank of the version."""
+        return any(each.client_id == client_id for each in self._state.declarations.here.values())
+
+    # --- the queue
+
+    def post(self, event: on.Event) -> None:
+        """Something has happened."""
+        self._post_all((event,))
+
+    def _post_all(self, events: Sequence[on.Event]) -> None:
+        if not events:
+            return
+        with self._lock:
+            self._events.extend(events)
+            if self._draining:
+                return
+            self._draining = True
+        while True:
+            with self._lock:
+                if not self._events:
+                    self._draining = False
+                    return
+                event = self._events.popleft()
+            try:
+                self._take(event)
+            except Exception:  # the session must go on
+                log.exception("%s: %s could not be taken", self._state.name, type(event).__name__)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        writer = self._runner.writer
+        self.post(on.Tick() if writer is None else on.Tick(*writer.progress))
+
+    def _take(self, event: on.Event) -> None:
+        if self._pools.stopping:
+            return
+        before = self._state
+        after, effects = step(before, event, now())
+        if after is before and not effects:
+            return
+        self._log(before, after)
+        if do.Forget() not in effects:
+            self._show(after)
+        with self._lock:
+            self._state = after
+        for effect in effects:
+            try:
+                self._start(effect, after)
+            except Exception:  # the others must not suffer from it
+                log.exception("%s: %s could not be begun", after.name, effect)
+        if after.wake_at is not None:
+            self._timers.wake(self._wake, after.wake_at)
+        self._give_answers(after)
+
+    def _log(self, before: PushState, after: PushState) -> None:
+        if after.phase is before.phase:
+            return
+        if after.phase in (Phase.FAILED, Phase.ABORTED):
+            log.warning("%s: %s", version_of(after), after.error and after.error.message)
+        elif after.phase in _READABLE:
+            log.info("%s", version_of(after))
+
+    def _snapshot(self, state: PushState) -> VersionSnapshot:
+        readable = state.phase in _READABLE and state.image
+        return VersionSnapshot(
+            version_of(state),
+            image=self._runner.image if readable else None,
+            unfinished=state.unfinished,
+            abandoned=state.gave_up,
+        )
+
+    def _show(self, state: PushState) -> None:
+        before, after = self._shown, self._snapshot(state)
+        if after == before:
+            return
+        self._shown = after
+        self._surroundings.show(self, after, changed=after.differs_from(before))
+
+    # --- effects
+
+    def _start(self, effect: do.Effect, state: PushState) -> None:
+        runner = self._runner
+        match effect:
+            case do.ProbeMemory() if runner.writer is not None:
+                runner.writer.probe()
+            case do.Awaited():
+                self._pools.submit(effect, partial(self._carry_out, effect))
+            case do.GiveUp(error, unless_claimed):
+                self._pools.submit(effect, partial(self._give_up, error, unless_claimed))
+            case do.CloseStream(rank) if runner.writer is not None:
+                runner.writer.close_stream(rank)
+            case do.RecallMemory() if runner.image is not None:
+                self._mappings.recall(runner.image.region)
+            case do.CloseWriter(error):
+                self._close_writer(error)
+            case do.ReleaseImage():
+                self._close_writer(state.error)
+                image, runner.image = runner.image, None
+                if image is not None:
+                    image.release()
+            case do.Remember(known):
+                self.model.known_set = known
+            case do.Supersede():
+                self._surroundings.supersede(self)
+            case do.Forget():
+                self._surroundings.forget(self)
+
+    def _carry_out(self, effect: do.Awaited) -> None:
+        answer = self._runner.run(effect, self._state)
+        self.post(answer)
+        if isinstance(answer, on.ImageGranted) and self._runner.writer is not None:
+            self._runner.writer.begin()
+
+    def _give_up(self, error: WeighbridgeError, unless_claimed: bool) -> None:
+        if self._publisher.give_up(error.message, unless_claimed=unless_claimed):
+            self.post(on.LeftToOthers())
+
+    def _close_writer(self, error: WeighbridgeError | None) -> None:
+        self._runner.leave_line()
+        if self._runner.writer is not None:
+            self._runner.writer.close(error)
+        if error is None and self._runner.image is not None:
+            self._runner.image.freeze()
+
+    def _go_on(self) -> None:
+        """Raise if what an effect is at is not wanted any more."""
+        if self._pools.stopping:
+            raise Unavailable("the service is shutting down")
+        check_not_failed(self._state)
+
+    # --- answers
+
+    def ask(self, answer: Callable[[PushState], T | None], seconds: float, *events: on.Event) -> T | None:
+        """Wait for an answer.
+
+        Args:
+            answer: gives it out of a state, or raises; None as long as there is none.
+            seconds: how long to wait.
+            events: are posted before.
+
+        Returns:
+            The answer; None if there was none in time.
+
+        Raises:
+            WeighbridgeError: what ``answer`` raises.
+        """
+        self._post_all(events)
+        found: Future[T] = Future()
+        entry = (answer, found)
+        with self._lock:
+            if not _try(answer, self._state, found):
+                self._waiting.append(entry)
+        try:
+            return found.result(seconds)
+        except TimeoutError:
+            with self._lock:
+                self._waiting = [each for each in self._waiting if each is not entry]
+            return None
+
+    def _give_answers(self, state: PushState) -> None:
+        with self._lock:
+            self._waiting = [each for each in self._waiting if not _try(each[0], state, each[1])]
+
+    # --- what ranks call
+
+    def declare(self, rank: int, client_id: str, digest: str, seconds: float) -> Agreement | None:
+        """A rank declares its layout; the agreement, or None if there is none within ``seconds``. Raises as `answer_declare`."""
+        check_incomplete(self._state)
+        self._state.declarations.check_rank(rank)
+        event = on.Declared(rank, client_id, digest)
+        return self.ask(lambda state: answer_declare(state, rank, client_id, digest), seconds, event)
+
+    def writer_for(self, rank: int, client_id: str) -> ImageWriter:
+        """What takes the bytes of a rank that this client has declared.
+
+        Raises:
+            FailedPrecondition: the version is sealed, or the rank or not all others have declared.
+            AlreadyExists: the rank belongs to another process.
+            WeighbridgeError: what the version has failed of.
+        """
+        state = self._state
+        check_incomplete(state)
+        state.declarations.check_client(rank, client_id)
+        return self._begun(state)
+
+    def writer_for_replica(self, rank: int, claim: str) -> ImageWriter:
+        """What takes the bytes that another replica passes on of a rank's stream.
+
+        Args:
+            rank: which rank.
+            claim: the agreement of the other replica.
+
+        Raises:
+            InvalidArgument: there is no such rank.
+            FailedPrecondition: the replicas have not agreed on the same plan.
+            Unavailable: this replica has not come so far; try again.
+            WeighbridgeError: what the version has failed of.
+        """
+        state = self._state
+        check_not_failed(state)
+        state.declarations.check_rank(rank)
+        if state.agreed is not None:
+            state.agreed.check_claim(claim)
+        writer = self._runner.writer
+        if writer is None:
+            raise Unavailable(f"not all ranks of {state.name} have declared here yet", fix="try again")
+        return writer
+
+    def _begun(self, state: PushState) -> ImageWriter:
+        writer = self._runner.writer
+        if writer is None:
+            raise FailedPrecondition(f"not all ranks of {state.name} have declared their layouts")
+        return writer
+
+    def grant(self, rank: int, client_id: str) -> MemoryGrant:
+        """Let a rank's process write its stream to the image itself. See `ImageWriter.grant`."""
+        return self.writer_for(rank, client_id).grant(rank)
+
+    def push_state(self, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
+        """Ranges of a rank's stream that have come, its length, and whether the rank is sealed.
+
+        Raises:
+            FailedPrecondition: there is no stream yet.
+        """
+        state = self._state
+        check_not_failed(state)
+        state.declarations.check_rank(rank)
+        ranges, length = self._begun(state).received(rank)
+        return ranges, length, rank in state.sealed
+
+    def seal(self, rank: int, client_id: str, seconds: float) -> bool:
+        """A rank has pushed everything; whether it was sealed within ``seconds``. Repeating it is harmless.
+
+        Raises:
+            FailedPrecondition: something is missing; names tensors and boxes.
+            WeighbridgeError: what the version has failed of.
+        """
+        deadline = time.monotonic() + seconds
+        state = self._state
+        if answer_whole(state, rank, client_id) is None:
+            self._begun(state).check_whole(rank)
+            # a piece that has come a second time may still be on its way to its place, or to another replica
+            if self.ask(lambda state: answer_whole(state, rank, client_id), seconds) is None:
+                return False
+        agreed = self._state.agreed
+        if agreed is not None and not agreed.alone and self._state.phase not in FINAL:
+            try:
+                self._runner.relay.flush(rank)
+            except WeighbridgeError as error:
+                self.post(on.Broken(error))
+                raise
+        left = max(deadline - time.monotonic(), 0.0)
+        return self.ask(lambda state: answer_seal(state, rank), left, on.SealAsked(rank)) is not None
+
+    def abort(self, reason: str) -> None:
+        """Give the version up. Raises FailedPrecondition if it is visible."""
+        self.ask(answer_abort, _ABORT_SECONDS, on.Aborted(reason))
+
+    def name_waits(self) -> str:
+        """What it waits for, in words."""
+        return f"{version_of(self._state)}: waits for {', '.join(waits_for(self._state)) or 'nothing'}"
+
+
+def now() -> Moment:
+    """The time."""
+    return Moment(time.monotonic(), unix_ms())
+
+
+def _try(answer: Callable[[PushState], T | None], state: PushState, found: Future[T]) -> bool:
+    """Whether there is an answer now, which then is the future's."""
+    try:
+        given = answer(state)
+    except WeighbridgeError as error:
+        found.set_exception(error)
+        return True
+    if given is None:
+        return False
+    found.set_result(given)
+    return True

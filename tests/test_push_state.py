@@ -1,0 +1,578 @@
+"""Does a push keep its promises in every order of events, with faults?
+
+A model of the world around the state machine: replicas, ranks, a head.json that is changed by the real pure functions, and effects
+that are answered late, in any order, with failures, or with failures of what was done all the same. Each seed is one run.
+
+``WEIGHBRIDGE_SESSION_RUNS=10000`` makes as many runs; ``WEIGHBRIDGE_SESSION_SEED`` chooses the first one's seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from weighbridge.errors import (
+    AlreadyExists,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    LayoutError,
+    ResourceExhausted,
+    Unavailable,
+    VersionFailed,
+    WeighbridgeError,
+)
+from weighbridge.resources import Version, VersionState
+from weighbridge_service.push import effects as do
+from weighbridge_service.push import events as on
+from weighbridge_service.push.declarations import Declaration, Home, KnownSet, numbers_of
+from weighbridge_service.push.machine import step
+from weighbridge_service.push.push_plan import PreparedPush
+from weighbridge_service.push.replica_placement import Spread
+from weighbridge_service.push.state import (
+    FINAL,
+    TRANSITIONS,
+    Limits,
+    Moment,
+    Phase,
+    PushState,
+    answer_abort,
+    answer_declare,
+    answer_seal,
+    version_of,
+    waits_for,
+)
+from weighbridge_storage.head import Head, VersionEntry
+from weighbridge_storage.head_changes import (
+    claim_version,
+    give_up_abandoned,
+    give_up_version,
+    open_version,
+    publish,
+    renew_version,
+)
+
+RUNS = int(os.environ.get("WEIGHBRIDGE_SESSION_RUNS", "300"))
+FIRST_SEED = int(os.environ.get("WEIGHBRIDGE_SESSION_SEED", "1"))
+BATCHES = 10
+STEPS = 200
+LIMITS = Limits(receive_timeout=300.0, image_wait=60.0, lease=120.0, attempts=3)
+FILES = ("a", "b", "c")
+STORE = (
+    do.Claim, do.Renew, do.LookAtHead, do.Confirm, do.FindOut, do.TellReplicas, do.HearReplicas, do.HandIn,
+    do.CollectHandIns, do.Upload, do.WriteManifestAndPublish,
+)  # fmt: skip
+"""Effects that need the object store."""
+
+
+def planned(homes: tuple[int, ...]) -> PreparedPush:
+    """A plan for ranks at these replicas; nothing looks into its copies."""
+    streams: Any = dict.fromkeys(range(len(homes)))
+    fills = dict.fromkeys(FILES, 10)
+    owners = {file: i % (max(homes) + 1) for i, file in enumerate(FILES)}
+    spread = None if max(homes) == 0 else Spread(homes, owners, {})
+    return PreparedPush({}, streams, None, fills, spread)  # type: ignore[arg-type]
+
+
+@dataclass
+class Push:
+    """One replica's part in a version, with what its owner would keep."""
+
+    state: PushState
+    inflight: list[do.Awaited] = field(default_factory=list)
+    arrived: set[int] = field(default_factory=set)
+    held: bool = False
+    history: list[on.Event] = field(default_factory=list)
+    forgotten: bool = False
+
+    @property
+    def number(self) -> int:
+        return self.state.opened.number
+
+
+@dataclass
+class Replica:
+    home: Home
+    pushes: dict[int, Push] = field(default_factory=dict)
+    known: KnownSet | None = None
+    boots: int = 0
+
+
+class World:
+    """Replicas over one head.json."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.now = Moment(1000.0, 1_000_000)
+        self.head = Head()
+        self.replicas = [
+            Replica(Home(f"host{i}:1", f"boot{i}.0")) for i in range(self.dice.choice([1, 2, 3]))
+        ]
+        self.limits = replace(LIMITS, spreading=len(self.replicas) > 1)
+        self.numbers: dict[int, str] = {}
+        self.told: dict[int, dict[int, Declaration]] = {}
+        self.handed: dict[int, set[tuple[str, int]]] = {}
+        self.uploaded: dict[int, set[tuple[str, str]]] = {}
+        self.published: dict[int, str] = {}
+        self.fault_rate = self.dice.choice([0.0, 0.1, 0.4])
+        self.unrest = self.dice.choice([0.0, 0.0, 0.1, 1.0])
+
+    def clone(self) -> World:
+        """The same world, for seeing what becomes of it."""
+        other = copy.copy(self)
+        other.dice = random.Random()
+        other.dice.setstate(self.dice.getstate())
+        for name in ("numbers", "published"):
+            setattr(other, name, dict(getattr(self, name)))
+        for name in ("told", "handed", "uploaded"):
+            setattr(other, name, {number: copy.copy(each) for number, each in getattr(self, name).items()})
+        other.replicas = [
+            replace(
+                replica,
+                pushes={
+                    number: replace(
+                        push, inflight=[*push.inflight], arrived={*push.arrived}, history=[*push.history]
+                    )
+                    for number, push in replica.pushes.items()
+                },
+            )
+            for replica in self.replicas
+        ]
+        return other
+
+    # --- the machine, with what is promised of each of its steps
+
+    def post(self, replica: Replica, push: Push, event: on.Event) -> None:
+        before = push.state
+        after, effects = step(before, event, self.now)
+        push.history.append(event)
+        push.state = after
+        if after.phase is not before.phase:
+            assert after.phase in reachable(before.phase), (before.phase, event, after.phase)
+        if before.phase in FINAL:
+            assert after.phase is before.phase
+            assert all(isinstance(effect, do.Release) for effect in effects), effects
+        started = [effect for effect in effects if isinstance(effect, do.Awaited)]
+        assert len(set(started)) == len(started)
+        assert not set(started) & set(push.inflight), "it is under way"
+        assert after.phase in FINAL or set(started) <= after.running
+        self.check(replica, push)
+        for effect in effects:
+            match effect:
+                case do.Awaited():
+                    push.inflight.append(effect)
+                case do.WriteManifestAndPublish():
+                    raise AssertionError
+                case do.Remember(known):
+                    replica.known = known
+                case do.Supersede():
+                    for other in list(replica.pushes.values()):
+                        if other.number < push.number:
+                            self.post(replica, other, on.Superseded())
+                case do.GiveUp(error, unless_claimed):
+                    self.give_up(replica, push, error, unless_claimed)
+                case do.Forget():
+                    push.forgotten = True
+
+    def check(self, replica: Replica, push: Push) -> None:
+        state, number = push.state, push.number
+        shown = version_of(state)
+        if shown.state.visible and state.phase is not Phase.PUBLISHED:
+            assert state.share is not None
+            assert state.filled == state.share.files.keys(), "visible before its files are complete"
+            assert state.sealed == state.share.ranks, "visible before its ranks have sealed"
+            assert state.share.alone or state.owners_complete
+        if state.phase is Phase.VERIFIED:
+            assert state.verified_here
+        if state.phase is Phase.PUBLISHED:
+            assert state.agreed is not None
+            assert self.published.get(number) == state.agreed.claim
+        if do.WriteManifestAndPublish() in state.running:
+            assert state.agreed is not None
+            wanted = {(state.agreed.claim, file) for file in FILES}
+            assert wanted <= self.uploaded.get(number, set()), "published before everything is in the store"
+            assert state.verified_here or not state.share.files  # type: ignore[union-attr]
+        if state.phase not in FINAL:
+            assert state.gave_up or state.running or state.wake_at is not None, "nothing leads out of this"
+            assert list(waits_for(state)) or state.wake_at is not None
+        else:
+            assert not list(waits_for(state))
+        for answer in (
+            lambda: answer_declare(state, 0, "c0", "x"),
+            lambda: answer_seal(state, 0),
+            lambda: answer_abort(state),
+        ):
+            try:
+                answered = answer()
+            except WeighbridgeError:
+                answered = None
+                assert state.phase in FINAL or not isinstance(answer, LayoutError)
+            if state.phase in FINAL and answer_raises_at_end(state):
+                assert answered is None or state.phase is not Phase.PUBLISHED or answered is True
+
+    # --- the world
+
+    def give_up(self, replica: Replica, push: Push, error: WeighbridgeError, unless_claimed: bool) -> None:
+        if self.faulty():
+            return
+        entry = self.head.open.get(push.number)
+        if unless_claimed and (self.head.readable(push.number) or (entry is not None and entry.claim)):
+            self.post(replica, push, on.LeftToOthers())
+            return
+        self.head = give_up_version(self.head, push.number, error.message, self.now.unix_ms)
+
+    def faulty(self) -> bool:
+        return self.dice.random() < self.fault_rate
+
+    def advance(self, seconds: float) -> None:
+        self.now = Moment(self.now.seconds + seconds, self.now.unix_ms + round(seconds * 1000))
+
+    def verdict(self, effect: do.Awaited, number: int) -> on.HeadSaid:
+        there = self.head.readable(number)
+        if there is not None:
+            return on.HeadSaid(effect, on.Verdict.PUBLISHED, there.write_id)
+        if number in self.head.open:
+            return on.HeadSaid(effect, on.Verdict.OPEN, self.head.open[number].claim)
+        return on.HeadSaid(effect, on.Verdict.GIVEN_UP, reason="it was given up")
+
+    def carry_out(self, replica: Replica, push: Push, effect: do.Awaited) -> on.Event:
+        """Do what an effect says; gives its answer. Raises what a real one would."""
+        state, number = push.state, push.number
+        agreed = state.agreed
+        match effect:
+            case do.MakePlan():
+                return on.Planned(planned(numbers_of(state.declarations.declared)))
+            case do.AcquireImage():
+                return on.ImageGranted()
+            case do.LookAtHead(closing):
+                if closing:
+                    self.head = give_up_abandoned(self.head, self.now.unix_ms)
+                return self.verdict(effect, number)
+            case do.Confirm() | do.FindOut():
+                return self.verdict(effect, number)
+            case do.Renew():
+                until = self.now.unix_ms + round(self.limits.lease * 1000)
+                self.head = renew_version(self.head, number, until)
+                return on.Renewed()
+            case do.NameMissing():
+                return on.TimedOut(("something",))
+            case do.ProbeMemory():
+                return on.MemoryStillHeld() if push.held else on.MemoryReleased()
+            case do.TellReplicas():
+                here = state.declarations.here
+                self.told.setdefault(number, {}).update(here)
+                return on.ReplicasTold(frozenset(here))
+            case do.HearReplicas():
+                others = [(r, d) for r, d in self.told.get(number, {}).items() if d.home != replica.home]
+                return on.HeardElsewhere(others)
+        assert agreed is not None
+        match effect:
+            case do.Claim():
+                self.head = claim_version(self.head, number, agreed.claim)
+                return on.Claimed()
+            case do.Digest(file):
+                return on.Digested(file, 1)
+            case do.CompareSample():
+                return on.SampleCompared()
+            case do.Upload(file):
+                assert file in state.digested
+                self.uploaded.setdefault(number, set()).add((agreed.claim, file))
+                return on.Uploaded(file)
+            case do.HandIn():
+                self.handed.setdefault(number, set()).add((agreed.claim, state.share.me))  # type: ignore[union-attr]
+                return on.HandedIn()
+            case do.CollectHandIns():
+                handed = self.handed.get(number, set())
+                return on.ReplicasHandedIn(frozenset(r for claim, r in handed if claim == agreed.claim))
+            case do.WriteManifestAndPublish():
+                entry = VersionEntry(number, 0, "r", 0, 30, 3, "", agreed.claim)
+                self.head = publish(self.head, entry)
+                assert self.published.setdefault(number, agreed.claim) == agreed.claim, "published twice"
+                return on.Published()
+        raise AssertionError(effect)
+
+    def answer(self, replica: Replica, push: Push, effect: do.Awaited, *, store_away: bool = False) -> None:
+        """Answer an effect that is under way: as it should be, with a failure, or with one although it was done."""
+        push.inflight.remove(effect)
+        landed = store_away or not self.faulty()
+        try:
+            if store_away and isinstance(effect, STORE):
+                raise Unavailable("the store is away")
+            if not landed and self.dice.random() < 0.5:
+                raise self.some_failure(effect)
+            event = self.carry_out(replica, push, effect)
+            if not landed:
+                raise self.some_failure(effect)
+        except WeighbridgeError as error:
+            if isinstance(effect, do.LookAtHead | do.Confirm | do.FindOut):
+                event = on.HeadSaid(effect, on.Verdict.UNKNOWN)
+            elif isinstance(effect, do.NameMissing):
+                event = on.TimedOut(())
+            elif isinstance(effect, do.ProbeMemory):
+                event = on.MemoryStillHeld()
+            else:
+                event = on.EffectFailed(effect, error)
+        self.post(replica, push, event)
+
+    def some_failure(self, effect: do.Awaited) -> WeighbridgeError:
+        kinds: list[type[WeighbridgeError]] = [Unavailable, DeadlineExceeded, ResourceExhausted, DataLoss]
+        if isinstance(effect, do.MakePlan):
+            kinds = [LayoutError, FailedPrecondition]
+        elif self.dice.random() < 0.1:
+            kinds = [VersionFailed, AlreadyExists]
+        return self.dice.choice(kinds)("something went wrong")
+
+    # --- what can happen
+
+    def some_push(self) -> tuple[Replica, Push] | None:
+        found = [(r, p) for r in self.replicas for p in r.pushes.values()]
+        unfinished = [each for each in found if each[1].state.unfinished]
+        if unfinished and self.dice.random() < 0.9:
+            return self.dice.choice(unfinished)
+        return self.dice.choice(found) if found else None
+
+    def open(self) -> None:
+        replica, request = self.dice.choice(self.replicas), f"r{self.dice.randrange(2)}"
+        ranks = 2 if len(self.replicas) < 3 else 3
+        for push in replica.pushes.values():
+            failed = push.state.phase in (Phase.FAILED, Phase.ABORTED)
+            if self.numbers[push.number] == request and failed:
+                self.head = give_up_version(self.head, push.number, "it failed", self.now.unix_ms)
+        lease_ms = round(self.limits.lease * 1000)
+        next_number = self.head.next_version
+        self.head, entry = open_version(
+            self.head,
+            request_id=request,
+            step=0,
+            run="r",
+            ranks=ranks,
+            now_ms=self.now.unix_ms,
+            lease_ms=lease_ms,
+        )
+        if entry.number == next_number:
+            assert entry.number not in self.numbers, "a number was given twice"
+            self.numbers[entry.number] = request
+        assert self.numbers[entry.number] == request
+        if entry.number not in replica.pushes:
+            self.begin(replica, entry)
+
+    def begin(self, replica: Replica, entry: Any) -> None:
+        opened = Version(
+            "acme/m", entry.number, VersionState.OPEN, ranks=entry.ranks, create_time_ms=entry.created_ms
+        )
+        left = (entry.until_ms - self.now.unix_ms) / 1000
+        state = PushState.begin(opened, replica.home, self.limits, replica.known, left, self.now)
+        replica.pushes[entry.number] = push = Push(state)
+        self.post(replica, push, on.Tick())
+
+    def declare(self) -> None:
+        found = self.some_push()
+        if found is None:
+            return
+        replica, push = found
+        rank = self.dice.randrange(push.state.opened.ranks)
+        if self.dice.random() < 0.9:  # each rank pushes to a replica of its own
+            replica = self.replicas[rank % len(self.replicas)]
+        entry = self.head.open.get(push.number)
+        if push.number not in replica.pushes:
+            if entry is None:
+                return
+            self.begin(replica, entry)
+        client = f"c{rank}" if self.dice.random() < 0.95 else "stranger"
+        digest = f"d{rank}" if self.dice.random() < 0.95 else "other"
+        self.post(replica, replica.pushes[push.number], on.Declared(rank, client, digest))
+
+    def deliver(self) -> None:
+        """A rank pushes all its bytes: they get to all replicas that put files together."""
+        found = self.some_push()
+        if found is None or found[1].state.agreed is None:
+            return
+        _, push = found
+        agreed = push.state.agreed
+        rank = self.dice.randrange(push.state.opened.ranks)
+        parts = [
+            (r, p)
+            for r in self.replicas
+            if (p := r.pushes.get(push.number)) is not None and p.state.agreed == agreed
+        ]
+        if len(parts) < len(agreed.homes) or any(p.state.phase is not Phase.FILLING for _, p in parts):
+            return
+        for replica, part in parts:
+            part.arrived.add(rank)
+            if len(part.arrived) == push.state.opened.ranks:
+                if not part.held:
+                    self.post(replica, part, on.FilesFilled(frozenset(FILES)))
+                else:
+                    self.post(replica, part, on.MemoryHeld())
+            if agreed.home_of(rank) == replica.home:
+                self.post(replica, part, on.RankWhole(rank))
+
+    def seal(self) -> None:
+        found = self.some_push()
+        if found is None:
+            return
+        replica, push = found
+        rank = self.dice.randrange(push.state.opened.ranks)
+        if rank in push.arrived:
+            self.post(replica, push, on.SealAsked(rank))
+
+    def hold_or_release(self) -> None:
+        found = self.some_push()
+        if found is None:
+            return
+        replica, push = found
+        if push.held:
+            push.held = False
+            if len(push.arrived) == push.state.opened.ranks:
+                self.post(replica, push, on.FilesFilled(frozenset(FILES)))
+        elif not push.state.filled:
+            push.held = True
+
+    def owners_complete(self) -> None:
+        found = self.some_push()
+        if found is None or found[1].state.agreed is None:
+            return
+        number, agreed = found[1].number, found[1].state.agreed
+        parts = [(r, r.pushes[number]) for r in self.replicas if number in r.pushes]
+        parts = [(r, p) for r, p in parts if p.state.agreed == agreed]
+        if len(parts) == len(agreed.homes) > 1 and all(p.state.complete_here for _, p in parts):
+            self.post(*self.dice.choice(parts), on.OwnersComplete())
+
+    def answer_some(self) -> None:
+        waiting = [(r, p, effect) for r in self.replicas for p in r.pushes.values() for effect in p.inflight]
+        if waiting:
+            self.answer(*self.dice.choice(waiting))
+
+    def tick(self) -> None:
+        self.advance(self.dice.choice([0.001, 0.01, 0.1, 0.3, 1.0, 5.0, 60.0]))
+        for replica in self.replicas:
+            for push in list(replica.pushes.values()):
+                self.post(replica, push, on.Tick(self.dice.randrange(30), self.now.seconds - 1))
+
+    def abort(self) -> None:
+        found = self.some_push()
+        if found is not None and self.dice.random() < 0.3:
+            self.post(*found, on.Aborted("changed my mind"))
+        elif self.head.open and self.dice.random() < 0.1:  # at a replica that does not receive it
+            number = self.dice.choice(sorted(self.head.open))
+            self.head = give_up_version(self.head, number, "changed my mind", self.now.unix_ms)
+
+    def crash(self) -> None:
+        if self.dice.random() < 0.1:
+            replica = self.dice.choice(self.replicas)
+            replica.boots += 1
+            replica.pushes.clear()
+            replica.known = None
+            replica.home = Home(replica.home.address, f"{replica.home.boot.split('.')[0]}.{replica.boots}")
+
+    def break_some(self) -> None:
+        found = self.some_push()
+        if found is not None and self.dice.random() < 0.1:
+            self.post(*found, on.Broken(DataLoss("bytes were lost")))
+
+    def drain(self) -> None:
+        if self.dice.random() < 0.05:
+            replica = self.dice.choice(self.replicas)
+            for push in list(replica.pushes.values()):
+                self.post(replica, push, on.Draining())
+
+    def nonsense(self) -> None:
+        """Events that come again, of another push, or that answer what nobody has asked."""
+        found = self.some_push()
+        if found is None:
+            return
+        replica, push = found
+        everything = [e for r in self.replicas for p in r.pushes.values() for e in p.history]
+        told = (
+            on.FilesFilled,
+            on.SealAsked,
+            on.RankWhole,
+            on.OwnersComplete,
+            on.MemoryHeld,
+        )  # by the data plane: true
+        again = [e for e in everything if not isinstance(e, told)]
+        event = self.dice.choice(
+            [*again[-50:], on.Published(), on.Claimed(), on.SampleCompared(), on.Digested("a", 0)]
+        )
+        effect = on.answered_by(event)
+        if effect is None and not isinstance(event, on.Tick | on.Draining | on.Superseded):
+            return
+        if effect not in push.state.running:
+            self.post(replica, push, event)
+
+    def act(self) -> None:
+        unrest = self.unrest
+        actions: list[tuple[float, Callable[[], None]]] = [
+            (0.3, self.open), (5, self.declare), (6, self.deliver), (6, self.seal), (0.5, self.hold_or_release),
+            (1, self.owners_complete), (30, self.answer_some), (2, self.tick), (unrest, self.abort),
+            (unrest, self.crash), (unrest, self.break_some), (unrest, self.drain), (2, self.nonsense),
+        ]  # fmt: skip
+        self.dice.choices([a for _, a in actions], [w for w, _ in actions])[0]()
+
+    # --- that it ends
+
+    def settle(self, *, store_away: bool) -> None:
+        """From here on no rank is heard of any more, and effects are answered: every push ends."""
+        self.fault_rate = 0.0
+        for _ in range(3000):
+            waiting = [(r, p, e) for r in self.replicas for p in r.pushes.values() for e in p.inflight]
+            for replica, push, effect in waiting:
+                self.answer(replica, push, effect, store_away=store_away)
+            unfinished = [p.state for r in self.replicas for p in r.pushes.values() if p.state.unfinished]
+            if not unfinished:
+                break
+            if waiting:
+                continue
+            wakes = [state.wake_at for state in unfinished if state.wake_at is not None]
+            self.advance(max(min(wakes) - self.now.seconds, 10.0))
+            for replica in self.replicas:
+                for push in list(replica.pushes.values()):
+                    self.post(replica, push, on.Tick())
+        for replica in self.replicas:
+            for push in list(replica.pushes.values()):
+                assert not push.state.unfinished, (push.state.phase, list(waits_for(push.state)))
+                if push.state.gave_up:
+                    self.post(replica, push, on.Superseded())
+                    assert push.state.phase is Phase.FAILED
+
+
+def reachable(phase: Phase) -> set[Phase]:
+    """The phases that transitions lead to, one after another."""
+    found: set[Phase] = set()
+    new = set(TRANSITIONS[phase])
+    while new - found:
+        found |= new
+        new = {after for each in found for after in TRANSITIONS[each]}
+    return found
+
+
+def answer_raises_at_end(state: PushState) -> bool:
+    return state.phase in FINAL
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_every_order_of_events_keeps_all_promises_and_comes_to_an_end(batch: int) -> None:
+    seen: set[Phase] = set()
+    for seed in range(FIRST_SEED + batch, FIRST_SEED + RUNS, BATCHES):
+        world = World(seed)
+        world.open()
+        looks = {world.dice.randrange(STEPS) for _ in range(2)}
+        try:
+            for turn in range(STEPS):
+                world.act()
+                seen.update(p.state.phase for r in world.replicas for p in r.pushes.values())
+                if turn in looks:
+                    for store_away in (False, True):
+                        world.clone().settle(store_away=store_away)
+            world.settle(store_away=False)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+    if RUNS >= 30 * BATCHES:
+        assert seen == set(Phase), "a run that does not come this far shows nothing"
