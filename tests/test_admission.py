@@ -309,11 +309,14 @@ def test_memory_that_is_reserved_and_not_yet_taken_is_not_promised_twice(
 
 def test_free_memory_is_given_back_where_the_machine_has_no_other(tmp_path: object) -> None:
     regions: list[int] = []
-    pool = ImagePool(UNLIMITED, memory_room=lambda: Room(10 * MIB - sum(regions), 64 * MIB))
+    pool = ImagePool(
+        UNLIMITED,
+        recall=lambda region: regions.remove(region.capacity),  # is asked just before a region is closed
+        memory_room=lambda: Room(10 * MIB - sum(regions), 64 * MIB),
+    )
     first = pool.acquire({"a": 8 * MIB})
     regions.append(first.region.capacity)
     first.release()
-    pool.ask_back = lambda region: regions.remove(region.capacity)  # is asked just before a region is closed
     second = pool.acquire({"a": 9 * MIB})
     assert second.region.in_memory
     assert pool.usage().memory_free == 0

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.heads import history
 from weighbridge.errors import (
     AlreadyExists,
     DataLoss,
@@ -48,7 +49,8 @@ from weighbridge_service.push.state import (
     version_of,
     waits_for,
 )
-from weighbridge_storage.head import Head, VersionEntry
+from weighbridge_storage.entries import VersionEntry
+from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import (
     claim_version,
     give_up_abandoned,
@@ -222,7 +224,7 @@ class World:
         if self.faulty():
             return
         entry = self.head.open.get(push.number)
-        if unless_claimed and (self.head.readable(push.number) or (entry is not None and entry.claim)):
+        if unless_claimed and (history(self.head).find(push.number) or (entry is not None and entry.claim)):
             self.post(replica, push, on.LeftToOthers())
             return
         self.head = give_up_version(self.head, push.number, error.message, self.now.unix_ms)
@@ -234,7 +236,7 @@ class World:
         self.now = Moment(self.now.seconds + seconds, self.now.unix_ms + round(seconds * 1000))
 
     def verdict(self, effect: do.Awaited, number: int) -> on.HeadSaid:
-        there = self.head.readable(number)
+        there = history(self.head).find(number)
         if there is not None:
             return on.HeadSaid(effect, on.Verdict.PUBLISHED, there.write_id)
         if number in self.head.open:
@@ -292,7 +294,7 @@ class World:
                 return on.ReplicasHandedIn(frozenset(r for claim, r in handed if claim == agreed.claim))
             case do.WriteManifestAndPublish():
                 entry = VersionEntry(number, 0, "r", 0, 30, 3, "", agreed.claim)
-                self.head = publish(self.head, entry)
+                self.head = publish(history(self.head), entry)
                 assert self.published.setdefault(number, agreed.claim) == agreed.claim, "published twice"
                 return on.Published()
         raise AssertionError(effect)
