@@ -222,7 +222,7 @@ class ImagePool:
                 reason = admission.shortage(request.nbytes, memory, disk)
             else:
                 return decision
-            if not request.reason and deadline > time.monotonic():
+            if not request.reason and request in self._line:
                 log.info("%s waits for an image: %s", request.owner, reason)
             request.reason = reason
             left = deadline - time.monotonic()
