@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.heads import stored
 from tests.s3_server import S3Server
 from weighbridge.collection import Collection, DeletedVersion, SweptVersion, WaitingVersion
 from weighbridge.errors import (
@@ -48,14 +48,25 @@ from weighbridge_storage.head_changes import (
 )
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.history import History
+from weighbridge_storage.history_tree import names
 from weighbridge_storage.leases import Grace, read_lease, write_lease
 from weighbridge_storage.local import LocalStore
-from weighbridge_storage.names import MANIFEST_FILE, ModelName, lease_key, version_key, version_prefix
+from weighbridge_storage.names import (
+    MANIFEST_FILE,
+    ModelName,
+    lease_key,
+    node_of_key,
+    numbered_key,
+    version_key,
+    version_prefix,
+)
 from weighbridge_storage.objects import Buffer, ByteArray, ObjectStore, PutMode
 from weighbridge_storage.opening import open_store
 
 SMOL = ModelName("acme", "smol")
 GRACE = Grace(1000)
+FEW = 3
+"""Most entries that heads hold here, so that small histories have trees."""
 NBYTES = 77
 
 
@@ -64,22 +75,28 @@ class Bench:
 
     def __init__(self, store: ObjectStore, retention: Retention | None = None) -> None:
         self.store = store
-        self.heads = HeadStore(store)
+        self.heads = HeadStore(store, most_recent=FEW)
         self.now_ms = 1_000_000
         start = Head(files_id="f", retention=retention or Retention())
         self.heads.update(SMOL, lambda _: (start, None), create=True)
 
     @property
+    def history(self) -> History:
+        found = self.heads.history(SMOL)
+        assert found is not None
+        return found
+
+    @property
     def head(self) -> Head:
-        return stored(self.store, SMOL).head
+        return self.history.head
 
     @property
     def versions(self) -> dict[int, VersionEntry]:
-        return stored(self.store, SMOL).versions()
+        return self.history.versions()
 
     @property
     def retired(self) -> dict[int, VersionEntry]:
-        return stored(self.store, SMOL).retired()
+        return self.history.retired()
 
     def clock(self) -> int:
         return self.now_ms
@@ -122,7 +139,8 @@ class Bench:
 
     def collect(self, store: ObjectStore | None = None, *, dry_run: bool = False) -> Collection:
         store = store or self.store
-        return collect(store, HeadStore(store), SMOL, grace=GRACE, clock=self.clock, dry_run=dry_run)
+        heads = HeadStore(store, most_recent=FEW)
+        return collect(store, heads, SMOL, grace=GRACE, clock=self.clock, dry_run=dry_run)
 
     def collect_all(self) -> Collection:
         """Collect, let the grace time pass, and collect again; what the second time did."""
@@ -132,12 +150,17 @@ class Bench:
 
     def folders(self) -> set[int]:
         """Numbers under which something lies."""
-        keys = [key.removeprefix(SMOL.prefix).split("/") for key in self.store.list(SMOL.prefix)]
-        return {int(key[1]) for key in keys if len(key) > 2}
+        places = (numbered_key(SMOL, key) for key in self.store.list(SMOL.prefix))
+        return {place[1] for place in places if place is not None}
 
     def nodes(self) -> set[str]:
         """Names of the nodes in the store."""
-        return {key.split("/")[-1].removesuffix(".json") for key in self.store.list(f"{SMOL.prefix}history/")}
+        nodes = (node_of_key(SMOL, key) for key in self.store.list(SMOL.prefix))
+        return {node[0] for node in nodes if node is not None}
+
+    def tree(self) -> set[str]:
+        """Names of the nodes that the head leads to."""
+        return names(self.head.root, partial(self.heads.load_node, SMOL))
 
     def check_readable(self) -> None:
         """What the head lists is complete."""
@@ -191,6 +214,9 @@ def test_a_collection_that_has_nothing_to_do_writes_nothing_and_reports_nothing(
     bench.add(3)
     bench.keep(keep_last=1)
     bench.collect_all()
+    for _ in range(2):  # the nodes of before wait for a grace time of their own
+        bench.now_ms += GRACE.ms
+        bench.collect()
     before = everything(bench.store)
     report = bench.collect()
     assert report == Collection("acme/smol", False, kept=report.kept)
@@ -458,6 +484,10 @@ def test_a_collector_that_is_killed_anywhere_is_made_good_by_the_next_one(tmp_pa
         assert bench.collect().problems == ()
         assert bench.folders() == set(bench.versions) == {5}
         assert bench.retired == {}
+        for _ in range(2):
+            bench.now_ms += GRACE.ms
+            bench.collect()
+        assert bench.nodes() == bench.tree()
         if came_through:
             break
     assert at > 10, "there are that many calls to be killed at"
@@ -553,6 +583,12 @@ class Everybody(RuleBasedStateMachine):
     def open(self) -> None:
         self.writers[self.bench.open()] = 0
 
+    @rule()
+    def push(self) -> None:
+        """A push that nothing comes between."""
+        self.bench.add()
+        self.newest = self.bench.head.latest
+
     @precondition(lambda self: self.writers)
     @rule(data=st.data())
     def write_on(self, data: st.DataObject) -> None:
@@ -628,7 +664,7 @@ class Everybody(RuleBasedStateMachine):
     @invariant()
     def refs_name_what_they_did(self) -> None:
         refs = self.tagged | ({"latest": self.newest} if self.newest else {})
-        assert self.bench.head.refs == refs
+        assert self.bench.head.ref_numbers == refs
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
@@ -638,6 +674,10 @@ class Everybody(RuleBasedStateMachine):
         head = self.bench.head
         assert head.open == self.bench.retired == {}
         assert self.bench.folders() == set(self.bench.versions)
+        for _ in range(2):
+            self.bench.now_ms += GRACE.ms
+            self.bench.collect()
+        assert self.bench.nodes() == self.bench.tree()
 
 
 def test_in_any_order_of_events_what_is_listed_is_whole_and_nothing_is_left(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from weighbridge.errors import (
 )
 from weighbridge_storage.head import REMEMBERED_WRITES, Head
 from weighbridge_storage.head_changes import stamp
-from weighbridge_storage.history import History, NodeMissing, settled
+from weighbridge_storage.history import MOST_RECENT, History, NodeMissing, settled
 from weighbridge_storage.history_nodes import Node, NodeRef
 from weighbridge_storage.history_store import NodeStore
 from weighbridge_storage.lru import Cache
@@ -45,11 +45,15 @@ class HeadStore:
     Args:
         store: where they lie. It must keep its promises about conditional writes.
         patience_s: for how long an update goes on trying against other writers and a failing store, in seconds.
+        most_recent: how many entries and removals a head that is written here holds at most.
     """
 
-    def __init__(self, store: ObjectStore, *, patience_s: float = 30.0) -> None:
+    def __init__(
+        self, store: ObjectStore, *, patience_s: float = 30.0, most_recent: int = MOST_RECENT
+    ) -> None:
         self._store = store
         self._patience_s = patience_s
+        self._most_recent = most_recent
         self._nodes = NodeStore(store)
         self._known: Cache[tuple[Head, str, int]] = Cache(_CACHED_BYTES, lambda known: known[2])
 
@@ -195,7 +199,10 @@ class HeadStore:
             WeighbridgeError: as `NodeStore.load` and `NodeStore.write`.
         """
         after, nodes = settled(
-            head, partial(self.load_node, model), lambda: node_name(head.generation, uuid.uuid4().hex)
+            head,
+            partial(self.load_node, model),
+            lambda: node_name(head.generation, uuid.uuid4().hex),
+            self._most_recent,
         )
         self._nodes.write(model, nodes)
         return after
