@@ -403,6 +403,23 @@ def test_block_digests_are_made_anew_of_what_agrees_with_the_manifest(folder: Pa
 # -- what belongs to nothing -----------------------------------------------------------------------------------------
 
 
+def test_what_a_collection_deletes_meanwhile_is_not_found(
+    folder: Path, opened: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is read after a retired version was forgotten, and the objects were listed before its objects were deleted."""
+    listed = list(opened.list(NAME.prefix))
+    shutil.rmtree(version_folder(folder, RETIRED))
+    head = history_of(opened).head
+    recent = {number: entry for number, entry in head.recent.items() if number != RETIRED}
+    (folder / NAME.head_key).write_bytes(replace(head, recent=recent).to_json())
+    real = LocalStore.list
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            LocalStore, "list", lambda self, prefix: listed if prefix == NAME.prefix else real(self, prefix)
+        )
+        assert fsck(folder)[0] == 0
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_folders_of_versions_that_were_given_up_are_deleted(folder: Path, whole: bool) -> None:
     given_up = version_folder(folder, 4)

@@ -122,6 +122,10 @@ def survey_model(store: ObjectStore, heads: HeadStore, model: ModelName) -> Surv
         unreadable = error.message
     except FailedPrecondition as error:
         head, unreadable, foreign = None, str(error), True
+    if head is not None:
+        # a collection may have deleted what the head does not lead to any more since it was listed
+        for number in folders.keys() - entries.keys() - head.open.keys():
+            folders[number] = [key for key in folders[number] if _size(store, key) is not None]
     numbers = sorted(entries.keys() | {n for n, keys in folders.items() if _has_version(model, keys)})
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="survey") as pool:
         looked = dict(zip(numbers, pool.map(lambda n: _look(store, model, n), numbers), strict=True))
@@ -134,7 +138,7 @@ def survey_model(store: ObjectStore, heads: HeadStore, model: ModelName) -> Surv
         foreign=foreign,
         entries=entries,
         lost_nodes=lost_nodes,
-        folders={number: tuple(keys) for number, keys in folders.items()},
+        folders={number: tuple(keys) for number, keys in folders.items() if keys},
         versions=looked,
         last_node=last_node,
         lost_files=() if head is None else _lost_files(store, model, head),
