@@ -30,9 +30,8 @@ def unpack(folder: Path) -> Path:
 
 def upload(folder: Path, store: ObjectStore) -> None:
     """Put all objects of a folder into another store."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            store.put(str(path.relative_to(folder)), path.read_bytes(), mode="overwrite")
+    for key, content in contents(folder).items():
+        store.put(key, content, mode="overwrite")
 
 
 def version_folder(store: Path, number: int, model: str = MODEL) -> Path:

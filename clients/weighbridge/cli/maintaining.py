@@ -1,4 +1,4 @@
-"""Commands that work on a store itself, with no service running: migrate."""
+"""Commands that work on a store itself, with no service running: migrate, fsck."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from weighbridge.cli.running import Command, needs_extra
 from weighbridge.sizes import readable_size
 
 if TYPE_CHECKING:
+    from weighbridge_service.fsck.repair import CheckedModel
     from weighbridge_storage.migration.migrate import MigratedModel
 
 
@@ -72,3 +73,58 @@ def _show(model: MigratedModel) -> None:
         )
     else:
         click.echo(f"{model.name}: migrated ({migrated})")
+
+
+@click.command("fsck", cls=Command)
+@click.argument("location", metavar="STORE", type=StoreLocation(exists=True))
+@click.option("--repair", is_flag=True, help="Mend what is wrong. Stop all services of the store first.")
+@click.option(
+    "--drop-damaged",
+    is_flag=True,
+    help="With --repair: also delete versions whose files are missing, with the refs that name them. Their other files stay for the "
+    "grace time.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, also for errors.")
+@click.pass_context
+def fsck_command(
+    ctx: click.Context, location: Path | str, repair: bool, drop_damaged: bool, as_json: bool
+) -> None:
+    """Check that heads, histories, manifests and files of a store agree.
+
+    STORE is a folder or s3://BUCKET/PREFIX, as for serve. Files are looked for, and their sizes compared with the manifests; their
+    contents are compared by verify. --repair rebuilds a head or a history that is lost or damaged from the manifests, makes block
+    digests anew, and deletes what belongs to no version. The exit code is 1 if anything is wrong, and stays so.
+    """
+    if drop_damaged and not repair:
+        raise click.UsageError("--drop-damaged goes with --repair")
+    with needs_extra("service"):
+        from weighbridge_service.fsck.repair import check_store
+        from weighbridge_storage.opening import open_store
+
+    found: list[CheckedModel] = []
+    store = open_store(location)
+    try:
+        for model in check_store(store, repair=repair, drop_damaged=drop_damaged):
+            found.append(model)
+            if not as_json:
+                _show_checked(model)
+    finally:
+        store.close()
+    ok = all(model.ok for model in found)
+    if as_json:
+        print_json({"ok": ok, "models": [model.to_json() for model in found]})
+    ctx.exit(0 if ok else 1)
+
+
+def _show_checked(model: CheckedModel) -> None:
+    for checked in model.findings:
+        finding = checked.finding
+        where = model.name if finding.number is None else f"{model.name}@{finding.number}"
+        outcome = (
+            " (repaired)"
+            if checked.repaired
+            else f" (not repaired: {checked.failure})" * bool(checked.failure)
+        )
+        click.echo(f"{where}: {finding.what}{outcome}")
+    left = sum(not checked.repaired for checked in model.findings)
+    click.echo(f"{model.name}: {f'{left} problems' if left else 'all is well'} ({model.versions} versions)")

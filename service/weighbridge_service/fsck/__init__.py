@@ -1,0 +1,8 @@
+"""Consistency check of a store: do heads, histories and folders agree, and how are they made to agree again?
+
+May import from `weighbridge_service.models`, `weighbridge_storage` and `weighbridge`.
+
+- `survey`: what the objects of one model say; only reads.
+- `diagnosis`: what is wrong, and the head that would be right; pure.
+- `repair`: carries a diagnosis out; the check of a whole store.
+"""

@@ -1,0 +1,230 @@
+"""Diagnosis of one model: what is wrong, and the head that would be right. Pure: it looks only at a survey.
+
+A version that is **whole** has a manifest, and all files that it lists with the sizes that it says. Where the head or a part of its history
+is lost, whole versions say what it said, but for refs, retention, and which versions were deleted a short time ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from weighbridge.resources import REF_LATEST
+from weighbridge_service.fsck.survey import Survey, VersionFolder
+from weighbridge_storage.entries import Ref, VersionEntry
+from weighbridge_storage.head import Head
+from weighbridge_storage.names import BLOCKS_SUFFIX
+
+UNKNOWN_NUMBERS = 1000
+"""How many numbers a rebuilt head leaves out: versions that were given up have left nothing that says so."""
+
+
+class Mend(StrEnum):
+    """How a finding can be mended."""
+
+    NONE = "none"
+    HEAD = "head"
+    """By writing the head."""
+    DROP = "drop"
+    """By retiring the version; only if that is asked for, as its files may be restored."""
+    DIGESTS = "digests"
+    """By making the block digests anew."""
+    FILES = "files"
+    """By copying a registered file from a version."""
+    STRAY = "stray"
+    """By deleting objects that no head leads to."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        what: in one sentence.
+        mend: how it can be mended.
+        number: which version it concerns; None if it is the model as a whole.
+        name: which file, if it is one.
+    """
+
+    what: str
+    mend: Mend
+    number: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong with a model.
+
+    Attributes:
+        findings: all of it.
+        adopted: whole versions that are to become part of history.
+        rebuild: whether the history is to be written anew.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    adopted: tuple[int, ...] = ()
+    rebuild: bool = False
+
+    def numbers(self, mend: Mend) -> tuple[int, ...]:
+        """The versions that findings of this kind are about."""
+        return tuple(f.number for f in self.findings if f.mend is mend and f.number is not None)
+
+
+def diagnose(survey: Survey, now_ms: int) -> Diagnosis:
+    """What is wrong with a model.
+
+    Args:
+        survey: what its objects say.
+        now_ms: the time, in milliseconds since 1970 UTC.
+    """
+    if survey.foreign:
+        return Diagnosis((Finding(survey.unreadable, Mend.NONE),))
+    if survey.head is None and survey.text is None and not survey.versions:
+        return Diagnosis()  # files of a registration that never came to its end
+    adopted = tuple(number for number in survey.versions if _is_adoptable(survey, number, now_ms))
+    rebuild = survey.head is None or bool(survey.lost_nodes)
+    findings = [
+        *_findings_of_head(survey, adopted),
+        *(
+            finding
+            for number, folder in survey.versions.items()
+            for finding in _findings_of_version(survey, number, folder, number in adopted)
+        ),
+        *(
+            Finding(f"{name}, which is registered, is missing", Mend.FILES, name=name)
+            for name in survey.lost_files
+        ),
+    ]
+    return Diagnosis(tuple(findings), adopted, rebuild)
+
+
+def repaired_head(
+    survey: Survey,
+    diagnosis: Diagnosis,
+    base: Head,
+    entry_of: Callable[[int], VersionEntry],
+    dropped: Collection[int],
+    now_ms: int,
+) -> Head:
+    """The head that would be right; ``base`` itself if that is it.
+
+    Args:
+        survey: what the model's objects say.
+        diagnosis: what is wrong.
+        base: the head that is there, or one that has nothing but a registration.
+        entry_of: gives the entry of a version that is to be adopted.
+        dropped: versions that are to be retired.
+        now_ms: when that is, in milliseconds since 1970 UTC.
+    """
+    changed = {number: entry_of(number) for number in diagnosis.adopted}
+    changed |= {number: replace(survey.entries[number], retired_ms=now_ms) for number in dropped}
+    entries = {**survey.entries, **changed}
+    durable = {number for number, entry in entries.items() if not entry.retired}
+    after = replace(
+        base,
+        next_version=_next_version(survey, base),
+        refs=_refs(base.refs, durable),
+        open={number: entry for number, entry in base.open.items() if number not in changed},
+        failed={number: entry for number, entry in base.failed.items() if number not in changed},
+        removed=base.removed - changed.keys(),
+        recent={**base.recent, **changed},
+    )
+    if not diagnosis.rebuild:
+        return after
+    return replace(after, removed=frozenset(), recent=entries, root=None, mark=None)
+
+
+def _refs(refs: Mapping[str, Ref], durable: Collection[int]) -> dict[str, Ref]:
+    """The refs that name a version which is there; ``latest`` names the highest one."""
+    kept = {name: ref for name, ref in refs.items() if ref.version in durable}
+    highest = max(durable, default=0)
+    if highest:
+        there = kept.get(REF_LATEST, refs.get(REF_LATEST, Ref(highest)))
+        kept[REF_LATEST] = replace(there, version=highest)
+    return kept
+
+
+def _next_version(survey: Survey, base: Head) -> int:
+    highest = max([0, *survey.folders, *survey.entries])
+    if survey.head is None:
+        return highest + 1 + UNKNOWN_NUMBERS
+    return max(base.next_version, highest + 1)
+
+
+def _is_adoptable(survey: Survey, number: int, now_ms: int) -> bool:
+    """Whether a version is whole, in no history, and not known to have been given up or deleted."""
+    if number in survey.entries or not survey.versions[number].whole:
+        return False
+    if survey.head is None or number >= survey.head.next_version:
+        return True
+    there = survey.head.open.get(number)
+    if there is not None:  # its manifest is written last; whoever wrote it has died before it was published
+        return there.until_ms < now_ms
+    return _is_below_lost_node(survey, number)
+
+
+def _is_below_lost_node(survey: Survey, number: int) -> bool:
+    return (
+        survey.head is not None
+        and survey.head.in_tree(number)
+        and any(node.first <= number <= node.last for node, _ in survey.lost_nodes)
+    )
+
+
+def _findings_of_head(survey: Survey, adopted: Collection[int]) -> Iterator[Finding]:
+    head = survey.head
+    if head is None:
+        yield Finding(survey.unreadable, Mend.HEAD)
+        return
+    for node, why in survey.lost_nodes:
+        yield Finding(
+            f"the history of versions {max(node.first, 1)} to {node.last} is lost: {why}", Mend.HEAD
+        )
+    highest = max(survey.folders, default=0)
+    if highest >= head.next_version:
+        yield Finding(
+            f"the head is older than the store: its next version is {head.next_version}, and there are objects of {highest}",
+            Mend.HEAD,
+        )
+    for name, ref in head.refs.items():
+        entry = survey.entries.get(ref.version)
+        if (entry is None or entry.retired) and ref.version not in adopted:
+            yield Finding(f"the ref {name} names version {ref.version}, which is not there", Mend.HEAD)
+
+
+def _findings_of_version(
+    survey: Survey, number: int, folder: VersionFolder, adopted: bool
+) -> Iterator[Finding]:
+    entry = survey.entries.get(number)
+    if entry is None and not adopted:
+        yield from _findings_of_stray(survey, number, folder)
+        return
+    if adopted:
+        yield Finding("is whole, and in no history", Mend.HEAD, number)
+    elif folder.foreign:
+        yield Finding(f"cannot be checked: {folder.problems[0]}", Mend.NONE, number)
+        return
+    elif not folder.whole:
+        if entry is not None and not entry.retired:  # otherwise it may be half deleted
+            yield Finding("; ".join(folder.problems), Mend.DROP, number)
+        return
+    for name in folder.bad_blocks:
+        yield Finding(f"{name}{BLOCKS_SUFFIX} is missing or has another size", Mend.DIGESTS, number, name)
+
+
+def _findings_of_stray(survey: Survey, number: int, folder: VersionFolder) -> Iterator[Finding]:
+    head = survey.head
+    if head is not None and number in head.open:
+        return  # it is being received
+    known_gone = head is not None and number < head.next_version and not _is_below_lost_node(survey, number)
+    if folder.has_manifest and not known_gone:
+        yield Finding(
+            f"is in no history and not whole, and will be swept away by a collection: {'; '.join(folder.problems)}",
+            Mend.NONE,
+            number,
+        )
+    else:
+        count = len(survey.folders[number])
+        yield Finding(f"{count} objects of a version that is in no history", Mend.STRAY, number)
