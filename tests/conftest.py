@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +29,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             groups = [mark.args[0] for mark in item.iter_markers("xdist_group")]
             if groups and "@" not in item.nodeid:
                 item._id = NodeId.parse(f"{item.nodeid}@{groups[0]}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def disk_without_wait() -> Iterator[None]:
+    """Flushes of files and folders return at once: they last for milliseconds each, and show only after a loss of power.
+
+    That files are flushed, and which, is for tests to see that watch the calls; processes that are started as programs flush.
+    """
+    for_certain = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
+
+    def flush(name: str, file: int) -> None:
+        mode = os.fstat(file).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            for_certain[name](file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in for_certain:
+            patch.setattr(os, name, functools.partial(flush, name))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -87,6 +87,8 @@ class FaultProxy(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: FaultProxy
     protocol_version = "HTTP/1.1"
+    # headers and body are two writes: the second would wait for the client's delayed acknowledgement, 40 ms
+    disable_nagle_algorithm = True
 
     def handle_one_request(self) -> None:
         self.raw_requestline = self.rfile.readline(65537)

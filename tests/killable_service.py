@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
-_PRELOADED = ["torch", "mbridge", "transformers.models.qwen3.modeling_qwen3", "weighbridge_service.bridges"]
-"""What takes seconds to import. Nothing of it imports gRPC, which does not survive a fork."""
+from tests.forked import PRELOAD
+from weighbridge.demo import ranks
 
 
 def free_port() -> int:
@@ -70,8 +70,8 @@ class KillableService:
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.settings = settings
+        ranks.start_server(PRELOAD)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
         self._process: ForkServerProcess | None = None
 
     def start(self, *, wait: bool = True) -> None:

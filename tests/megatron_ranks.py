@@ -9,20 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tests.forked import PRELOAD
 from weighbridge.demo import ranks
 from weighbridge.demo.megatron_cpu import Parallel
 from weighbridge.demo.ranks import RankError
 
 __all__ = ["RankError", "run_ranks"]
 
-_PRELOAD = (
-    *ranks.PRELOAD,
-    "mbridge",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen3.modeling_qwen3",
-)
-
 
 def run_ranks(parallel: Parallel, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """As `weighbridge.demo.ranks.run_ranks`."""
-    return ranks.run_ranks(parallel, fn, *args, timeout=timeout, preload=_PRELOAD)
+    return ranks.run_ranks(parallel, fn, *args, timeout=timeout, preload=PRELOAD)
