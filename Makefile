@@ -30,7 +30,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-reading bench-planning bench-convert bench-upload bench-vllm lint format protos protos-check clean
+.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm lint format protos protos-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -145,6 +145,9 @@ bench: $(BENCH_STAMP) ## measure pushes and pulls of several clients; ARGS="--gb
 
 bench-peers: $(BENCH_STAMP) ## measure next to what others use, from a trainer's shards to files; ARGS as for bench
 	@$(BIN)/python -W ignore -m benchmarks.comparing $(ARGS)
+
+bench-asyncio: $(STAMP) ## time pulls of the asyncio client next to those of the blocking one, and how late its event loop is
+	@$(BIN)/python -W ignore -m benchmarks.asyncio_pulls $(ARGS)
 
 bench-reading: $(STAMP) ## time pulls from S3 next to boto3's own download, and count the bytes that slices cost
 	@$(BIN)/python -W ignore -m benchmarks.reading $(ARGS)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weighbridge import rpc
-from weighbridge.client import Client
 from weighbridge.lane_connection import LaneConnection
+from weighbridge.transport import find_lane
 from weighbridge.v1 import local_lane_pb2 as pb
 
 CLIENT_ID = "lane-client-of-a-test"
@@ -23,8 +23,7 @@ CLIENT_ID = "lane-client-of-a-test"
 
 def connected(server: str, client_id: str = CLIENT_ID) -> LaneConnection:
     """A connection to a service's socket, for requests that no well-behaved client makes."""
-    with Client(server) as client:
-        found = client._find_lane()
+    found = find_lane(server)
     return LaneConnection(
         found.socket, False, found.service_id, client_id, lambda _key: None, lambda _connection: None
     )

@@ -26,11 +26,11 @@ from tests.lane_client import CLIENT_ID, connected, lane_process
 from tests.raw_clients import RawClient, TinyModel, cut, rows_layout, stream_of, tiny_folder
 from tests.services import RunningService, eventually, running_service
 from weighbridge import EngineClient, TrainerClient, lane_protocol
-from weighbridge.client import Client
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.lane_connection import LaneConnection
 from weighbridge.lane_memory import MappedMemory, Use
 from weighbridge.resources import VersionState
+from weighbridge.transport import find_lane
 from weighbridge.v1 import local_lane_pb2 as pb
 from weighbridge_service.lane_server import LaneServer
 from weighbridge_storage.regions import PAGE, Region
@@ -281,7 +281,7 @@ def test_memory_is_prepared_only_for_those_who_push(
 ) -> None:
     for source in sources:
         trainer.push_folder(MODEL, source.folder).wait(timeout=20)
-    eventually(lambda: bool(trainer._lane._standby))
+    eventually(lambda: bool(trainer._transport.lane._standby))
     stranger = connected(service.address, "stranger")
     with pytest.raises(FailedPrecondition, match="just pushed"):
         stranger.ask(pb.LaneRequest(prepare_write=pb.PrepareWrite(model=MODEL)))
@@ -293,7 +293,7 @@ def test_memory_is_asked_back_when_the_last_loan_ends_after_the_last_seal(
 ) -> None:
     for source in sources:
         trainer.push_folder(MODEL, source.folder).wait(timeout=20)
-    eventually(lambda: bool(trainer._lane._standby))  # which the next version will lie in
+    eventually(lambda: bool(trainer._transport.lane._standby))  # which the next version will lie in
     layout = rows_layout(sources[0].arrays, 0, 1)
     with RawClient(service.address) as raw:
         number = raw.open(MODEL)
@@ -463,8 +463,7 @@ def test_a_socket_in_the_users_own_folder_is_for_this_user_only(
                 lane.connect(service.lane.path)
 
         assert in_a_fork(connect, NOBODY)()
-        with Client(service.address) as client:
-            assert client._find_lane().private
+        assert find_lane(service.address).private
         connected(service.address).close()
 
 

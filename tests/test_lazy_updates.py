@@ -153,7 +153,7 @@ def test_a_recorded_update_equals_the_loader_on_whole_tensors_for_every_later_ve
         update.close()
         assert_same(model.targets, loaded(versions[number - 1], rank))
         assert update.version.number == number
-        assert update.lane == engine._lane._wanted
+        assert update.lane == engine._transport.lane._wanted
 
 
 def test_a_loader_may_be_recorded_on_parameters_without_memory(

@@ -292,7 +292,7 @@ def test_a_trainer_with_memory_ready_does_not_keep_others_from_pushing_by_grpc(
 ) -> None:
     for source in sources:
         trainer.push_folder(MODEL, source.folder).wait(timeout=20)
-    eventually(lambda: bool(trainer._lane._standby))
+    eventually(lambda: bool(trainer._transport.lane._standby))
     with TrainerClient(service.address, lane="grpc", run="other") as other:
         handle = other.push_folder(MODEL, sources[0].folder)
         handle.wait(timeout=20)
@@ -304,7 +304,7 @@ def test_a_process_that_is_forked_from_a_trainer_takes_no_part_in_its_pushes(
 ) -> None:
     for source in sources:
         trainer.push_folder(MODEL, source.folder).wait(timeout=20)
-    eventually(lambda: bool(trainer._lane._standby))
+    eventually(lambda: bool(trainer._transport.lane._standby))
     child = os.fork()
     if child == 0:
         time.sleep(60)
@@ -324,7 +324,7 @@ def test_plans_of_two_models_are_never_taken_for_each_other(
     for model in (MODEL, "acme/twin"):
         handle = trainer.push_folder(model, sources[1].folder)
         handle.wait(timeout=20)
-        plans.add(trainer._lane._plans.known((model, 0))[0])
+        plans.add(trainer._transport.lane._plans.known((model, 0))[0])
     assert len(plans) == 2
 
 

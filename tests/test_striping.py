@@ -83,7 +83,7 @@ def test_a_stream_comes_whole_from_services_that_know_striping_and_those_that_do
         def cancel(self) -> None:
             pass
 
-    pieces = bulk.receive(
+    pieces = bulk.StreamReceiver(
         lambda channel, part, offset: Cancellable(open_at(channel, part, offset)),
         bulk.Connections("127.0.0.1:1", connections),
         nbytes=len(stream),

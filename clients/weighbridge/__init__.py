@@ -1,7 +1,7 @@
 """Weighbridge moves model weights from the machines that train to the machines that serve.
 
 This package is all that trainers and engines install: the vocabulary (tensors, boxes, layouts), `TrainerClient`,
-`EngineClient` and the command line. Names are imported when first used, so that ``import weighbridge`` costs nothing.
+`EngineClient`, `AsyncEngineClient` and the command line. Names are imported when first used, so that ``import weighbridge`` costs nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weighbridge.aio import AsyncEngineClient
     from weighbridge.boxes import Box
     from weighbridge.collection import Collection
     from weighbridge.engine import EngineClient
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AsyncEngineClient",
     "Box",
     "Boxes",
     "Collection",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsyncEngineClient": "aio",
     "Box": "boxes",
     "Boxes": "slices",
     "Collection": "collection",

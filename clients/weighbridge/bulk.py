@@ -5,7 +5,9 @@ Calls that carry no weights have another connection (`rpc.open_channel`), so the
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -13,7 +15,8 @@ from typing import Any, TypeVar
 import grpc
 
 from weighbridge import rpc
-from weighbridge.errors import DataLoss, InvalidArgument, WeighbridgeError
+from weighbridge.backoff import Backoff
+from weighbridge.errors import DataLoss, InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge.pieces import Carried
 from weighbridge.striping import MOST_CALLS, STRIPE_BYTES, WHOLE, Striping, calls_for
 from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
@@ -60,15 +63,10 @@ class Connections:
                 channel.close()
 
 
-def receive(
-    open_at: OpenStream[P],
-    connections: Connections,
-    *,
-    nbytes: int,
-    on_header: OnHeader,
-    retry_seconds: float,
-) -> Iterator[memoryview]:
-    """The pieces of a stream from the service, in order and checked; what broke is opened again where it did.
+class StreamReceiver:
+    """A stream from the service, in order and checked; what breaks is opened again where it did.
+
+    Iterate over it once, to get pieces of 1 MiB at most.
 
     Args:
         open_at: opens a part of the stream at a byte offset.
@@ -78,13 +76,38 @@ def receive(
             from other threads, and only after it was called for the first.
         retry_seconds: how long a part may make no progress before its error is raised.
     """
-    count = calls_for(nbytes, connections.most)
-    parts = [
-        _Part(open_at, connections, Striping(count, index), on_header, retry_seconds)
-        for index in range(count)
-    ]
-    try:
-        if count == 1:
+
+    def __init__(
+        self,
+        open_at: OpenStream[P],
+        connections: Connections,
+        *,
+        nbytes: int,
+        on_header: OnHeader,
+        retry_seconds: float,
+    ) -> None:
+        count = calls_for(nbytes, connections.most)
+        self._parts = [
+            _Part(open_at, connections, Striping(count, index), on_header, retry_seconds)
+            for index in range(count)
+        ]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        try:
+            yield from self._pieces()
+        except _Stopped:
+            raise Unavailable("the stream was stopped: its client has been closed") from None
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """End all calls. May be called from any thread: the one that iterates gets `Unavailable`, unless it is at the end."""
+        for part in self._parts:
+            part.stop()
+
+    def _pieces(self) -> Iterator[memoryview]:
+        parts = self._parts
+        if len(parts) == 1:
             yield from parts[0].pieces()
             return
         parts[0].start()
@@ -92,15 +115,12 @@ def receive(
             for part in parts[1:]:
                 part.start()
         else:  # the service knows no striping: all comes over the first connection
-            del parts[1:]
+            parts = parts[:1]
         position, index = 0, 0
         while (data := parts[index].take()) is not None:
             yield data
             position += len(data)
             index = position // STRIPE_BYTES % len(parts)
-    finally:
-        for part in parts:
-            part.stop()
 
 
 class _Stopped(Exception):
@@ -136,7 +156,7 @@ class _Part:
             WeighbridgeError: no progress was made for too long, or the service refuses.
         """
         position, total = self._asked.after(0), -1
-        patience = rpc.Patience(self._retry_seconds)
+        backoff = Backoff(self._retry_seconds)
         while total < 0 or position < total:
             try:
                 with rpc.translated_errors(self._connections.server):
@@ -146,13 +166,21 @@ class _Part:
                         data = rpc.checked(piece, position)
                         position = self._striping.after(position + len(data))
                         if data:
-                            patience.renew()
+                            backoff = backoff.renewed()
                         yield data
                 if position < total or total < 0:
                     raise DataLoss(f"the stream ended after {position} of {total} bytes")
             except WeighbridgeError as error:
-                if not patience.wait_after(error):
+                retry = backoff.after_error(error, time.monotonic(), random.random())
+                if retry is None:
                     raise
+                backoff = retry.backoff
+                self._wait(retry.pause)
+
+    def _wait(self, seconds: float) -> None:
+        with self._changed:
+            if self._changed.wait_for(lambda: self._stopped, seconds):
+                raise _Stopped
 
     def _open(self, position: int) -> Iterable[Carried[Any]]:
         with self._changed:
@@ -190,6 +218,8 @@ class _Part:
             if self._received:
                 self._changed.notify_all()
                 return self._received.popleft()
+            if self._stopped:
+                raise _Stopped
             if self._error is not None:
                 raise self._error
             return None

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-import grpc
-
-from weighbridge import bulk, dtypes, hf_folder, pieces, safetensors_files, wire
+from weighbridge import control_calls, dtypes, hf_folder, safetensors_files
 from weighbridge.client import Client
-from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
-from weighbridge.host_slices import HostSlices, Slices
-from weighbridge.lane_loans import ReadLoan
-from weighbridge.layouts import Layout, TensorSpec
-from weighbridge.local_lane import GRPC, LOCAL
+from weighbridge.host_slices import Slices
+from weighbridge.layouts import TensorSpec
+from weighbridge.pulling import PullPlan, Transfer
 from weighbridge.resources import Version
 from weighbridge.slices import FullTensors, LayoutRequest
-from weighbridge.striping import Striping
-from weighbridge.tensor_stream import StreamWriter
-from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2, weight_service_pb2_grpc
+from weighbridge.transport import Transport
 
 if TYPE_CHECKING:
     import torch
@@ -41,33 +35,18 @@ class Pull:
         lane_reason: why they did not come by ``local``, if that was wanted.
     """
 
-    def __init__(
-        self, client: EngineClient, version: Version, layout: Layout, request: LayoutRequest, dtype: str = ""
-    ) -> None:
-        self.version = version
-        self.layout = layout
-        self.nbytes = layout.nbytes
+    def __init__(self, transport: Transport, plan: PullPlan) -> None:
+        self.version = plan.version
+        self.layout = plan.layout
+        self.nbytes = plan.nbytes
         self.lane = self.lane_reason = ""
-        self._client = client
-        self._asked = request
-        self._request = wire.request_to_proto(request)
-        self._dtype = dtype
+        self._transport = transport
+        self._plan = plan
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        import torch
-
-        loan = self._borrow()
-        if loan is not None:
-            for index, placement in enumerate(self.layout.placements):
-                yield placement.shard.tensor, loan.tensor(index)
-            return
-        placements, tensors = self.layout.placements, self.layout.tensors
-
-        def allocate(index: int) -> torch.Tensor:
-            shard = placements[index].shard
-            return torch.empty(shard.box.extent, dtype=tensors[shard.tensor].dtype.torch)
-
-        yield from self._stream_into(allocate)
+        with self._transfer() as transfer:
+            for step in transfer.tensors():
+                yield from step
 
     def into(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Pull into tensors that the caller makes.
@@ -78,14 +57,9 @@ class Pull:
         Yields:
             Name and tensor, each as soon as it is complete.
         """
-        loan = self._borrow()
-        if loan is None:
-            yield from self._stream_into(tensor_for)
-            return
-        for index, placement in enumerate(self.layout.placements):
-            tensor = tensor_for(index)
-            loan.fill(index, tensor)
-            yield placement.shard.tensor, tensor
+        with self._transfer() as transfer:
+            for step in transfer.into(tensor_for):
+                yield from step
 
     def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> Slices:
         """Bring all slices to this machine, and read them later, in any order.
@@ -96,70 +70,22 @@ class Pull:
             buffer: of a `HostSlices` that this gave before, to be used again: what it holds is lost.
             pin: whether GPUs will copy from them.
         """
-        loan = self._borrow()
-        if loan is not None:
-            return loan
-        slices = HostSlices(self.layout, buffer, pin=pin)
-        for _ in self._stream_into(slices.tensor):
-            pass
-        return slices
-
-    def _borrow(self) -> ReadLoan | None:
-        """The version where it lies, if this process can read it there."""
-        lane = self._client._lane
-        self.lane, self.lane_reason = GRPC, ""
-        if not lane.wanted:
-            return None
-        try:
-            if self._dtype:
-                raise FailedPrecondition("a cast is made by the service, and sent by gRPC")
-            loan = lane.read(self.version.model, self.version.number, self._asked, self.layout)
-        except WeighbridgeError as error:
-            self.lane_reason = lane.refused(error, f"pull of {self.version}")
-            return None
-        self.lane = LOCAL
-        return loan
-
-    def _stream_into(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        writer = StreamWriter(self.layout, tensor_for)
-        for data in self.stream():
-            for index, tensor in writer.feed(data):
-                yield self.layout.placements[index].shard.tensor, tensor
+        with self._transfer() as transfer:
+            return transfer.bring(buffer, pin=pin)
 
     def stream(self) -> Iterator[memoryview]:
         """The bytes of the slices by gRPC, one behind the other, checked, in pieces of 1 MiB at most."""
+        return Transfer(self._transport, self._plan).stream()
 
-        def open_at(
-            channel: grpc.Channel, striping: Striping, offset: int
-        ) -> Iterable[pieces.Carried[weight_service_pb2.PullResponse]]:
-            pull = channel.unary_stream(
-                "/weighbridge.v1.WeightService/Pull",
-                request_serializer=weight_service_pb2.PullRequest.SerializeToString,
-                response_deserializer=pieces.decoder(weight_service_pb2.PullResponse),
-            )
-            request = weight_service_pb2.PullRequest(
-                model=self.version.model,
-                version=str(self.version.number),
-                layout=self._request,
-                offset=offset,
-                dtype=self._dtype,
-                striping=wire.striping_to_proto(striping),
-            )
-            return cast("Iterable[pieces.Carried[weight_service_pb2.PullResponse]]", pull(request))
-
-        def on_header(header: checkpoint_service_pb2.StreamHeader) -> None:
-            if header.stream_bytes != self.nbytes:
-                raise DataLoss(
-                    f"a stream of {header.stream_bytes} bytes came, and {self.nbytes} were planned"
-                )
-
-        return bulk.receive(
-            open_at,
-            self._client._bulk,
-            nbytes=self.nbytes,
-            on_header=on_header,
-            retry_seconds=self._client.retry_seconds,
-        )
+    @contextmanager
+    def _transfer(self) -> Iterator[Transfer]:
+        transfer = Transfer(self._transport, self._plan)
+        transfer.borrow()
+        self.lane, self.lane_reason = transfer.lane, transfer.lane_reason
+        try:
+            yield transfer
+        finally:
+            transfer.stop()
 
 
 class EngineClient(Client):
@@ -169,10 +95,6 @@ class EngineClient(Client):
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         retry_seconds, lane, connections: as for `Client`.
     """
-
-    @cached_property
-    def _weights(self) -> weight_service_pb2_grpc.WeightServiceStub:
-        return weight_service_pb2_grpc.WeightServiceStub(self._channel)
 
     def pull(
         self,
@@ -199,23 +121,8 @@ class EngineClient(Client):
             InvalidArgument: the layout does not fit the model, or a tensor cannot be cast; names the tensor.
             FailedPrecondition: the version is not ready.
         """
-        request = layout or FullTensors()
-        plan = self._call(
-            self._weights.PlanPull,
-            weight_service_pb2.PlanPullRequest(
-                model=model,
-                version=str(version),
-                layout=wire.request_to_proto(request),
-                dtype=dtype or "",
-            ),
-        )
-        return Pull(
-            self,
-            wire.version_from_proto(plan.version),
-            wire.layout_from_proto(plan.layout),
-            request,
-            dtype or "",
-        )
+        plan = self._run(control_calls.plan_pull(model, version, layout, dtype))
+        return Pull(self._transport, plan)
 
     def export(
         self,

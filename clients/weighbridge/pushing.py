@@ -138,7 +138,7 @@ class Pusher:
 
     def _copy_out(self, header: pb.PushHeader, stream: Layout, source: ShardSource) -> _Delivery:
         """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""
-        lane, why = self._client._lane, ""
+        lane, why = self._client._transport.lane, ""
         if lane.wanted and stream.nbytes:
             try:
                 loan = lane.write(header.model, header.number, header.rank, stream)
@@ -195,7 +195,7 @@ class Pusher:
         try:
             with contextlib.suppress(WeighbridgeError):
                 for pause in _PREPARE_PAUSES:
-                    if self._closing.wait(pause) or self._client._lane.prepare(model):
+                    if self._closing.wait(pause) or self._client._transport.lane.prepare(model):
                         return
         finally:
             with self._lock:
@@ -212,7 +212,7 @@ class Pusher:
                     bulk.send(
                         "/weighbridge.v1.CheckpointService/Push",
                         partial(_messages, header, source, missing),
-                        client._bulk,
+                        client._transport.connections,
                         sum(end - start for start, end in missing),
                     )
                 return

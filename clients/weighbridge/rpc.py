@@ -14,6 +14,7 @@ import xxhash
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from weighbridge.backoff import Backoff, Retry
 from weighbridge.errors import (
     BY_REASON,
     DataLoss,
@@ -119,44 +120,33 @@ def _translate(error: Any, server: str) -> WeighbridgeError:
 
 
 class Patience:
-    """Growing pauses between tries, until nothing has come of them for too long.
+    """Pauses between tries in a thread that may sleep.
 
     Args:
         seconds: how long to go on without success.
-        longest: longest pause, in seconds.
     """
 
-    def __init__(self, seconds: float, longest: float = 3.0) -> None:
-        self._seconds = seconds
-        self._longest = longest
-        self._tries = 0
-        self._failing_since = 0.0
+    def __init__(self, seconds: float) -> None:
+        self._backoff = Backoff(seconds)
 
     def renew(self) -> None:
         """A try has got on."""
-        self._tries = 0
+        self._backoff = self._backoff.renewed()
 
-    def wait(self, at_least: float = 0.0) -> bool:
-        """Pause before the next try, for ``at_least`` so many seconds; False, at once, if there should be none."""
-        now = time.monotonic()
-        if self._tries == 0:
-            self._failing_since = now
-        pause = min(0.1 * 2 ** min(self._tries, 5), self._longest) * random.uniform(0.5, 1.0)
-        pause = max(pause, at_least * random.uniform(1.0, 1.25))  # not all at once
-        if now + pause > self._failing_since + self._seconds:
-            return False
-        self._tries += 1
-        time.sleep(pause)
-        return True
+    def wait(self) -> bool:
+        """Sleep until the next try; False, at once, if there should be none."""
+        return self._sleep(self._backoff.after_failure(time.monotonic(), random.random()))
 
     def wait_after(self, error: WeighbridgeError) -> bool:
-        """Pause before trying again what has failed so; False, at once, if there should be no other try.
+        """Sleep until a stream that has failed so is tried again; False, at once, if it should not be."""
+        return self._sleep(self._backoff.after_error(error, time.monotonic(), random.random()))
 
-        What broke on its way is tried again, and what had no room if the service has said when: not before that.
-        """
-        if isinstance(error, ResourceExhausted) and error.retry_after is not None:
-            return self.wait(error.retry_after)
-        return isinstance(error, Unavailable | DataLoss) and self.wait()
+    def _sleep(self, retry: Retry | None) -> bool:
+        if retry is None:
+            return False
+        self._backoff = retry.backoff
+        time.sleep(retry.pause)
+        return True
 
 
 def retried(call: Callable[[], T], *, seconds: float) -> T:

@@ -299,9 +299,9 @@ class TrainerClient(Client):
             resolved.append(wire.version_from_proto(header.version))
 
         writer = StreamWriter(layout, tensor_for)
-        stream = bulk.receive(
+        stream = bulk.StreamReceiver(
             open_at,
-            self._bulk,
+            self._transport.connections,
             nbytes=layout.nbytes,
             on_header=on_header,
             retry_seconds=self.retry_seconds,

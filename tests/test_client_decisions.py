@@ -1,0 +1,137 @@
+"""Do the decisions that blocking and asyncio clients share hold for any clock, any dice and any service?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weighbridge import control_calls
+from weighbridge.backoff import Backoff
+from weighbridge.control_calls import Call, Pause, Watch
+from weighbridge.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    WeighbridgeError,
+)
+from weighbridge.resources import VersionState
+from weighbridge.v1 import model_service_pb2 as pb
+from weighbridge.v1 import resources_pb2
+
+MODEL = "tests/decisions"
+JITTERS = st.lists(st.floats(0, 1), min_size=1, max_size=40)
+
+
+def no_room(retry_after: float | None) -> ResourceExhausted:
+    error = ResourceExhausted("full")
+    error.retry_after = retry_after
+    return error
+
+
+@given(JITTERS, st.floats(0, 100), st.floats(0, 1e6))
+def test_pauses_grow_within_bounds_and_end_in_time(
+    jitters: list[float], seconds: float, start: float
+) -> None:
+    backoff, now = Backoff(seconds), start
+    for number, jitter in enumerate(jitters):
+        retry = backoff.after_failure(now, jitter)
+        if retry is None:
+            assert now + min(0.1 * 2**number, 3.0) >= start + seconds
+            return
+        assert min(0.1 * 2**number, 3.0) / 2 <= retry.pause <= 3.0
+        now += retry.pause
+        assert now <= start + seconds + 1e-6
+        backoff = retry.backoff
+
+
+@given(JITTERS, st.floats(0.1, 10))
+def test_whoever_gets_on_now_and_then_is_never_given_up(jitters: list[float], seconds: float) -> None:
+    backoff, now = Backoff(seconds), 5.0
+    for jitter in jitters:
+        retry = backoff.renewed().after_failure(now, jitter)
+        assert retry is not None
+        assert retry.pause <= 0.1
+        now, backoff = now + seconds, retry.backoff
+
+
+def test_nothing_is_tried_again_before_the_service_has_said_or_where_it_would_not_help() -> None:
+    retry = Backoff(60.0).after_error(no_room(7.0), 0.0, 0.0)
+    assert retry is not None
+    assert retry.pause == 7.0
+    assert Backoff(60.0).after_error(no_room(100.0), 0.0, 0.0) is None
+    assert Backoff(60.0).after_error(no_room(None), 0.0, 0.5) is None
+    assert Backoff(60.0).after_error(NotFound("no"), 0.0, 0.5) is None
+    assert Backoff(60.0).after_error(Unavailable("gone"), 0.0, 0.5) is not None
+    assert Backoff(60.0).after_error(DataLoss("damaged"), 0.0, 0.5) is not None
+
+
+def test_a_watch_that_has_begun_is_never_given_up_and_goes_on_behind_what_came() -> None:
+    watch = Watch.begin(MODEL, "live", retry_seconds=0.0)
+    assert watch.failed(0.0, 0.5) is None
+    watch = watch.received(7)
+    for now in range(100):
+        again = watch.failed(1000.0 * now, 1.0)
+        assert again is not None
+        pause, watch = again
+        assert pause <= 0.5
+        assert watch.request == pb.WatchRefRequest(model=MODEL, ref="live", after=7)
+
+
+def test_all_pages_are_asked_for() -> None:
+    asked: list[str] = []
+
+    def answer(call: Call) -> bytes:
+        assert call.path == "/weighbridge.v1.ModelService/ListModels"
+        token = pb.ListModelsRequest.FromString(call.request).page_token
+        asked.append(token)
+        page = len(asked)
+        return pb.ListModelsResponse(
+            models=[resources_pb2.Model(name=f"tests/{page}{each}") for each in "ab"],
+            next_page_token=f"page {page}" if page < 3 else "",
+        ).SerializeToString()
+
+    found = control_calls.run(control_calls.list_models(), answer)
+    assert [model.name for model in found] == [f"tests/{page}{each}" for page in (1, 2, 3) for each in "ab"]
+    assert asked == ["", "page 1", "page 2"]
+
+
+def test_waiting_asks_again_until_the_deadline_and_then_says_for_what() -> None:
+    steps = control_calls.wait_for(MODEL, 3, VersionState.READY, 0.0, None)
+    first = next(steps)
+    assert isinstance(first, Call)
+    wanted = pb.GetVersionRequest.FromString(first.request)
+    assert (wanted.version, wanted.wait_for) == ("3", resources_pb2.VERSION_STATE_READY)
+    assert isinstance(steps.throw(DeadlineExceeded("not yet")), Pause)
+    with pytest.raises(DeadlineExceeded, match=f"{MODEL}@3 was not ready"):
+        steps.send(None)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../config.json", "a/b"])
+def test_a_file_that_would_lie_elsewhere_is_refused(name: str) -> None:
+    def answer(_: Call) -> bytes:
+        file = resources_pb2.ModelFile(name=name, content=b"")
+        return pb.GetModelFilesResponse(files=[file]).SerializeToString()
+
+    with pytest.raises(DataLoss):
+        control_calls.run(control_calls.model_files(MODEL, ""), answer)
+
+
+@pytest.mark.parametrize(
+    ("steps", "refused"),
+    [
+        (lambda: control_calls.delete_version(MODEL, 0), InvalidArgument),
+        (lambda: control_calls.delete_version(MODEL, 1 << 64), InvalidArgument),
+        (lambda: control_calls.register_model(MODEL, {"a": bytes(64 << 20)}, "", ()), InvalidArgument),
+    ],
+)
+def test_what_cannot_be_is_not_asked(
+    steps: Callable[[], control_calls.Steps[object]], refused: type[WeighbridgeError]
+) -> None:
+    with pytest.raises(refused):
+        next(steps())
