@@ -30,7 +30,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm lint format protos protos-check clean
+.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -172,6 +172,9 @@ lint: $(STAMP) protos-check ## check style, types and the contract
 	@$(BIN)/mypy
 	@echo "== buf lint"
 	@cd protos && ../$(BIN)/buf lint
+	@echo "== buf breaking"
+	@cd protos && ../$(BIN)/buf breaking --against baseline.binpb \
+		|| { echo "Whoever uses the contract as it was would break. If that is intended, accept it: make protos-baseline" >&2; exit 1; }
 
 format: $(STAMP) ## rewrite the code to the house style
 	@$(BIN)/ruff check --fix-only --quiet .
@@ -183,6 +186,9 @@ protos: $(STAMP) ## write the stubs from the contract
 protos-check: $(STAMP) ## fail if the stubs do not match the contract
 	@echo "== stubs"
 	@$(BIN)/python protos/generate.py --check
+
+protos-baseline: $(STAMP) ## promise the contract as it is now: later changes are compared with it
+	@cd protos && ../$(BIN)/buf build --exclude-source-info -o baseline.binpb
 
 clean: ## remove caches and build output; the environment and stores stay
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv-hub-* .venv-transformers
