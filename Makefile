@@ -30,7 +30,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm lint format protos protos-check protos-baseline clean
+.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-ranks lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -163,6 +163,12 @@ bench-upload: $(STAMP) ## time uploads to SeaweedFS next to boto3's own, and mea
 
 bench-vllm: $(STAMP) $(VLLM_STAMP) ## time updates of a real vLLM model, by its own loader on whole tensors and by what was recorded of it
 	@$(BIN)/python -W ignore -m benchmarks.vllm_updates --python $(VLLM_BIN)/python $(ARGS)
+
+bench-history: $(STAMP) ## what the last of many versions, and of many models, costs next to the first; ARGS="--versions 10000 --models 1000 --s3"
+	@$(BIN)/python -W ignore -m benchmarks.history $(ARGS)
+
+bench-ranks: $(STAMP) ## time 1,024 ranks that push one version, and count the service's threads
+	@$(BIN)/python -W ignore -m benchmarks.ranks $(ARGS)
 
 lint: $(STAMP) protos-check ## check style, types and the contract
 	@echo "== ruff"

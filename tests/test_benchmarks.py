@@ -13,14 +13,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks import cuts, models
+from benchmarks import cuts, history, models, ranks
 from benchmarks.cases import Case, Figures, run_case
+from benchmarks.counted_service import CountingStore, Counts
 from benchmarks.peer_process import measure
 from benchmarks.peers import BY_NAME
 from benchmarks.processes import Service
 from benchmarks.report import cases_table
+from tests.raw_clients import tiny_folder
 from weighbridge import TrainerClient
 from weighbridge.boxes import Box
+from weighbridge_storage.local import LocalStore
 
 SIZE = 0.004
 
@@ -123,3 +126,55 @@ def test_figures_can_be_drawn(tmp_path: Path) -> None:
     plot_peers({"weighbridge push": 0.1, "cp -r": 1.0}, "a title", tmp_path / "peers.png")
     assert (tmp_path / "cases.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_store_that_counts_has_counted_every_byte(tmp_path: Path) -> None:
+    store = CountingStore(LocalStore(tmp_path))
+    store.put("models/a/b/head.json", b"12345", mode="create")
+    store.put("models/a/b/versions/1/model.safetensors", [b"123", b"4567"], mode="create")
+    written = store.counts
+    assert written == Counts(requests=2, read=0, written=12, head_read=0, head_written=5)
+    assert store.get("models/a/b/head.json")[0] == b"12345"
+    assert b"".join(map(bytes, store.stream("models/a/b/versions/1/model.safetensors"))) == b"1234567"
+    assert store.read_range("models/a/b/versions/1/model.safetensors", 1, 2) == b"23"
+    assert sorted(store.list("models/")) == [
+        "models/a/b/head.json",
+        "models/a/b/versions/1/model.safetensors",
+    ]
+    assert store.counts.minus(written) == Counts(4, read=14, written=0, head_read=5, head_written=0)
+    store.close()
+
+
+def test_history_is_measured_at_both_ends_of_it(tmp_path: Path) -> None:
+    model = tiny_folder(tmp_path / "hf", hidden_size=8)
+    weights = (model.folder / "model.safetensors").stat().st_size
+    with history.serving(str(tmp_path / "store"), tmp_path / "scratch") as service:
+        versions = history.measure_versions(service, model, 8, 2)
+        registered = history.measure_models(service, model, 8, 2)
+        with TrainerClient(service.address) as client:
+            assert [version.number for version in client.versions(history.MODEL)] == list(range(8, 0, -1))
+            assert len(client.models()) == 9
+    assert [(window.begin, window.end) for window in versions] == [(2, 4), (6, 8)]
+    for window in (*versions, *registered):
+        assert window.memory > 0
+        assert all(len(values) == 2 for values in window.samples.values())
+        assert all(value > 0 for values in window.samples.values() for value in values)
+    for window in versions:
+        stored, heads = window.samples["store bytes"], window.samples["head bytes"]
+        assert all(all_of_it > head + weights for all_of_it, head in zip(stored, heads, strict=True))
+    assert "open" in history.table("versions", versions)
+
+
+def test_all_ranks_of_all_processes_push_one_version(tmp_path: Path) -> None:
+    pushed, before = ranks.measure(tmp_path, 6, 2, 2, "grpc")
+    assert before > 0
+    for each in pushed:
+        assert 0 < each.declared <= each.delivered <= each.ready
+        assert each.threads > 1
+        assert each.memory > 0
+    folders = sorted((tmp_path / "store" / "models" / "bench" / "ranks" / "versions").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            nbytes = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 (it is no mapping)
+        assert nbytes == expected_bytes(models.config_of(SIZE))
