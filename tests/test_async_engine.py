@@ -320,16 +320,17 @@ def test_a_pull_that_is_not_there_in_time_is_broken_off(service: RunningService)
     run(main())
 
 
-def test_whoever_leaves_an_iteration_leaves_no_call_behind(service: RunningService) -> None:
-    async def first(pull: AsyncPull) -> str:
-        async with aclosing(aiter(pull)) as tensors:
-            async for name, _ in tensors:
-                return name
-        return ""
-
+@pytest.mark.parametrize("connections", [1, 3])
+def test_whoever_leaves_an_iteration_leaves_no_call_behind(service: RunningService, connections: int) -> None:
     async def main() -> None:
-        async with held_pull(service, 1, first) as task:
-            assert await task == "model.embed_tokens.weight"
+        async with AsyncEngineClient(service.address, lane="grpc", connections=connections) as client:
+            async with aclosing(aiter(client.pull(MODEL))) as tensors:
+                async for name, _ in tensors:
+                    assert name == "model.embed_tokens.weight"
+                    assert not nothing_held(service)  # 4 of 20 MB have been taken
+                    break
+            await soon(lambda: nothing_held(service))
+            assert (await client.version(MODEL)).number == 1
 
     run(main())
 

@@ -61,13 +61,16 @@ class AsyncEngineClient:
             )
         )
 
-    @cached_property
+    @property
     def _channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self.server, options=rpc.CHANNEL_OPTIONS)
+        if self._closed:
+            raise Unavailable("the client has been closed")
+        return self._connected
 
     @cached_property
-    def _models(self) -> model_service_pb2_grpc.ModelServiceAsyncStub:
-        return model_service_pb2_grpc.ModelServiceStub(self._channel)
+    def _connected(self) -> grpc.aio.Channel:
+        # made when first used: it belongs to the event loop that runs then
+        return grpc.aio.insecure_channel(self.server, options=rpc.CHANNEL_OPTIONS)
 
     async def close(self) -> None:
         """Close all connections: what is under way fails. Tensors that are views of a version stay valid until they are gone."""
@@ -77,8 +80,8 @@ class AsyncEngineClient:
         for call in list(self._calls):  # the channel does not see to those that are being read
             call.cancel()
         await self._carrier.close()
-        if "_channel" in self.__dict__:
-            await self._channel.close(None)
+        if "_connected" in self.__dict__:
+            await self._connected.close(None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -167,7 +170,8 @@ class AsyncEngineClient:
         while True:
             failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
             try:
-                with self._begun(self._models.WatchRef, watch.request) as responses:
+                models = model_service_pb2_grpc.ModelServiceStub(self._channel)
+                with self._begun(models.WatchRef, watch.request) as responses:
                     async for response in responses:
                         watch = watch.received(response.version.number)
                         yield wire.version_from_proto(response.version)
@@ -244,8 +248,6 @@ class AsyncEngineClient:
     @contextmanager
     def _begun(self, method: Callable[..., Any], request: Any, seconds: float | None = None) -> Iterator[Any]:
         """A call, cancelled in the end; raises the service's errors as it raised them."""
-        if self._closed:
-            raise Unavailable("the client has been closed")
         call = method(request, timeout=seconds)
         self._calls.add(call)
         try:
