@@ -1,1 +1,26 @@
-"""The push: one version from its opening to its being durable, failed or aborted."""
+"""The push: one version from its opening to its being durable, failed or aborted.
+
+Values and decisions, without I/O; `models` uses the first three:
+
+- `declarations`: what ranks hold, to which replica they push, and the agreement that follows
+- `push_plan`: who pushes what, and where every byte goes
+- `replica_placement`: which replica puts which file together, and what has to cross over
+- `events`, `effects`: what happens to a push, and what is to be done
+- `state`: a push at one moment, what everybody sees of it, what it waits for, what its ranks are answered
+- `machine`: the next state and its effects
+- `opening`: what a request to open a version leads to
+
+Owners and I/O:
+
+- `intake`: what ranks and other replicas call
+- `registry`: the sessions of this process
+- `session`: owns the state of one version
+- `effect_runner`, `effect_pools`, `timers`: carry effects out, and wake sessions
+- `image_writer`, `sample`: the data plane, and pieces of it that are compared again
+- `publisher`: what a push does in the object store
+- `replica_exchange`, `replica_relay`: what replicas tell each other, and bytes that they pass on
+- `image_allocator`, `standbys`, `mappings`: memory, images that are mapped ahead of their versions, and who has which mapped
+
+The owners may import `catalog`, `models` and the storage; the faces (`grpc_handlers`, `lane_session`) import `intake`, and nothing in
+`catalog` or below imports this folder but for what `models` does.
+"""
