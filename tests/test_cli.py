@@ -567,7 +567,7 @@ def test_a_push_that_breaks_is_given_up_at_once(
     error = error_of(weighbridge(service, "push", hf_dir, "acme/broken", "--step", 1))
     assert error["message"] == "the stream is broken"
     newest = as_json(weighbridge(service, "versions", "acme/broken", "--all"))[0]
-    assert (newest["number"], newest["state"]) == (2, "failed")
+    assert (newest["number"], newest["state"]) == (2, "aborted")
 
 
 def test_a_model_without_versions_can_be_shown(service: RunningService, hf_dir: Path) -> None:

@@ -30,7 +30,9 @@ from weighbridge_service.push.image_writer import ImageWriter
 from weighbridge_service.push.push_plan import PreparedPush, prepare_push
 from weighbridge_service.push.sample import MOST
 from weighbridge_service.relations import WeightMap, identity_links
-from weighbridge_storage.images import Image, ImagePool
+from weighbridge_storage.image_books import ImageOwner
+from weighbridge_storage.image_pool import ImagePool
+from weighbridge_storage.images import Image
 
 NAME = "acme/m@1"
 HOMES = (Home("one:1", "a"), Home("two:1", "b"))
@@ -76,7 +78,7 @@ class Bench:
         for which, home in enumerate(homes):
             mine = self.agreed.share_of(home).files
             files = [file for file in self.files.files if file.name in mine]
-            image = self.pool.acquire({file.name: file.nbytes for file in files})
+            image = self.pool.acquire({file.name: file.nbytes for file in files}, ImageOwner("acme/m", 1))
             for file in files:
                 image.buffers[file.name][: len(file.header)] = memoryview(file.header)
             self.images.append(image)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.many_ranks import TENSOR
+from tests.raw_clients import tiny_config_json, tiny_shapes
 from tests.reference import tiny_config, tiny_model
 from tests.services import running_service
 from weighbridge import EngineClient, TrainerClient, dtypes, wire
@@ -16,6 +24,7 @@ from weighbridge.boxes import Box
 from weighbridge.errors import ResourceExhausted
 from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge.push_sources import StagingPool, StreamSource
+from weighbridge.resources import VersionState
 from weighbridge_service.bridges import bridge_for
 from weighbridge_service.model_tensors import ModelTensors
 
@@ -80,3 +89,55 @@ def test_watches_cannot_take_all_threads(tmp_path: Path) -> None:
         for each in watchers:
             each.join(20)
         assert not any(each.is_alive() for each in watchers)
+
+
+def say(players: list[subprocess.Popen[str]], line: str) -> None:
+    for player in players:
+        assert player.stdin is not None
+        player.stdin.write(f"{line}\n")
+        player.stdin.flush()
+
+
+@pytest.mark.timeout(200)
+def test_ranks_by_the_hundred_push_one_version_and_no_thread_is_held_for_each(tmp_path: Path) -> None:
+    ranks, processes = int(os.environ.get("WEIGHBRIDGE_RANKS", "192")), 4
+    config = {**json.loads(tiny_config_json()), "vocab_size": max(ranks, 128)}
+    shapes = {**tiny_shapes(), TENSOR: (max(ranks, 128), 32)}
+    model = "tests/hundreds"
+    most = 0
+    with (
+        running_service(tmp_path / "store", grpc_workers=1024) as running,
+        TrainerClient(running.address) as trainer,
+    ):
+        trainer.register_files(model, {"config.json": json.dumps(config).encode()})
+        for step in range(2):  # at first all wait for each other, then none does
+            bounds = [ranks * i // processes for i in range(processes + 1)]
+            players = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.many_ranks", running.address, model]
+                    + [str(n) for n in (ranks, first, last, step)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    cwd=Path(__file__).parent.parent,
+                )
+                for first, last in itertools.pairwise(bounds)
+            ]
+            say(players, json.dumps(shapes))
+            assert [player.stdout.readline() for player in players if player.stdout] == [
+                "there\n"
+            ] * processes
+            started = time.monotonic()
+            say(players, "go")
+            while any(player.poll() is None for player in players):
+                most = max(most, threading.active_count())
+                time.sleep(0.05)
+            numbers = {player.communicate()[0].strip() for player in players}
+            assert len(numbers) == 1
+            version = trainer.wait_for(model, numbers.pop(), VersionState.DURABLE, timeout=60)
+            assert (version.ranks, version.sealed_ranks) == (ranks, ranks)
+            print(f"{ranks} ranks: {time.monotonic() - started:.1f} s, at most {most} threads")
+        with EngineClient(running.address) as engine:
+            for name, tensor in engine.pull(model, "live"):
+                assert bool((tensor == 1.0).all()), name
+    assert most < max(200, ranks // 2), "idle threads of a burst, and none for each rank"

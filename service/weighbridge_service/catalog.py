@@ -308,7 +308,7 @@ class Catalog:
             version = snapshot.version
             if version.state is VersionState.DURABLE and number not in found:
                 continue  # deleted since
-            if version.state.given_up and number in found:
+            if version.state.given_up and number in found and found[number].state.visible:
                 continue  # other replicas have published it
             if version.state.visible or include_invisible:
                 found[number] = version

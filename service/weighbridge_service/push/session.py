@@ -249,6 +249,8 @@ class PushSession:
     def _carry_out(self, effect: do.Awaited) -> None:
         answer = self._runner.run(effect, self._state)
         self.post(answer)
+        if self._state.phase in FINAL:
+            self._runner.leave_line()  # it may have been asked for after the end
         if isinstance(answer, on.ImageGranted) and self._runner.writer is not None:
             self._runner.writer.begin()
 
