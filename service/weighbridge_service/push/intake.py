@@ -97,6 +97,8 @@ class Intake:
 
     Attributes:
         home: as given.
+        registry: the sessions of the versions.
+        news: is set when other replicas are to be told of one of them.
         limits: what pushes that begin now go by.
         standbys: images that trainers of this machine have mapped ahead of the next version.
         bytes_in: bytes of weights that have arrived.
@@ -123,7 +125,8 @@ class Intake:
         self._mappings = mappings
         self._max_receiving = config.max_receiving
         self._allocator = ImageAllocator(images, self.standbys)
-        self._registry = Registry(catalog)
+        self.news = threading.Event()
+        self.registry = Registry(catalog, self.news)
         self._peers = Peers(config.peer_patience)
         self._pools = EffectPools()
         self._timers = Timers()
@@ -163,7 +166,7 @@ class Intake:
                 return there
             self._check_room()
             failed = {
-                s.number for s in self._registry.of_model(model_name) if s.snapshot.version.state.given_up
+                s.number for s in self.registry.of_model(model_name) if s.snapshot.version.state.given_up
             }
             lease_ms = round(self.limits.lease * 1000)
             asked = OpeningRequest(request_id, step, run, ranks, self.home, lease_ms, frozenset(failed))
@@ -178,7 +181,7 @@ class Intake:
     def _opened_before(
         self, name: ModelName, asked: tuple[int, str, int], request_id: str, client_id: str
     ) -> Version | None:
-        session = self._registry.of_request(name, request_id)
+        session = self.registry.of_request(name, request_id)
         if session is None:
             return None
         version = session.snapshot.version
@@ -193,7 +196,7 @@ class Intake:
         """Raise if no further version can be received (ResourceExhausted), or none any more (Unavailable)."""
         if self.draining:
             raise Unavailable("the service is shutting down", fix="try again when it is back")
-        count = self._registry.count(VersionState.OPEN, VersionState.RECEIVING)
+        count = self.registry.count(VersionState.OPEN, VersionState.RECEIVING)
         if count >= self._max_receiving:
             raise ResourceExhausted(
                 f"{count} versions are being received", fix="wait until one is done, or abort one"
@@ -209,7 +212,7 @@ class Intake:
                 f"{name}@{entry.number} was given up: {reason}",
                 fix="push the step again",
             )
-        return self._registry.add(lambda: self._session(model, entry, client_id))
+        return self.registry.add(lambda: self._session(model, entry, client_id))
 
     def _session(self, model: RegisteredModel, entry: OpenEntry, client_id: str) -> PushSession:
         opened = Version(
@@ -237,13 +240,13 @@ class Intake:
             mappings=self._mappings,
             pools=self._pools,
             timers=self._timers,
-            surroundings=self._registry,
+            surroundings=self.registry,
         )
 
     def _find(self, name: str, number: int) -> PushSession:
         """The session of a version that is being received here, or was."""
         model_name = ModelName.parse(name)
-        session = self._registry.get(model_name, number)
+        session = self.registry.get(model_name, number)
         if session is not None:
             return session
         history = self._catalog.history(model_name)
@@ -278,11 +281,11 @@ class Intake:
     def _find_or_join(self, name: str, number: int, client_id: str) -> PushSession:
         """The session of a version, begun now if the version was opened at another replica."""
         model_name = ModelName.parse(name)
-        if self._registry.get(model_name, number) is None:
+        if self.registry.get(model_name, number) is None:
             with self._opening(model_name):
                 head = self._catalog.head(model_name)
                 entry = head.open.get(number)
-                if entry is not None and self._registry.get(model_name, number) is None:
+                if entry is not None and self.registry.get(model_name, number) is None:
                     self._check_room()
                     check_not_received_alone(entry, self.home)
                     self._begin(model_name, entry, head, client_id)
@@ -354,7 +357,7 @@ class Intake:
             VersionFailed: the version is not open any more, or the replicas do not agree.
         """
         model_name = ModelName.parse(name)
-        session = self._registry.get(model_name, number)
+        session = self.registry.get(model_name, number)
         if session is None:
             still_open(self._catalog.head(model_name), number)
             raise Unavailable(f"no rank of {name}@{number} has come to {self.home} yet", fix="try again")
@@ -394,12 +397,15 @@ class Intake:
         model = self._catalog.model(ModelName.parse(name))
         if self.draining:
             return None
-        sessions = self._registry.of_model(model.name)
-        if not any(session.takes_part(client_id) for session in reversed(sessions)):
+        sessions = self.registry.of_model(model.name)
+        last = next((session for session in reversed(sessions) if session.takes_part(client_id)), None)
+        if last is None:
             raise FailedPrecondition(
                 f"{model.name}: memory is prepared only for those who have just pushed a version"
             )
-        return self._allocator.prepare(model, sum(session.has_image for session in sessions))
+        share = last.state.share
+        files = model.files.file_sizes.keys() if share is None else share.files.keys()
+        return self._allocator.prepare(model, files, sum(session.has_image for session in sessions))
 
     def push_state(self, name: str, number: int, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
         """Ranges of a rank's stream that have arrived, its length, and whether it is sealed."""
@@ -425,7 +431,7 @@ class Intake:
         """Give a version up. Raises FailedPrecondition if it is visible already."""
         model_name = ModelName.parse(name)
         reason = reason[:500] or "aborted"
-        session = self._registry.get(model_name, number)
+        session = self.registry.get(model_name, number)
         if session is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
             self._give_up(model_name, number, reason, by=None)
             return self._catalog.get_version(name, str(number))
@@ -438,10 +444,10 @@ class Intake:
     def drain(self, seconds: float) -> bool:
         """Refuse new versions and wait for those under way; whether all of them ended in time."""
         self.draining = True
-        for session in self._registry.all():
+        for session in self.registry.all():
             session.post(on.Draining())
         finished = self._catalog.wait_finished(seconds)
-        for session in self._registry.all():
+        for session in self.registry.all():
             if session.state.unfinished:
                 log.warning("not finished: %s", session.name_waits())
         return finished
