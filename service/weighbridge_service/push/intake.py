@@ -209,7 +209,9 @@ class Intake:
                 f"{name}@{entry.number} was given up: {reason}",
                 fix="push the step again",
             )
-        return self._registry.add(lambda: self._session(model, entry, client_id))
+        session = self._session(model, entry, client_id)
+        self._registry.add(session)
+        return session
 
     def _session(self, model: RegisteredModel, entry: OpenEntry, client_id: str) -> PushSession:
         opened = Version(
@@ -451,3 +453,5 @@ class Intake:
         self._peers.close()
         self._timers.stop()
         self._pools.stop(_STOP_SECONDS)
+        for session in self._registry.all():
+            session.stop()
