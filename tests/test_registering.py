@@ -137,7 +137,7 @@ def test_a_model_without_versions_becomes_what_is_registered_last(
     assert model.dtype == dtypes.parse(config["torch_dtype"]).name
     expected = bridge_for(files(**changes)["config.json"]).hugging_face
     for one in (catalog, Catalog(catalog.store)):  # of this process, and of another
-        tensors = one.state(NAME).model.tensors
+        tensors = one.model(NAME).tensors
         assert {name: spec.shape for name, spec in tensors.items()} == expected
     open_version(catalog)
     with pytest.raises(FailedPrecondition, match="registered already"):
@@ -168,7 +168,7 @@ def test_what_the_files_of_an_import_lack_is_remembered_when_only_the_config_com
     for one in (catalog, Catalog(catalog.store)):
         again = one.register_model(str(NAME), content)  # as every rank of a trainer does
         assert again == imported
-        assert one.state(NAME).model.tensors.keys() == {spec.name for spec in found}
+        assert one.model(NAME).tensors.keys() == {spec.name for spec in found}
     # what is said explicitly still counts
     with pytest.raises(FailedPrecondition, match="registered already"):
         catalog.register_model(str(NAME), content, "bf16")
@@ -278,7 +278,7 @@ def source(tmp_path: Path) -> TinyModel:
 
 
 def remembered(running: RunningService) -> list[str]:
-    return [str(name) for name in running.service.catalog._states]
+    return [str(name) for name in running.service.catalog._models]
 
 
 def test_idle_models_are_forgotten_and_load_again_when_they_are_asked_for(

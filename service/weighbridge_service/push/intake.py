@@ -212,7 +212,9 @@ class Intake:
                 f"{name}@{entry.number} was given up: {reason}",
                 fix="push the step again",
             )
-        return self.registry.add(lambda: self._session(model, entry, client_id))
+        session = self._session(model, entry, client_id)
+        self.registry.add(session)
+        return session
 
     def _session(self, model: RegisteredModel, entry: OpenEntry, client_id: str) -> PushSession:
         opened = Version(
@@ -457,3 +459,5 @@ class Intake:
         self._peers.close()
         self._timers.stop()
         self._pools.stop(_STOP_SECONDS)
+        for session in self._registry.all():
+            session.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from weighbridge.resources import VersionState
 from weighbridge_service.catalog import Catalog, VersionSnapshot
@@ -30,9 +29,8 @@ class Registry:
         self._sessions: dict[ModelName, dict[int, PushSession]] = {}
         self._by_request: dict[tuple[ModelName, str], int] = {}
 
-    def add(self, make: Callable[[], PushSession]) -> PushSession:
-        """Enter a session that is made now, and begin it."""
-        session = make()
+    def add(self, session: PushSession) -> None:
+        """Enter a session that was just made, and begin it."""
         name = session.model.name
         with self._lock:
             self._sessions.setdefault(name, {})[session.number] = session
@@ -40,7 +38,6 @@ class Registry:
         self._catalog.show(name, session.snapshot)
         self._forget_old(name)
         session.tick()
-        return session
 
     def get(self, name: ModelName, number: int) -> PushSession | None:
         """The session of a version, if there is one here."""

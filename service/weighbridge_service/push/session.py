@@ -277,7 +277,7 @@ class PushSession:
     def _go_on(self) -> None:
         """Raise if what an effect is at is not wanted any more."""
         if self._pools.stopping:
-            raise Unavailable("the service is shutting down")
+            raise _shutting_down()
         check_not_failed(self._state)
 
     # --- answers
@@ -301,6 +301,8 @@ class PushSession:
         entry = (answer, found)
         with self._lock:
             if not _try(answer, self._state, found):
+                if self._pools.stopping:
+                    raise _shutting_down()
                 self._waiting.append(entry)
         try:
             return found.result(seconds)
@@ -312,6 +314,13 @@ class PushSession:
     def _give_answers(self, state: PushState) -> None:
         with self._lock:
             self._waiting = [each for each in self._waiting if not _try(each[0], state, each[1])]
+
+    def stop(self) -> None:
+        """Nothing happens any more, and calls that wait are told so."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for _, found in waiting:
+            found.set_exception(_shutting_down())
 
     # --- what ranks call
 
@@ -455,6 +464,10 @@ class PushSession:
 def now() -> Moment:
     """The time."""
     return Moment(time.monotonic(), unix_ms())
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the service is shutting down", fix="try again when it is back")
 
 
 def _try(answer: Callable[[PushState], T | None], state: PushState, found: Future[T]) -> bool:

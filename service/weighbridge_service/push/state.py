@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, WeighbridgeError
 from weighbridge.resources import Version, VersionState
 from weighbridge_service.push.declarations import Agreement, Declarations, Home, KnownSet, Share
-from weighbridge_service.push.effects import Awaited
+from weighbridge_service.push.effects import Awaited, LookAtHead, ProbeMemory
 
 _NAMED = 20
 """Lines that an error lists at most."""
@@ -312,8 +312,7 @@ def waits_for(state: PushState) -> Iterator[str]:
         yield "processes to unmap the image"
     if state.waits_for_others:
         yield "other replicas"
-    for effect in state.running:
-        yield str(effect)
+    yield from (str(effect) for effect in state.running if not isinstance(effect, LookAtHead | ProbeMemory))
 
 
 # --- what callers are answered -------------------------------------------------------------------------------------------

@@ -1,0 +1,147 @@
+"""Does each state of a version mean what docs/design.md says, to everybody who asks?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.raw_clients import RawClient, TinyModel, assert_equal, cut, stream_of, tiny_folder, whole_layout
+from tests.services import RunningService, eventually, running_service
+from weighbridge import EngineClient, TrainerClient
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, VersionFailed
+from weighbridge.resources import VersionState
+from weighbridge_service.push import publisher
+from weighbridge_storage.names import ModelName
+
+MODEL = "acme/states"
+NAME = ModelName.parse(MODEL)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return tiny_folder(tmp_path_factory.mktemp("source") / "hf")
+
+
+@pytest.fixture
+def running(tmp_path: Path, source: TinyModel) -> Iterator[RunningService]:
+    with running_service(tmp_path / "store", drain_seconds=0.5) as service:
+        with TrainerClient(service.address) as trainer:
+            trainer.register_files(MODEL, source.files)
+        yield service
+
+
+@pytest.fixture
+def raw(running: RunningService) -> Iterator[RawClient]:
+    with RawClient(running.address) as client:
+        yield client
+
+
+@pytest.fixture
+def trainer(running: RunningService) -> Iterator[TrainerClient]:
+    with TrainerClient(running.address) as client:
+        yield client
+
+
+def test_a_version_goes_through_its_states_in_order(
+    running: RunningService,
+    raw: RawClient,
+    trainer: TrainerClient,
+    source: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    number = raw.open(MODEL)
+    assert trainer.wait_for(MODEL, number, VersionState.OPEN, timeout=5).state is VersionState.OPEN
+    with pytest.raises(DeadlineExceeded):
+        trainer.wait_for(MODEL, number, VersionState.RECEIVING, timeout=0)
+    layout = whole_layout(source.arrays)
+    stream = stream_of(source.arrays, layout, raw.declare(MODEL, number, layout))
+    raw.push(MODEL, number, cut(stream[:-1]))
+    receiving = trainer.wait_for(MODEL, number, VersionState.RECEIVING, timeout=5)
+    assert receiving.state is VersionState.RECEIVING
+    eventually(lambda: trainer.version(MODEL, number).received_bytes == len(stream) - 1)
+    with pytest.raises(FailedPrecondition, match="not complete"):
+        trainer.set_ref(MODEL, "prod", number)
+    assert not trainer.versions(MODEL)
+    assert trainer.refs(MODEL) == {}
+
+    def away(*_: object) -> None:
+        raise OSError("the store is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(publisher, "write_weights", away)
+        raw.push(MODEL, number, [(len(stream) - 1, stream[-1:])])
+        raw.seal(MODEL, number)
+        assert trainer.refs(MODEL) == {"live": number}
+        verified = trainer.wait_for(MODEL, number, VersionState.VERIFIED, timeout=10)
+        assert verified.state is VersionState.VERIFIED
+        assert verified.received_bytes == verified.tensor_bytes == len(stream)
+        assert 0 < verified.ready_time_ms <= verified.verified_time_ms
+        assert verified.durable_time_ms == 0
+        with EngineClient(running.address) as engine:
+            assert_equal(engine, MODEL, "live", source.arrays)
+    durable = trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=30)
+    assert durable.verified_time_ms == verified.verified_time_ms <= durable.durable_time_ms
+    assert trainer.refs(MODEL) == {"live": number, "latest": number}
+
+
+def test_elements_that_are_not_finite_are_counted(
+    raw: RawClient, trainer: TrainerClient, source: TinyModel
+) -> None:
+    arrays = {name: array.copy() for name, array in source.arrays.items()}
+    for count, (name, value) in enumerate(zip(arrays, (np.nan, np.inf, -np.inf), strict=False), start=1):
+        arrays[name].reshape(-1)[:count] = value
+    number = raw.push_whole(MODEL, arrays)
+    found = trainer.wait_for(MODEL, number, VersionState.VERIFIED, timeout=20)
+    assert found.nonfinite_elements == sum(int((~np.isfinite(array)).sum()) for array in arrays.values()) == 6
+    assert found.to_json()["nonfinite_elements"] == 6
+
+
+def test_a_version_that_is_damaged_in_memory_fails_before_it_is_durable(
+    running: RunningService, raw: RawClient, trainer: TrainerClient, source: TinyModel
+) -> None:
+    good = raw.push_whole(MODEL, source.arrays)
+    trainer.wait_for(MODEL, good, VersionState.DURABLE, timeout=20)
+    number = raw.open(MODEL)
+    layout = whole_layout(source.arrays)
+    stream = stream_of(source.arrays, layout, raw.declare(MODEL, number, layout))
+    raw.push(MODEL, number, cut(stream[:5000]))
+    session = running.service.intake._registry.get(NAME, number)
+    assert session is not None
+    image = session._runner.image
+    assert image is not None
+    for buffer in image.buffers.values():
+        buffer[-4:] ^= 1  # of the first tensors, which have come
+        header = int.from_bytes(buffer[:8].tobytes(), "little") + 8
+        buffer[header : header + 2000] ^= 1
+    rest = [(5000 + offset, data) for offset, data in cut(stream[5000:])]
+    raw.push(MODEL, number, rest)
+    raw.seal(MODEL, number)
+    with pytest.raises(VersionFailed, match=r"damaged in memory: bytes \d+ to \d+ of the stream of rank 0"):
+        trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+    eventually(lambda: trainer.refs(MODEL) == {"live": good, "latest": good})
+    failed = {v.number: v.state for v in trainer.versions(MODEL, include_invisible=True)}
+    assert failed[number] is VersionState.FAILED
+    eventually(lambda: number in running.service.catalog.head(NAME).failed)
+    again = raw.push_whole(MODEL, source.arrays)
+    trainer.wait_for(MODEL, again, VersionState.DURABLE, timeout=20)
+
+
+def test_who_gives_a_version_up_and_who_takes_it_out_of_history_is_told_apart(
+    raw: RawClient, trainer: TrainerClient, source: TinyModel
+) -> None:
+    aborted = raw.open(MODEL)
+    assert trainer.abort(MODEL, aborted, "changed my mind").state is VersionState.ABORTED
+    with pytest.raises(VersionFailed, match="changed my mind"):
+        trainer.wait_for(MODEL, aborted, VersionState.READY, timeout=5)
+    numbers = [raw.push_whole(MODEL, source.arrays) for _ in range(2)]
+    for number in numbers:
+        trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+    with pytest.raises(FailedPrecondition, match="visible already"):
+        trainer.abort(MODEL, numbers[1])
+    assert trainer.delete_version(MODEL, numbers[0]).state is VersionState.RETIRED
+    assert trainer.version(MODEL, numbers[0]).state.visible
+    states = {v.number: v.state for v in trainer.versions(MODEL, include_invisible=True)}
+    assert states == {aborted: VersionState.ABORTED, numbers[1]: VersionState.DURABLE}
