@@ -459,5 +459,5 @@ class Intake:
         self._peers.close()
         self._timers.stop()
         self._pools.stop(_STOP_SECONDS)
-        for session in self._registry.all():
+        for session in self.registry.all():
             session.stop()
