@@ -68,9 +68,12 @@ class VersionSnapshot:
     abandoned: bool = False
 
     def differs_from(self, other: VersionSnapshot) -> bool:
-        """Whether more has changed than how many bytes have come."""
-        same = replace(self.version, received_bytes=other.version.received_bytes)
-        return replace(self, version=same) != other
+        """Whether something has changed that anybody waits for: not how many bytes have come, or how many ranks have sealed."""
+        return (self.version.state, self.unfinished, self.abandoned) != (
+            other.version.state,
+            other.unfinished,
+            other.abandoned,
+        )
 
 
 class Catalog:
@@ -95,6 +98,7 @@ class Catalog:
         self._models: OrderedDict[ModelName, RegisteredModel] = OrderedDict()
         self._snapshots: dict[ModelName, dict[int, VersionSnapshot]] = {}
         self._changes = 0
+        self._changed_at: dict[ModelName, int] = {}
 
     def register_model(
         self, name: str, files: Mapping[str, bytes], dtype: str = "", found: Sequence[TensorSpec] = ()
@@ -218,7 +222,7 @@ class Catalog:
         with self._changed:
             self._snapshots.setdefault(name, {})[snapshot.version.number] = snapshot
         if changed:
-            self.notify()
+            self.notify(name)
 
     def forget(self, name: ModelName, number: int) -> None:
         """No more is known of a version than its head says."""
@@ -227,7 +231,7 @@ class Catalog:
             known.pop(number, None)
             if not known:
                 self._snapshots.pop(name, None)
-        self.notify()
+        self.notify(name)
 
     def snapshot(self, name: ModelName, number: int) -> VersionSnapshot | None:
         """What this process knows of a version beyond the store."""
@@ -252,13 +256,13 @@ class Catalog:
         """Wait until there is nothing to do any more; whether that was so in time."""
         deadline = time.monotonic() + seconds
         while True:
-            changes = self._changes
+            changes = self._changes_of(None)
             if not self.unfinished:
                 return True
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            self._wait_for_change(changes, left)
+            self._wait_for_change(None, changes, left)
 
     def _all_snapshots(self) -> list[VersionSnapshot]:
         with self._changed:
@@ -275,11 +279,12 @@ class Catalog:
             NotFound: no such model or version.
             VersionFailed: it failed instead.
             DeadlineExceeded: not within ``seconds``.
+            Unavailable: the service is shutting down.
         """
         model_name = ModelName.parse(name)
         deadline = time.monotonic() + seconds
         while True:
-            changes = self._changes
+            changes = self._changes_of(model_name)
             found = self.resolve(model_name, version, invisible=True)
             if wait_for is None or found.state.reached(wait_for):
                 return found
@@ -289,7 +294,9 @@ class Catalog:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(f"{found} was not {wait_for.value} in time")
-            self._wait_for_change(changes, min(left, 1.0))
+            if self.stopping.is_set():
+                raise Unavailable("the service is shutting down", fix="try again when it is back")
+            self._wait_for_change(model_name, changes, min(left, 1.0))
 
     def list_versions(
         self, name: str, *, before: int = 0, limit: int = 100, include_invisible: bool = False
@@ -337,7 +344,7 @@ class Catalog:
         self.head(model_name)
         last = after
         while active.is_set() and not self.stopping.is_set():
-            changes = self._changes
+            changes = self._changes_of(model_name)
             try:
                 found: Version | None = self.resolve(model_name, ref)
             except NotFound:
@@ -347,7 +354,7 @@ class Catalog:
                 yield found
                 continue
             # a tag can be moved by another process, which nothing here hears of: look again now and then
-            self._wait_for_change(changes, 1.0)
+            self._wait_for_change(model_name, changes, 1.0)
 
     def refs(self, name: str) -> dict[str, int]:
         """Version number by ref."""
@@ -369,13 +376,14 @@ class Catalog:
                 f"{found} is not in the object store yet", fix="wait until it is durable"
             )
         self.heads.edit(model_name, lambda history: (set_ref(history, ref, found.number), None))
-        self.notify()
+        self.notify(model_name)
         return found
 
     def delete_ref(self, name: str, ref: str) -> None:
         """Take a tag away. Raises NotFound."""
-        self.heads.update(ModelName.parse(name), lambda head: (delete_ref(head, ref), None))
-        self.notify()
+        model_name = ModelName.parse(name)
+        self.heads.update(model_name, lambda head: (delete_ref(head, ref), None))
+        self.notify(model_name)
 
     def verify(self, name: str, version: str) -> Verification:
         """Compare a durable version's files with its manifest."""
@@ -396,12 +404,7 @@ class Catalog:
 
     def refs_of(self, name: ModelName, head: Head) -> dict[str, int]:
         """All refs of a model, those in its head and ``live``."""
-        refs = head.ref_numbers
-        visible = [n for n, known in self.snapshots(name).items() if known.version.state.visible]
-        live = max((*visible, refs.get(REF_LATEST, 0)))
-        if live:
-            refs[REF_LIVE] = live
-        return refs
+        return _refs_of(head, self.snapshots(name))
 
     def resolve(
         self, name: ModelName, version: str, history: History | None = None, *, invisible: bool = False
@@ -426,7 +429,8 @@ class Catalog:
                 if found is None:
                     raise
                 return found
-        refs = self.refs_of(name, history.head)
+        snapshots = self.snapshots(name)  # once: what ``live`` names may fail at any time
+        refs = _refs_of(history.head, snapshots)
         if version.isascii() and version.isdigit() and len(version) <= 12:
             number = int(version)
         elif version in refs:
@@ -436,7 +440,7 @@ class Catalog:
                 f"{name} has no version or ref {version[:80]!r}",
                 fix=f"refs it has: {', '.join(sorted(refs)) or 'none yet'}; or name a version by number",
             )
-        known = self.snapshot(name, number)
+        known = snapshots.get(number)
         durable = known is not None and known.version.state is VersionState.DURABLE
         entry = history.find(number)
         if entry is not None:
@@ -454,14 +458,18 @@ class Catalog:
         raise FailedPrecondition(f"{there} is not complete yet", fix="wait until it is ready")
 
     def in_memory(self, name: ModelName, version: str) -> Version | None:
-        """A visible version that this process has in memory, by its number or as ``live``, whatever the store says; None if there is none."""
+        """A visible version that this process has in memory, by its number or as ``live``, when the store is away.
+
+        None if there is none, or if ``live`` named a newer one when the store was last read: it does not go back.
+        """
         visible = {
             number: known.version
             for number, known in self.snapshots(name).items()
             if known.version.state.visible and known.image is not None
         }
         if version == REF_LIVE:
-            return visible.get(max(visible, default=0))
+            head, newest = self.heads.last_read(name), max(visible, default=0)
+            return visible.get(newest) if head is None or newest >= head.latest else None
         is_number = version.isascii() and version.isdigit() and len(version) <= 12
         return visible.get(int(version)) if is_number else None
 
@@ -479,16 +487,34 @@ class Catalog:
                 raise
             raise _deleted(name, number) from error
 
-    def notify(self) -> None:
-        """Wake whoever waits for a version or a ref."""
+    def notify(self, name: ModelName | None = None) -> None:
+        """Wake whoever waits for a version or a ref of a model, or of any; each of them then reads the model's head."""
         with self._changed:
             self._changes += 1
+            if name is None:
+                self._changed_at = dict.fromkeys(self._changed_at, self._changes)
+            else:
+                self._changed_at[name] = self._changes
             self._changed.notify_all()
 
-    def _wait_for_change(self, since: int, seconds: float) -> None:
-        """Wait until something has changed since the counter stood so."""
+    def _changes_of(self, name: ModelName | None) -> int:
+        """A number that is another one when something of a model, or of any, has changed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._changes != since, seconds)
+            return self._changes if name is None else self._changed_at.setdefault(name, 0)
+
+    def _wait_for_change(self, name: ModelName | None, since: int, seconds: float) -> None:
+        """Wait until something has changed since `_changes_of` gave ``since``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._changes_of(name) != since, seconds)
+
+
+def _refs_of(head: Head, snapshots: Mapping[int, VersionSnapshot]) -> dict[str, int]:
+    refs = head.ref_numbers
+    visible = [number for number, known in snapshots.items() if known.version.state.visible]
+    live = max((*visible, refs.get(REF_LATEST, 0)))
+    if live:
+        refs[REF_LIVE] = live
+    return refs
 
 
 def _deleted(name: ModelName, number: int) -> NotFound:

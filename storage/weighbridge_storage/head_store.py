@@ -76,6 +76,11 @@ class HeadStore:
             self._known.put(model, known)
         return known[:2]
 
+    def last_read(self, model: ModelName) -> Head | None:
+        """The head that was read last, without asking the store; None if none was, or it was forgotten since."""
+        known = self._known.get(model)
+        return None if known is None else known[0]
+
     def history(self, model: ModelName) -> History | None:
         """The versions that a model's head leads to; None if there is no such model. Raises as `read`."""
         found = self.read(model)
