@@ -155,12 +155,16 @@ class Transfer:
             buffer: which stream, where there are several.
 
         Returns:
-            The bytes; None if some of them have no place in these files.
+            The bytes, a view of them where they lie in one run; None if some of them have no place in these files.
         """
+        pieces = self._range(buffer, start, stop).pieces
+        if any(piece.file not in files for piece in pieces):
+            return None
+        if len(pieces) == 1 and pieces[0].dense and pieces[0].shape[0] == stop - start:
+            offset = pieces[0].file_offset
+            return files[pieces[0].file][offset : offset + stop - start]
         stream, covered = np.empty(stop - start, np.uint8), np.zeros(stop - start, np.uint8)
-        for piece in self._compile(buffer, start, stop):
-            if piece.file not in files:
-                return None
+        for piece in pieces:
             np.copyto(_view_stream(piece, stream), _view_file(piece, files))
             _view_stream(piece, covered)[...] = 1
         return stream if covered.all() else None
