@@ -79,7 +79,7 @@ def planned(homes: tuple[int, ...]) -> PreparedPush:
     fills = dict.fromkeys(FILES, 10)
     owners = {file: i % (max(homes) + 1) for i, file in enumerate(FILES)}
     spread = None if max(homes) == 0 else Spread(homes, owners, {})
-    return PreparedPush({}, streams, None, fills, spread)  # type: ignore[arg-type]
+    return PreparedPush({}, streams, None, fills, {}, spread)  # type: ignore[arg-type]
 
 
 @dataclass

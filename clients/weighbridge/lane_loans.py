@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from weighbridge.lane_connection import LaneConnection
 from weighbridge.lane_memory import MappedMemory
+from weighbridge.lane_plans import PlacedPlan
 from weighbridge.layouts import Layout
 from weighbridge.push_sources import ShardSource
 from weighbridge.strided import StridedCopy, is_dense, read_tensor
@@ -20,24 +21,29 @@ if TYPE_CHECKING:
 
 
 class WriteLoan:
-    """Memory that a rank writes its stream to; made by `LocalLane.write`."""
+    """Memory that a rank writes its stream to; made by `LocalLane.write`.
+
+    Attributes:
+        streamed: the parts of the stream that belong elsewhere, and go by gRPC.
+    """
 
     def __init__(
         self,
         connection: LaneConnection,
         number: int,
         memory: MappedMemory,
-        copies: list[list[StridedCopy]],
+        plan: PlacedPlan,
         on_pinned: Callable[[], None],
     ) -> None:
+        self.streamed = plan.streamed
         self._on_pinned = on_pinned
         self._connection = connection
         self._number = number
         self._memory: MappedMemory | None = memory
-        self._copies = copies
+        self._copies = plan.copies
 
     def fill(self, source: ShardSource) -> None:
-        """Copy the shards to where they belong; afterwards they may change."""
+        """Copy the shards to where they belong."""
         if self._memory is not None:
             try:
                 source.write(self._copies, [self._memory])
@@ -49,7 +55,7 @@ class WriteLoan:
         """Let go of the memory.
 
         Args:
-            complete: whether all of the stream was written.
+            complete: whether all that belongs to the memory was written.
 
         Raises:
             WeighbridgeError: the version has failed, or the service is gone.

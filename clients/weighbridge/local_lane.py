@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 LANE_VARIABLE = "WEIGHBRIDGE_LANE"
 SOCKET_VARIABLE = "WEIGHBRIDGE_LOCAL_SOCKET"
 AUTO, GRPC, LOCAL = "auto", "grpc", "local"
+MIXED = "mixed"
+"""What a push reports of which a part went by each lane: nobody can ask for it."""
 _TRY_AGAIN_SECONDS = 30.0
 """How long a lane that could not be used is not asked for again."""
 
@@ -111,7 +113,7 @@ class LocalLane:
         return error.message
 
     def write(self, model: str, number: int, rank: int, stream: Layout) -> WriteLoan:
-        """Borrow the memory that a version's files are put together in, to write a rank's stream to it.
+        """Borrow the memory that a version's files are put together in, to write a rank's stream to it, or as much of it as belongs there.
 
         Raises:
             WeighbridgeError: that cannot be done; says why.
@@ -130,12 +132,12 @@ class LocalLane:
                     memory = self._standby.pop(loan.memory.key, None)
                 if memory is None:
                     memory = _map(descriptors, loan.memory, Use.WRITE)
-                copies = self._plans.copies(loan, plan, [memory.nbytes], stream, (model, rank))
-                touched = merged((c.memory_offset, c.memory_end) for shard in copies for c in shard)
+                placed = self._plans.placed(loan, plan, [memory.nbytes], stream, (model, rank))
+                touched = merged((c.memory_offset, c.memory_end) for shard in placed.copies for c in shard)
                 self._written[model] = touched
                 if descriptors:
                     memory.populate(touched)
-                return WriteLoan(connection, loan.loan, memory, copies, lambda: self._pin_ahead.add(model))
+                return WriteLoan(connection, loan.loan, memory, placed, lambda: self._pin_ahead.add(model))
             except BaseException:
                 if memory is not None:
                     memory.close()
@@ -217,8 +219,8 @@ class LocalLane:
                     if memory.keep:
                         self._keep(connection, kept, recalls)
                 copied_from.append(kept.mapping)
-            copies = self._plans.copies(loan, plan, [memory.nbytes for memory in private], layout, what)
-            return ReadLoan(layout, copies, private, copied_from, end)
+            placed = self._plans.placed(loan, plan, [memory.nbytes for memory in private], layout, what)
+            return ReadLoan(layout, placed.copies, private, copied_from, end)
         except BaseException:
             end()
             raise

@@ -24,8 +24,10 @@ class PushReport:
         copy_seconds: of these, copying the shards out.
         stream_bytes: bytes this rank pushed.
         stream_seconds: how long they were on their way, behind the rank's back.
-        lane: how they went, ``local`` or ``grpc``.
+        lane: how they went: ``local``, ``grpc``, or ``mixed`` if some belong to files that a replica of the service on another machine
+            writes.
         lane_reason: why they did not go by ``local``, if that was wanted.
+        local_bytes: how many of them were written to shared memory; the others went by gRPC.
     """
 
     held_seconds: float
@@ -34,6 +36,7 @@ class PushReport:
     stream_seconds: float
     lane: str
     lane_reason: str
+    local_bytes: int
 
 
 class PushHandle:

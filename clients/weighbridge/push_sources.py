@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +16,7 @@ from weighbridge.lane_memory import MappedMemory
 from weighbridge.layouts import Layout, Placement
 from weighbridge.pieces import Buffer
 from weighbridge.strided import StridedCopy, write_bytes, write_tensors
-from weighbridge.tensor_stream import check_size, copy_out
+from weighbridge.tensor_stream import Ranges, check_size, copy_out
 
 if TYPE_CHECKING:
     import torch
@@ -23,24 +25,31 @@ Bytes = NDArray[np.uint8]
 
 
 class ShardSource(ABC):
-    """The shards that a rank is to push, where they lie. It is used once: they are either staged or written."""
+    """The shards that a rank is to push, where they lie. It is used once: each of their bytes is either staged or written.
+
+    When both are done, the shards may change.
+    """
 
     @abstractmethod
-    def stage(self) -> StreamSource:
-        """Their bytes as a stream; afterwards the shards may change."""
+    def stage(self, ranges: Ranges) -> StreamSource:
+        """These parts of the stream that the shards form; released by itself."""
 
     @abstractmethod
     def write(self, copies: Sequence[Sequence[StridedCopy]], memories: Sequence[MappedMemory]) -> None:
-        """Copy them to memory; afterwards they may change.
+        """Copy them to memory.
 
         Args:
-            copies: for each shard, where its bytes go.
+            copies: for each shard, where which of its bytes go.
             memories: which memory.
         """
 
+    @abstractmethod
+    def release(self) -> None:
+        """They are needed no more."""
+
 
 class StreamSource(ShardSource):
-    """The bytes of a stream; they stay as they are until it is released, or was written.
+    """The bytes of a stream, or of parts of it; they stay as they are until it is released.
 
     Args:
         layout: of the stream.
@@ -53,23 +62,20 @@ class StreamSource(ShardSource):
     def read(self, start: int, stop: int) -> Buffer:
         """Bytes ``start`` to ``stop`` of the stream."""
 
-    def stage(self) -> StreamSource:
-        """See `ShardSource.stage`. They do not change."""
+    def stage(self, ranges: Ranges) -> StreamSource:
+        """See `ShardSource.stage`. They do not change: it is this source itself."""
         return self
 
     def write(self, copies: Sequence[Sequence[StridedCopy]], memories: Sequence[MappedMemory]) -> None:
         """See `ShardSource.write`."""
         arrays = [memory.bytes for memory in memories]
-        try:
-            for placement, of_shard in zip(self._layout.placements, copies, strict=True):
-                if placement.nbytes:
-                    data = self.read(placement.offset, placement.offset + placement.nbytes)
-                    write_bytes(np.frombuffer(data, np.uint8), of_shard, arrays)
-        finally:
-            self.release()
+        for placement, of_shard in zip(self._layout.placements, copies, strict=True):
+            if of_shard:
+                data = self.read(placement.offset, placement.offset + placement.nbytes)
+                write_bytes(np.frombuffer(data, np.uint8), of_shard, arrays)
 
     def release(self) -> None:
-        """They are needed no more. By itself, nothing is held."""
+        """See `ShardSource.release`. By itself, nothing is held."""
 
 
 OpenSource = Callable[[Sequence[int], Layout], ShardSource]
@@ -90,18 +96,21 @@ class TensorSource(ShardSource):
         self._layout = layout
         self._tensors = tensors
 
-    def stage(self) -> StreamSource:
+    def stage(self, ranges: Ranges) -> StreamSource:
         """See `ShardSource.stage`."""
-        return self._staging.stage(self._layout, self._tensors)
+        return self._staging.stage(self._layout, self._tensors, ranges)
 
     def write(self, copies: Sequence[Sequence[StridedCopy]], memories: Sequence[MappedMemory]) -> None:
         """See `ShardSource.write`."""
         shards = []
         for placement, tensor, of_shard in zip(self._layout.placements, self._tensors, copies, strict=True):
             check_size(placement, tensor)
-            if placement.nbytes:
+            if of_shard:
                 shards.append((tensor, of_shard))
         write_tensors(shards, memories)
+
+    def release(self) -> None:
+        """See `ShardSource.release`. Tensors are the caller's."""
 
 
 class StagingPool:
@@ -114,20 +123,25 @@ class StagingPool:
         self._free: list[Bytes] = []
         self._lock = threading.Lock()
 
-    def stage(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> StreamSource:
+    def stage(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], ranges: Ranges | None = None
+    ) -> StreamSource:
         """Copy tensors out: afterwards they may change.
 
         Args:
             layout: of the stream.
             tensors: one for each of its placements; any device.
+            ranges: the parts of the stream that are wanted; all of it by default.
         """
-        buffer = self._take(layout.nbytes, pinned=any(tensor.is_cuda for tensor in tensors))
+        ranges = [(0, layout.nbytes)] if ranges is None else ranges
+        nbytes = sum(stop - start for start, stop in ranges)
+        buffer = self._take(nbytes, pinned=any(tensor.is_cuda for tensor in tensors))
         try:
-            copy_out(layout, tensors, buffer)
+            copy_out(layout, tensors, buffer, ranges)
         except BaseException:
             self._give(buffer)
             raise
-        return _Staged(layout, buffer, lambda: self._give(buffer))
+        return _Staged(layout, buffer, ranges, lambda: self._give(buffer))
 
     def _take(self, nbytes: int, *, pinned: bool) -> Bytes:
         with self._lock:
@@ -149,13 +163,19 @@ class StagingPool:
 
 
 class _Staged(StreamSource):
-    def __init__(self, layout: Layout, buffer: Bytes, release: Callable[[], None]) -> None:
+    """Parts of a stream, one behind the other in a buffer. What is read must lie in one of them."""
+
+    def __init__(self, layout: Layout, buffer: Bytes, ranges: Ranges, release: Callable[[], None]) -> None:
         super().__init__(layout)
         self._buffer = buffer
+        self._starts = [start for start, _ in ranges]
+        self._bases = [0, *itertools.accumulate(stop - start for start, stop in ranges)]
         self._release = release
 
     def read(self, start: int, stop: int) -> Buffer:
-        return self._buffer[start:stop].data
+        index = bisect.bisect_right(self._starts, start) - 1
+        base = self._bases[index] - self._starts[index]
+        return self._buffer[base + start : base + stop].data
 
     def release(self) -> None:
         self._release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import random
 import threading
@@ -15,10 +16,11 @@ from weighbridge import bulk, pieces, rpc, wire
 from weighbridge.errors import AlreadyExists, DeadlineExceeded, WeighbridgeError
 from weighbridge.lane_loans import WriteLoan
 from weighbridge.layouts import Layout
-from weighbridge.local_lane import GRPC, LOCAL
+from weighbridge.local_lane import GRPC, LOCAL, MIXED
 from weighbridge.push_handle import PushHandle, PushReport
 from weighbridge.push_sources import OpenSource, ShardSource, StreamSource
 from weighbridge.striping import Striping
+from weighbridge.tensor_stream import Ranges
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 from weighbridge.v1 import resources_pb2
 
@@ -147,20 +149,28 @@ class Pusher:
     def _copy_out(self, header: pb.PushHeader, stream: Layout, source: ShardSource) -> _Delivery:
         """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""
         lane, why = self._client._transport.lane, ""
+        loan: WriteLoan | None = None
+        streamed: Sequence[tuple[int, int]] = [(0, stream.nbytes)]
         if lane.wanted and stream.nbytes:
             try:
                 loan = lane.write(header.model, header.number, header.rank, stream)
+                streamed = loan.streamed
             except WeighbridgeError as error:
                 why = lane.refused(error, f"push of {header.model}@{header.number}")
-            else:
-                try:
-                    loan.fill(source)
-                except BaseException:
-                    with contextlib.suppress(WeighbridgeError):
-                        loan.end(complete=False)
-                    raise
-                return _Delivery(loan, None, why)
-        return _Delivery(None, source.stage(), why)
+        staged: StreamSource | None = None
+        try:
+            if loan is None or streamed:
+                staged = source.stage(streamed)
+            if loan is not None:
+                loan.fill(source)
+        except BaseException:
+            _Delivery(loan, staged, streamed, 0, why).give_up()
+            raise
+        finally:
+            if staged is not source:
+                source.release()
+        nbytes = stream.nbytes - sum(stop - start for start, stop in streamed)
+        return _Delivery(loan, staged, streamed, nbytes, why)
 
     def _deliver(
         self,
@@ -174,7 +184,7 @@ class Pusher:
             if delivery.loan is not None:
                 delivery.loan.end(complete=True)
             if delivery.staged is not None:
-                self._stream(header, delivery.staged, handle.stream_bytes)
+                self._stream(header, delivery.staged, delivery.streamed)
             self._client._call(
                 self._client._checkpoints.SealRank,
                 pb.SealRankRequest(
@@ -183,7 +193,14 @@ class Pusher:
             )
             seconds = time.monotonic() - started
             handle._report.set_result(
-                PushReport(*costs, handle.stream_bytes, seconds, delivery.lane, delivery.why_not_local)
+                PushReport(
+                    *costs,
+                    handle.stream_bytes,
+                    seconds,
+                    delivery.lane,
+                    delivery.why_not_local,
+                    delivery.local_bytes,
+                )
             )
         except BaseException as error:  # goes to whoever waits
             handle._report.set_exception(error)
@@ -209,10 +226,10 @@ class Pusher:
             with self._lock:
                 self._preparing.discard(model)
 
-    def _stream(self, header: pb.PushHeader, source: StreamSource, total: int) -> None:
-        """Stream all bytes; where it breaks, ask what has arrived and go on from there."""
+    def _stream(self, header: pb.PushHeader, source: StreamSource, ranges: Ranges) -> None:
+        """Stream parts of the rank's bytes; where it breaks, ask what has arrived and go on from there."""
         client = self._client
-        missing = [(0, total)] if total else []
+        missing = [(start, stop) for start, stop in ranges if start < stop]
         patience = rpc.Patience(client.retry_seconds)
         while missing:
             try:
@@ -231,7 +248,7 @@ class Pusher:
                     client._checkpoints.GetPushState,
                     pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank),
                 )
-                before, missing = missing, list(_gaps([(r.start, r.end) for r in state.received], total))
+                before, missing = missing, _without(ranges, [(r.start, r.end) for r in state.received])
                 if missing != before:
                     patience.renew()
 
@@ -241,18 +258,24 @@ class _Delivery:
     """Shards that have been copied out, on their way.
 
     Attributes:
-        loan: the memory that they were written to; None if they go by gRPC.
-        staged: their copy; None if there is none.
+        loan: the memory that they were written to; None if all go by gRPC.
+        staged: a copy of what goes by gRPC; None if nothing does.
+        streamed: which parts of the stream that is.
+        local_bytes: how many were written to the memory.
         why_not_local: why they go by gRPC, if something else was wanted.
     """
 
     loan: WriteLoan | None
     staged: StreamSource | None
+    streamed: Ranges
+    local_bytes: int
     why_not_local: str
 
     @property
     def lane(self) -> str:
-        return GRPC if self.loan is None else LOCAL
+        if self.loan is None:
+            return GRPC
+        return LOCAL if self.staged is None else MIXED
 
     def give_up(self) -> None:
         """Let go of everything; nothing happens to what has been delivered."""
@@ -273,11 +296,14 @@ def _messages(
             yield pieces.encode(pb.PushRequest(offset=start, checksum=rpc.checksum(data)), data)
 
 
-def _gaps(received: Sequence[tuple[int, int]], total: int) -> Iterator[tuple[int, int]]:
-    position = 0
-    for start, end in received:
-        if start > position:
-            yield position, start
-        position = max(position, end)
-    if position < total:
-        yield position, total
+def _without(ranges: Ranges, received: Ranges) -> list[tuple[int, int]]:
+    """What of some ranges has not been received; both are sorted and disjoint."""
+    missing = []
+    for position, stop in ranges:
+        index = bisect.bisect_right(received, position, key=lambda each: each[1])
+        while position < stop:
+            begin, end = received[index] if index < len(received) else (stop, stop)
+            if position < begin:
+                missing.append((position, min(begin, stop)))
+            position, index = end, index + 1
+    return missing

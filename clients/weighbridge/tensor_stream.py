@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,23 +16,53 @@ if TYPE_CHECKING:
     import torch
 
 
-def copy_out(layout: Layout, tensors: Sequence[torch.Tensor], staging: NDArray[np.uint8]) -> None:
-    """Copy tensors, on any device, to their places in a stream.
+Ranges = Sequence[tuple[int, int]]
+"""Parts of a stream, sorted and disjoint: the first byte of each and one past its last."""
+
+
+def copy_out(
+    layout: Layout, tensors: Sequence[torch.Tensor], staging: NDArray[np.uint8], ranges: Ranges
+) -> None:
+    """Copy parts of a stream, made of tensors on any device, to a buffer, one part behind the other.
 
     Args:
         layout: of the stream.
         tensors: one for each placement, with as many elements as its box, in row-major order of its axes.
-        staging: at least ``layout.nbytes`` bytes.
+        staging: at least as many bytes as the parts have.
+        ranges: the parts.
     """
     import torch
 
     with torch.no_grad():
-        for placement, tensor in zip(layout.placements, tensors, strict=True):
-            check_size(placement, tensor)
-            if placement.nbytes:
-                torch.frombuffer(
-                    staging, dtype=tensor.dtype, count=tensor.numel(), offset=placement.offset
-                ).view(tensor.shape).copy_(tensor)
+        base = 0
+        for start, stop in ranges:
+            for placement, tensor in _between(layout, tensors, start, stop):
+                check_size(placement, tensor)
+                first, last = max(start, placement.offset), min(stop, placement.offset + placement.nbytes)
+                offset = base + first - start
+                if last - first == placement.nbytes:
+                    torch.frombuffer(staging, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(
+                        tensor.shape
+                    ).copy_(tensor)
+                else:
+                    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                    part = flat[first - placement.offset : last - placement.offset]
+                    torch.frombuffer(staging, dtype=torch.uint8, count=last - first, offset=offset).copy_(
+                        part
+                    )
+            base += stop - start
+
+
+def _between(
+    layout: Layout, tensors: Sequence[torch.Tensor], start: int, stop: int
+) -> Iterator[tuple[Placement, torch.Tensor]]:
+    """The placements that have bytes in a range of a stream, with their tensors."""
+    placements = layout.placements
+    index = bisect.bisect_right(placements, start, key=lambda each: each.offset + each.nbytes)
+    while index < len(placements) and placements[index].offset < stop:
+        if placements[index].nbytes:
+            yield placements[index], tensors[index]
+        index += 1
 
 
 def check_size(placement: Placement, tensor: torch.Tensor) -> None:

@@ -13,12 +13,13 @@ from google.protobuf.message import DecodeError
 
 from weighbridge import lane_protocol, wire
 from weighbridge.errors import FailedPrecondition, InvalidArgument, Unavailable, WeighbridgeError
-from weighbridge.layouts import STREAM, Layout
+from weighbridge.layouts import STREAM
 from weighbridge.v1 import local_lane_pb2 as pb
+from weighbridge_service.lane_plans import fill_plan
 from weighbridge_service.push.image_writer import MemoryGrant
+from weighbridge_service.ranges import RangeSet
 from weighbridge_service.service import Weighbridge
 from weighbridge_service.serving import LentVersion
-from weighbridge_service.transfers import Transfer
 from weighbridge_storage.file_bytes import Place
 from weighbridge_storage.images import Image
 from weighbridge_storage.regions import Region, why_not_lent
@@ -163,8 +164,8 @@ class LaneSession:
         with self._undone_on_error(grant) as number:
             reply.loan = number
             self._lend_writable(grant.image, asked.held, reply, attach)
-            stream = grant.prepared.streams[asked.rank]
-            _fill_plan(reply, asked.plan_id, grant.prepared.transfer, stream, str(asked.rank))
+            stream, parts = grant.prepared.streams[asked.rank], grant.prepared.grantable[asked.rank]
+            fill_plan(reply, asked.plan_id, grant.prepared.transfer, stream, str(asked.rank), parts)
 
     def _end_write(self, asked: pb.EndWrite) -> None:
         with self._lock:
@@ -203,7 +204,8 @@ class LaneSession:
         with self._undone_on_error(lent) as number:
             reply.loan = number
             reply.version.CopyFrom(wire.version_to_proto(lent.opened.version))
-            _fill_plan(reply, asked.plan_id, lent.transfer, lent.layout, STREAM)
+            whole = RangeSet([(0, lent.layout.nbytes)])
+            fill_plan(reply, asked.plan_id, lent.transfer, lent.layout, STREAM, whole)
             self._lend_readable(lent.places, asked.held, reply, attach)
         self._service.serving.count_lent(lent.layout.nbytes)
 
@@ -299,37 +301,3 @@ def _as_refusal(error: Exception) -> WeighbridgeError:
         return FailedPrecondition(f"memory could not be lent: {error}")
     log.error("a request of the local lane failed", exc_info=error)
     return WeighbridgeError(f"the service could not answer: {type(error).__name__}")
-
-
-def _fill_plan(
-    reply: pb.WriteLoan | pb.ReadLoan, known: str, transfer: Transfer, stream: Layout, buffer: str
-) -> None:
-    reply.plan_id = f"{transfer.identity}/{buffer}"
-    if reply.plan_id != known:
-        reply.plan.CopyFrom(plan_to_proto(transfer, stream, buffer))
-
-
-def plan_to_proto(transfer: Transfer, stream: Layout, buffer: str) -> pb.LanePlan:
-    """Where the shards of a stream lie in files, as a message.
-
-    Args:
-        transfer: knows it.
-        stream: the stream's layout.
-        buffer: the stream's name in the transfer.
-    """
-    plan = pb.LanePlan()
-    numbers: dict[str, int] = {}
-    for shard in stream.placements:
-        copies = plan.shards.add()
-        for piece in transfer.pieces(shard.offset, shard.offset + shard.nbytes, buffer):
-            number = numbers.setdefault(piece.file, len(numbers))
-            copies.copies.add(
-                extent=piece.shape,
-                shard_offset=piece.stream_offset,
-                shard_strides=piece.stream_strides,
-                file=number,
-                file_offset=piece.file_offset,
-                file_strides=piece.file_strides,
-            )
-    plan.files.extend(numbers)
-    return plan

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class RangeSet:
-    """A set of byte positions, kept as sorted, disjoint, non-adjacent half-open ranges."""
+    """A set of byte positions, kept as sorted, disjoint, non-adjacent half-open ranges.
 
-    def __init__(self) -> None:
+    Args:
+        ranges: what it holds at first.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._size = 0
+        for start, end in ranges:
+            self.add(start, end)
 
     @property
     def size(self) -> int:
@@ -34,16 +40,21 @@ class RangeSet:
 
     def claim(self, start: int, end: int) -> list[tuple[int, int]]:
         """Add positions as `add` does; gives the ranges of those that were not there before."""
-        fresh = []
+        fresh = self.gaps(start, end)
+        self.add(start, end)
+        return fresh
+
+    def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The ranges from ``start`` up to ``end`` that it does not hold."""
+        found = []
         position = start
         for there_start, there_end in self.within(start, end):
             if position < there_start:
-                fresh.append((position, there_start))
+                found.append((position, there_start))
             position = there_end
         if position < end:
-            fresh.append((position, end))
-        self.add(start, end)
-        return fresh
+            found.append((position, end))
+        return found
 
     def within(self, start: int, end: int) -> list[tuple[int, int]]:
         """Its ranges from ``start`` up to ``end``, cut off there."""

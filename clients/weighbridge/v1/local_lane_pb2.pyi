@@ -11,6 +11,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from weighbridge.v1 import checkpoint_service_pb2 as _checkpoint_service_pb2
 from weighbridge.v1 import resources_pb2 as _resources_pb2
 from weighbridge.v1 import weight_service_pb2 as _weight_service_pb2
 import builtins as _builtins
@@ -231,7 +232,9 @@ Global___LaneHelloReply: _TypeAlias = LaneHelloReply  # noqa: Y015
 
 @_typing.final
 class BeginWrite(_message.Message):
-    """A rank that has declared its layout is going to write its stream to where it belongs. No other client can."""
+    """A rank that has declared its layout is going to write its stream to where it belongs, or as much of it as the plan covers. No other
+    client can.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -276,7 +279,7 @@ class EndWrite(_message.Message):
     COMPLETE_FIELD_NUMBER: _builtins.int
     loan: _builtins.int
     complete: _builtins.bool
-    """Whether all of the rank's stream was written; otherwise it counts as not having come."""
+    """Whether all that the plan covers was written; otherwise it counts as not having come."""
     def __init__(
         self,
         *,
@@ -547,21 +550,29 @@ class LanePlan(_message.Message):
 
     FILES_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    STREAMED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardCopies]:
         """One for each shard, in the order of the stream."""
 
+    @_builtins.property
+    def streamed(self) -> _containers.RepeatedCompositeFieldContainer[_checkpoint_service_pb2.ByteRange]:
+        """Of a grant for writing: the ranges of the stream, sorted and disjoint, that no copy covers, because they belong to files of other
+        replicas of the service. They are pushed by CheckpointService. Empty where all of the stream can be written.
+        """
+
     def __init__(
         self,
         *,
         files: _abc.Iterable[_builtins.str] | None = ...,
         shards: _abc.Iterable[Global___ShardCopies] | None = ...,
+        streamed: _abc.Iterable[_checkpoint_service_pb2.ByteRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "shards", b"shards", "streamed", b"streamed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,7 +35,7 @@ _NAMED = 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrant:
-    """The image, granted to a process of a rank, which writes its stream to it.
+    """The image, granted to a process of a rank, which writes to it what of its stream is grantable.
 
     Attributes:
         rank: which rank.
@@ -260,8 +260,8 @@ class ImageWriter:
         """Let a rank's process write its stream to the image itself.
 
         Raises:
-            FailedPrecondition: all of the stream has come, files are filled already and must not change, or other replicas have a
-                part in the version, so that the rank's bytes do not all belong here.
+            FailedPrecondition: all of the stream has come, files are filled already and must not change, or none of the rank's bytes
+                belongs to this replica alone.
             WeighbridgeError: what the version has failed of.
         """
         with self._lock:
@@ -269,8 +269,10 @@ class ImageWriter:
                 raise _again(self._closed)
             if self._received[rank].size == self._lengths[rank]:
                 raise FailedPrecondition(f"all bytes of rank {rank} of {self._name} have come")
-            if not self._agreed.alone:
-                raise FailedPrecondition(f"{self._name} is received by several replicas of the service")
+            if not self._agreed.prepared.grantable[rank].size:
+                raise FailedPrecondition(
+                    f"no byte of rank {rank} of {self._name} belongs only to files that this replica puts together"
+                )
             if self._filled:
                 raise FailedPrecondition("files of the version are complete already, and must not be changed")
             lease = self._image.lease()
@@ -284,7 +286,7 @@ class ImageWriter:
 
         Args:
             grant: what it was granted.
-            complete: whether it has written all of its stream; otherwise nothing of it counts.
+            complete: whether it has written all that is grantable of its stream; otherwise nothing of it counts.
 
         Returns:
             The bytes that it has written.
@@ -292,21 +294,21 @@ class ImageWriter:
         Raises:
             WeighbridgeError: what the version has failed of.
         """
-        rank, length = grant.rank, self._lengths[grant.rank]
+        rank, granted = grant.rank, grant.prepared.grantable[grant.rank]
         try:
             with self._lock:
                 self._grants[rank] -= 1
                 if not complete:
                     events = self._show()
                 else:
-                    fresh = self._claim(rank, 0, length)
+                    fresh = [each for start, stop in granted for each in self._claim(rank, start, stop)]
                     transfer, stream = self._agreed.prepared.transfer, str(rank)
                     filled = [transfer.filled(start, stop, stream) for start, stop in fresh]
                     events = self._count(rank, fresh, filled)
         finally:
             grant.lease.release()
         self._post(events)
-        return length if complete else 0
+        return granted.size if complete else 0
 
     def probe(self) -> None:
         """See whether other processes have unmapped the image."""

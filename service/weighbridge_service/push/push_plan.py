@@ -10,6 +10,7 @@ from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge_service.planning import Plan, join_streams, make_plan, share_out
 from weighbridge_service.push.replica_placement import Shares, Spread, routes_of
+from weighbridge_service.ranges import RangeSet
 from weighbridge_service.relations import WeightMap
 from weighbridge_service.transfers import Transfer
 
@@ -23,6 +24,8 @@ class PreparedPush:
         streams: for each rank, the layout of its stream.
         transfer: from the streams, in buffers named like the ranks, to the files.
         fills: how many bytes the streams bring to each file.
+        grantable: for each rank, the parts of its stream that its own process may write to the image of its replica: all that
+            belongs to files of that replica and of no other. The rest is streamed to it.
         spread: who writes which file, if the ranks push to several replicas of the service; None otherwise.
     """
 
@@ -30,6 +33,7 @@ class PreparedPush:
     streams: Mapping[int, Layout]
     transfer: Transfer
     fills: Mapping[str, int]
+    grantable: Mapping[int, RangeSet]
     spread: Spread | None = None
 
 
@@ -86,7 +90,15 @@ def prepare_push(
         assigned = share_out(by_rank, shares.prefer)
         streams, plan = plan_for(assigned)
         spread = Spread(tuple(homes), shares.owners, routes_of(plan, shares.owners))
-    return PreparedPush(assigned, streams, Transfer(plan, scatter=True), _fills(plan, files), spread)
+    grantable = {rank: _grantable(rank, stream.nbytes, spread) for rank, stream in streams.items()}
+    return PreparedPush(
+        assigned, streams, Transfer(plan, scatter=True), _fills(plan, files), grantable, spread
+    )
+
+
+def _grantable(rank: int, nbytes: int, spread: Spread | None) -> RangeSet:
+    crossing = RangeSet() if spread is None else spread.crossing(rank)
+    return RangeSet(crossing.gaps(0, nbytes))
 
 
 def _fills(plan: Plan, files: FilesLayout) -> dict[str, int]:

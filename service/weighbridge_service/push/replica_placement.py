@@ -37,6 +37,13 @@ class Spread:
         """The files that a replica writes."""
         return [file for file, owner in self.owners.items() if owner == replica]
 
+    def crossing(self, rank: int) -> RangeSet:
+        """The parts of a rank's stream that other replicas than its own need, be it that its own needs them, too."""
+        home = self.homes[rank]
+        return RangeSet(
+            each for replica, meant in self.routes.get(rank, {}).items() if replica != home for each in meant
+        )
+
 
 def numbered(names: Sequence[str]) -> tuple[int, ...]:
     """For each rank the number of its replica, from the replicas' names."""
