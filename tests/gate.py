@@ -93,7 +93,7 @@ class Gate:
             return self._state == "open"
 
     def _end_all(self) -> None:
-        for end in self._sockets:
+        for end in list(self._sockets):  # more may come meanwhile
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 

@@ -94,7 +94,7 @@ def test_one_connection_and_one_direction_leave_room_for_the_others() -> None:
         take_all(peer, Direction.IN)
     assert len(held) * MESSAGE_ROOM == LEAST_BYTES * 3 // 4
     # what other replicas pass on still gets through: they may be waiting for this one
-    assert take_all("replica", Direction.FORWARDED) * MESSAGE_ROOM == LEAST_BYTES // 4
+    assert take_all("replica", Direction.REPLICAS) * MESSAGE_ROOM == LEAST_BYTES // 4
     waiting = Taker(budget, "one", got)
     held[0].close()  # of the same connection
     eventually(lambda: got == ["one"])
@@ -107,7 +107,7 @@ def test_one_connection_and_one_direction_leave_room_for_the_others() -> None:
 def test_a_small_message_does_not_overtake_a_large_one_for_ever() -> None:
     budget = ByteBudget(LEAST_BYTES)
     sizes = [(Direction.OUT, MIB)] * 4 + [(Direction.OUT, MIB // 2)]
-    sizes += [(Direction.IN, MIB)] * 6 + [(Direction.FORWARDED, MIB)] * 5
+    sizes += [(Direction.IN, MIB)] * 6 + [(Direction.REPLICAS, MIB)] * 5
     holders = [share(budget, f"holder {i}", direction) for i, (direction, _) in enumerate(sizes)]
     for holder, (_, size) in zip(holders, sizes, strict=True):
         holder.take(size)

@@ -436,15 +436,25 @@ class World:
         elif not push.state.filled:
             push.held = True
 
-    def owners_complete(self) -> None:
+    def heartbeat(self) -> None:
+        """A replica hears how far another one is, that it is gone, or by mistake that it is."""
         found = self.some_push()
-        if found is None or found[1].state.agreed is None:
+        if found is None or (agreed := found[1].state.agreed) is None:
             return
-        number, agreed = found[1].number, found[1].state.agreed
-        parts = [(r, r.pushes[number]) for r in self.replicas if number in r.pushes]
-        parts = [(r, p) for r, p in parts if p.state.agreed == agreed]
-        if len(parts) == len(agreed.homes) > 1 and all(p.state.complete_here for _, p in parts):
-            self.post(*self.dice.choice(parts), on.OwnersComplete())
+        replica, push = found
+        number = self.dice.randrange(len(agreed.homes))
+        other = next((r for r in self.replicas if r.home == agreed.homes[number]), None)
+        part = other.pushes.get(push.number) if other is not None else None
+        if other is None or self.dice.random() < 0.02 * self.unrest:
+            self.post(replica, push, on.ReplicaLost(number, VersionFailed("a replica is gone")))
+        elif part is not None and part.state.agreed == agreed:
+            state = part.state
+            if state.phase is Phase.PUBLISHED:
+                self.post(replica, push, on.SaidPublished())
+            elif state.phase in (Phase.FAILED, Phase.ABORTED):
+                self.post(replica, push, on.ReplicaLost(number, VersionFailed("a replica gave it up")))
+            elif state.complete_here:
+                self.post(replica, push, on.ReplicaSaid(number, handed_in=state.handed_in_here))
 
     def answer_some(self) -> None:
         waiting = [(r, p, effect) for r in self.replicas for p in r.pushes.values() for effect in p.inflight]
@@ -495,7 +505,7 @@ class World:
             on.FilesFilled,
             on.SealAsked,
             on.RankWhole,
-            on.OwnersComplete,
+            on.ReplicaSaid,
             on.MemoryHeld,
         )  # by the data plane: true
         again = [e for e in everything if not isinstance(e, told)]
@@ -512,7 +522,7 @@ class World:
         unrest = self.unrest
         actions: list[tuple[float, Callable[[], None]]] = [
             (0.3, self.open), (5, self.declare), (6, self.deliver), (6, self.seal), (0.5, self.hold_or_release),
-            (1, self.owners_complete), (30, self.answer_some), (2, self.tick), (unrest, self.abort),
+            (4, self.heartbeat), (30, self.answer_some), (2, self.tick), (unrest, self.abort),
             (unrest, self.crash), (unrest, self.break_some), (unrest, self.drain), (2, self.nonsense),
         ]  # fmt: skip
         self.dice.choices([a for _, a in actions], [w for w, _ in actions])[0]()
@@ -578,3 +588,77 @@ def test_every_order_of_events_keeps_all_promises_and_comes_to_an_end(batch: int
             raise
     if RUNS >= 30 * BATCHES:
         assert seen == set(Phase), "a run that does not come this far shows nothing"
+
+
+def spread_push(homes: tuple[int, ...]) -> PushState:
+    """A push of one rank at each replica, of which the first is this one, when everything is here and sealed."""
+    replicas = [Home(f"host{i}:1", "boot") for i in range(max(homes) + 1)]
+    opened = Version("acme/m", 1, VersionState.OPEN, ranks=len(homes))
+    limits = replace(LIMITS, spreading=True)
+    state = PushState.begin(opened, replicas[0], limits, None, 120.0, NOW)
+    elsewhere = [(r, Declaration(f"c{r}", "d", replicas[h])) for r, h in enumerate(homes) if h]
+    state, _ = step(state, on.Declared(0, "c0", "d"), NOW)
+    state, _ = step(state, on.HeardElsewhere(elsewhere), NOW)
+    for event in (
+        on.Planned(planned(homes)), on.ImageGranted(), on.Claimed(), on.FilesFilled(frozenset(FILES)), on.RankWhole(0),
+        on.SealAsked(0),
+    ):  # fmt: skip
+        state, _ = step(state, event, NOW)
+    assert state.phase is Phase.SEALED
+    return state
+
+
+NOW = Moment(1000.0, 1_000_000)
+GONE = VersionFailed("host1:1 is gone")
+
+
+def test_a_push_over_replicas_is_ready_when_every_owner_has_said_that_its_files_are_complete() -> None:
+    state = spread_push((0, 1, 2))
+    state, effects = step(state, on.ReplicaSaid(1, handed_in=False), NOW)
+    assert do.Confirm() not in effects
+    state, effects = step(state, on.ReplicaSaid(1, handed_in=False), NOW)
+    assert do.Confirm() not in effects
+    state, effects = step(state, on.ReplicaSaid(2, handed_in=True), NOW)
+    assert do.Confirm() in effects
+    state, effects = step(state, on.HeadSaid(do.Confirm(), on.Verdict.OPEN), NOW)
+    assert state.phase is Phase.READY
+    assert do.NotifyReplicas() in effects
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_the_loss_of_an_owner_fails_a_version_unless_its_files_are_in_the_store(ready: bool) -> None:
+    def before(handed_in: bool) -> PushState:
+        state = spread_push((0, 1))
+        if ready or handed_in:
+            state, _ = step(state, on.ReplicaSaid(1, handed_in=handed_in), NOW)
+        if ready:
+            state, _ = step(state, on.HeadSaid(do.Confirm(), on.Verdict.OPEN), NOW)
+            assert state.phase is Phase.READY
+        return state
+
+    state, effects = step(before(False), on.ReplicaLost(1, GONE), NOW)
+    assert version_of(state).state is VersionState.FAILED
+    assert "host1:1 is gone" in version_of(state).error
+    assert any(isinstance(effect, do.GiveUp) for effect in effects)
+    state, _ = step(before(True), on.ReplicaLost(1, GONE), NOW)
+    assert state.phase is not Phase.FAILED
+
+
+def test_the_loss_of_a_replica_that_owns_nothing_matters_as_long_as_it_has_bytes_to_pass_on() -> None:
+    state = spread_push((0, 1, 2, 3))  # of four replicas, the last owns none of three files
+    lost, _ = step(state, on.ReplicaLost(3, GONE), NOW)
+    assert lost.phase is Phase.FAILED
+    state, _ = step(state, on.ReplicaSaid(3, handed_in=False), NOW)
+    kept, _ = step(state, on.ReplicaLost(3, GONE), NOW)
+    assert kept.phase is Phase.SEALED
+
+
+def test_a_replica_that_hears_that_a_version_is_published_looks_at_the_head_at_once() -> None:
+    state = spread_push((0, 1))
+    look = do.LookAtHead(closing=True)
+    if look not in state.running:
+        state, _ = step(state, on.Tick(), Moment(NOW.seconds + 10, NOW.unix_ms))
+    state, _ = step(state, on.HeadSaid(look, on.Verdict.OPEN), NOW)
+    assert look not in state.running
+    state, effects = step(state, on.SaidPublished(), NOW)
+    assert look in effects

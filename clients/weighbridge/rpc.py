@@ -27,7 +27,7 @@ from weighbridge.errors import (
 )
 from weighbridge.pieces import Carried
 from weighbridge.striping import STRIPE_BYTES
-from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
+from weighbridge.v1 import checkpoint_service_pb2, replica_service_pb2, weight_service_pb2
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 SERVER_VARIABLE = "WEIGHBRIDGE_SERVER"
@@ -60,7 +60,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 T = TypeVar("T")
 
 
-P = TypeVar("P", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
+P = TypeVar(
+    "P",
+    checkpoint_service_pb2.RestoreResponse,
+    replica_service_pb2.ReadFileResponse,
+    weight_service_pb2.PullResponse,
+)
 
 
 def server_address(server: str | None) -> str:

@@ -39,8 +39,8 @@ class BulkStreams:
         self, budget: ByteBudget, most: int, patience: Callable[[grpc.ServicerContext], float]
     ) -> None:
         self._budget = budget
-        own, forwarded = threading.BoundedSemaphore(most), threading.BoundedSemaphore(most)
-        self._places = {Direction.IN: own, Direction.OUT: own, Direction.FORWARDED: forwarded}
+        own, replicas = threading.BoundedSemaphore(most), threading.BoundedSemaphore(most)
+        self._places = {Direction.IN: own, Direction.OUT: own, Direction.REPLICAS: replicas}
         self._patience = patience
 
     @contextmanager

@@ -15,6 +15,7 @@ from weighbridge.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     NotFound,
+    Unavailable,
     VersionFailed,
 )
 from weighbridge.layouts import TensorSpec
@@ -44,6 +45,8 @@ from weighbridge_storage.version_verifying import verify_version
 log = logging.getLogger(__name__)
 
 _RETIRED = "it was taken out of history, and is there only for those who are reading it"
+AWAY = (Unavailable, DeadlineExceeded)
+"""What a store raises that is away. What is in memory can be read all the same."""
 _KEPT_MODELS = 64
 """Models that a process remembers, those with versions that it receives or has in memory not counted: 70 MB for the largest."""
 
@@ -415,7 +418,14 @@ class Catalog:
             NotFound: no such model, version or ref.
             VersionFailed, FailedPrecondition: it is not visible.
         """
-        history = history or self.history(name)
+        if history is None:
+            try:
+                history = self.history(name)
+            except AWAY:
+                found = self.in_memory(name, version)
+                if found is None:
+                    raise
+                return found
         refs = self.refs_of(name, history.head)
         if version.isascii() and version.isdigit() and len(version) <= 12:
             number = int(version)
@@ -442,6 +452,18 @@ class Catalog:
         if there.state.given_up:
             raise VersionFailed(f"{there} failed: {there.error}", details=there.error_details)
         raise FailedPrecondition(f"{there} is not complete yet", fix="wait until it is ready")
+
+    def in_memory(self, name: ModelName, version: str) -> Version | None:
+        """A visible version that this process has in memory, by its number or as ``live``, whatever the store says; None if there is none."""
+        visible = {
+            number: known.version
+            for number, known in self.snapshots(name).items()
+            if known.version.state.visible and known.image is not None
+        }
+        if version == REF_LIVE:
+            return visible.get(max(visible, default=0))
+        is_number = version.isascii() and version.isdigit() and len(version) <= 12
+        return visible.get(int(version)) if is_number else None
 
     @contextmanager
     def unless_deleted(self, name: ModelName, number: int) -> Iterator[None]:

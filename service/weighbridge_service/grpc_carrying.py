@@ -10,11 +10,15 @@ from weighbridge.pieces import decoder
 from weighbridge.v1 import checkpoint_service_pb2
 
 _REQUESTS = {"/weighbridge.v1.CheckpointService/Push": decoder(checkpoint_service_pb2.PushRequest)}
-_RESPONSES = ("/weighbridge.v1.CheckpointService/Restore", "/weighbridge.v1.WeightService/Pull")
+_RESPONSES = (
+    "/weighbridge.v1.CheckpointService/Restore",
+    "/weighbridge.v1.ReplicaService/ReadFile",
+    "/weighbridge.v1.WeightService/Pull",
+)
 
 
 class CarryingInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Gives `Push` its messages as `Carried`, and lets `Restore` and `Pull` yield messages that are encoded already."""
+    """Gives `Push` its messages as `Carried`, and lets `Restore`, `ReadFile` and `Pull` yield messages that are encoded already."""
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Change how the method's messages are coded."""

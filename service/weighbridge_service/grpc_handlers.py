@@ -283,7 +283,7 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         if first is None or not first.message.HasField("header"):
             raise InvalidArgument("the first message of a push has no header")
         header = first.message.header
-        with self._streams.admit(Direction.FORWARDED if header.claim else Direction.IN, context) as share:
+        with self._streams.admit(Direction.REPLICAS if header.claim else Direction.IN, context) as share:
             data = received(request_iterator, share)
             if header.claim:
                 count = self._intake.take_forwarded(

@@ -18,6 +18,8 @@ from weighbridge.v1 import (
     local_lane_pb2_grpc,
     model_service_pb2,
     model_service_pb2_grpc,
+    replica_service_pb2,
+    replica_service_pb2_grpc,
     weight_service_pb2,
     weight_service_pb2_grpc,
 )
@@ -33,6 +35,7 @@ from weighbridge_service.grpc_handlers import (
     patience,
 )
 from weighbridge_service.lane_server import LaneServer
+from weighbridge_service.replicas.handlers import ReplicaHandlers
 from weighbridge_service.service import Weighbridge
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
@@ -111,6 +114,9 @@ class GrpcServer:
         )
         weight_service_pb2_grpc.add_WeightServiceServicer_to_server(WeightHandlers(service, streams), server)
         local_lane_pb2_grpc.add_LocalLaneServiceServicer_to_server(LocalLaneHandlers(lane), server)
+        replica_service_pb2_grpc.add_ReplicaServiceServicer_to_server(
+            ReplicaHandlers(service.intake.home, service.shared, service.shared, streams), server
+        )
         names = [
             module.DESCRIPTOR.services_by_name[name].full_name
             for module, name in (
@@ -118,6 +124,7 @@ class GrpcServer:
                 (checkpoint_service_pb2, "CheckpointService"),
                 (weight_service_pb2, "WeightService"),
                 (local_lane_pb2, "LocalLaneService"),
+                (replica_service_pb2, "ReplicaService"),
             )
         ]
         self._health = health.HealthServicer()

@@ -113,7 +113,12 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "weighbridge_store_fetched_bytes",
             "Bytes of weights brought from a remote store into the read cache.",
-            value=cache.fetched,
+            value=max(cache.fetched - service.peer_files.bytes_read, 0),
+        )
+        yield CounterMetricFamily(
+            "weighbridge_replica_read_bytes",
+            "Bytes of weights brought from other replicas into the read cache, of versions that were not durable yet.",
+            value=service.peer_files.bytes_read,
         )
         yield GaugeMetricFamily(
             "weighbridge_read_cache_bytes", "Bytes of blocks in the read cache.", value=cache.nbytes

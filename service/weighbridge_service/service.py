@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import uuid
 
 from weighbridge.checks import CheckStatus
@@ -23,6 +24,11 @@ from weighbridge_service.memory_plan import (
 from weighbridge_service.push.declarations import Home
 from weighbridge_service.push.intake import Intake
 from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.registry import Registry
+from weighbridge_service.replicas.heartbeat import Heartbeat
+from weighbridge_service.replicas.links import Links
+from weighbridge_service.replicas.peer_files import PeerFiles
+from weighbridge_service.replicas.sessions import SharedSessions
 from weighbridge_service.serving import Serving
 from weighbridge_storage.block_cache import BlockCache
 from weighbridge_storage.block_file import check_holes
@@ -66,6 +72,8 @@ class Weighbridge:
         byte_budget: what may be in flight over gRPC.
         read_cache: what was brought from a store that is no folder.
         store_readers: who is reading from the store.
+        shared: versions that other replicas take part in.
+        peer_files: files of these that are read from other replicas.
     """
 
     def __init__(self, config: ServiceConfig, port: int) -> None:
@@ -75,8 +83,10 @@ class Weighbridge:
         scratch = config.scratch_folder / ".images"
         scratch.mkdir(parents=True, exist_ok=True)
         self.read_cache = BlockCache(scratch, config.read_cache)
-        self._cache_in_memory = is_s3(config.store) and read_disk(scratch).in_memory
-        if is_s3(config.store):
+        # files of a remote store go through it, and those of other replicas
+        self._uses_cache = is_s3(config.store) or bool(config.advertise)
+        self._cache_in_memory = self._uses_cache and read_disk(scratch).in_memory
+        if self._uses_cache:
             check_holes(scratch)
         self._store = open_store(config.store)
         try:
@@ -101,9 +111,19 @@ class Weighbridge:
             log.log(_LOG_LEVELS[check.status], "%s", check)
         self.catalog = Catalog(self._store, grace)
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
-        self.intake = Intake(self.catalog, self.images, self.mappings, config, home)
+        news = threading.Event()
+        registry = Registry(self.catalog, news)
+        self.intake = Intake(self.catalog, registry, self.images, self.mappings, config, home)
         self.store_readers = self.catalog.readers
-        self.serving = Serving(self.catalog, self.read_cache, self.store_readers)
+        self.shared = SharedSessions(registry)
+        self._links = Links(home)
+        self.peer_files = PeerFiles(self._links, self.read_cache, self._store)
+        self._heartbeat: Heartbeat | None = None
+        if config.advertise:
+            self._heartbeat = Heartbeat(self._links, self.shared, news, config.peer_patience)
+        self.serving = Serving(
+            self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files
+        )
         self.collecting = Collecting(self.catalog, config.collect_every, self.serving.forget_deleted)
 
     def _needs(self) -> Needs:
@@ -128,7 +148,7 @@ class Weighbridge:
             disk=disk,
             scratch=read_disk(self._scratch),
             read_cache=self.read_cache.usage().nbytes,
-            read_cache_budget=self.config.read_cache if is_s3(self.config.store) else 0,
+            read_cache_budget=self.config.read_cache if self._uses_cache else 0,
             holdings=tuple(self.images.holdings()),
             waiting=tuple(self.images.waiting()),
         )
@@ -147,6 +167,7 @@ class Weighbridge:
     def close(self) -> None:
         """Let go of files and memory. Call `drain` before."""
         self._stop()
+        self._links.close()
         self.catalog.readers.close()
         self.images.trim()
         self.read_cache.close()
@@ -155,6 +176,8 @@ class Weighbridge:
     def _stop(self) -> None:
         self.catalog.stopping.set()
         self.catalog.notify()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         self.intake.stop()
         self.collecting.join()
 

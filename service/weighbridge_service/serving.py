@@ -18,11 +18,13 @@ from weighbridge.safetensors_files import FilesLayout
 from weighbridge.slices import LayoutRequest
 from weighbridge.striping import WHOLE, Striping
 from weighbridge_service.casting import Casting, cast_specs
-from weighbridge_service.catalog import Catalog
+from weighbridge_service.catalog import AWAY, Catalog
 from weighbridge_service.megatron_layouts import TrainerRank, megatron_layout
 from weighbridge_service.models import RegisteredModel
 from weighbridge_service.read_ahead import StreamReader
 from weighbridge_service.reading import OpenVersion, Reading
+from weighbridge_service.replicas.peer_files import PeerFiles
+from weighbridge_service.replicas.sessions import SharedSessions
 from weighbridge_service.store_readers import StoreReaders, reading_since
 from weighbridge_service.transfers import Transfer
 from weighbridge_storage.block_cache import BlockCache
@@ -68,14 +70,25 @@ class Serving:
         catalog: which versions there are.
         cache: what the bytes of a remote store go through.
         readers: who is reading from the store.
+        shared: versions that other replicas take part in.
+        peer_files: files that these own.
 
     Attributes:
         bytes_out: bytes of weights that were sent, or lent.
         bytes_out_locally: of these, bytes that were lent to processes of this machine.
     """
 
-    def __init__(self, catalog: Catalog, cache: BlockCache, readers: StoreReaders) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        cache: BlockCache,
+        readers: StoreReaders,
+        shared: SharedSessions,
+        peer_files: PeerFiles,
+    ) -> None:
         self._catalog = catalog
+        self._shared = shared
+        self._peer_files = peer_files
         self._cache = cache
         self._readers = readers
         self._opened: Cache[tuple[FilesLayout, Mapping[str, FileBytes]]] = Cache(_KEPT_OPEN)
@@ -177,8 +190,16 @@ class Serving:
 
     def _open(self, name: ModelName, version: str) -> OpenVersion:
         asked_ms = self._readers.clock()
-        history = self._catalog.history(name)
-        found = self._catalog.resolve(name, version, history)
+        history: History | None = None
+        try:
+            history = self._catalog.history(name)
+        except AWAY:
+            here = self._catalog.in_memory(name, version)
+            if here is None:
+                raise
+            found = here
+        else:
+            found = self._catalog.resolve(name, version, history)
         model = self._catalog.model(name)
         held: dict[str, FileBytes] = {}
         lease: Lease | None = None
@@ -190,15 +211,41 @@ class Serving:
             return OpenVersion(found, model.files, held, lease)
         # a version that several replicas have received together: each has some of the files, and reads the others
         try:
-            opened = self._open_durable(name, found, history, asked_ms)
+            opened = self._open_elsewhere(name, found, model, asked_ms)
+            if opened is None:
+                opened = self._open_durable(name, found, history, asked_ms)
         except BaseException:
             if lease is not None:
                 lease.release()
             raise
         return opened if lease is None else opened.partly_from(held, lease)
 
-    def _open_durable(self, name: ModelName, found: Version, history: History, asked_ms: int) -> OpenVersion:
-        if not found.state.stored:
+    def _open_elsewhere(
+        self, name: ModelName, found: Version, model: RegisteredModel, asked_ms: int
+    ) -> OpenVersion | None:
+        """Those files of a version that is not durable which other replicas own; None if there are none."""
+        elsewhere = self._shared.files_elsewhere(name, found.number)
+        if elsewhere is None:
+            return None
+        number, claim = found.number, elsewhere.claim
+        sizes = {file: model.files.file_sizes[file] for file in elsewhere.owners}
+        files, sources = self._opened.get_or_make(
+            (name, number, f"from {claim}"),
+            lambda: (
+                model.files,
+                self._peer_files.open(
+                    name, number, claim, elsewhere.owners, sizes,
+                    lambda: self._shared.is_durable(name, number, claim),
+                ),
+            ),
+        )  # fmt: skip
+        # when it has become durable, the rest comes from the store
+        return OpenVersion(found, files, sources, self._readers.begin(name, number, asked_ms))
+
+    def _open_durable(
+        self, name: ModelName, found: Version, history: History | None, asked_ms: int
+    ) -> OpenVersion:
+        if history is None or not found.state.stored:
             history = self._catalog.history(name)  # it may have become durable since
             found = self._catalog.resolve(name, str(found.number), history)
         if not found.state.stored:

@@ -69,6 +69,15 @@ class EffectRunner:
         self._written: dict[str, Written] = {}
         self._handed_in: dict[int, Written] = {}
 
+    @property
+    def written(self) -> Written:
+        """The files of this replica that are in the store."""
+        return _all_of(self._written.values())
+
+    def take_hand_in(self, replica: int, written: Written) -> None:
+        """Another replica has uploaded these files."""
+        self._handed_in.setdefault(replica, written)
+
     def run(self, effect: do.Awaited, state: PushState) -> on.Event:
         """Carry an effect out; gives its answer, a failure included."""
         try:
@@ -118,11 +127,12 @@ class EffectRunner:
                 self._publisher.claim(agreed.claim)
                 return on.Claimed()
             case do.HandIn() if state.share is not None:
-                self._exchange.hand_in(state.share.me, agreed.claim, _all_of(self._written.values()))
+                self._exchange.hand_in(state.share.me, agreed.claim, self.written)
                 return on.HandedIn()
             case do.CollectHandIns() if state.share is not None:
                 wanted = state.share.owners - self._handed_in.keys()
-                self._handed_in |= self._exchange.handed_in(agreed.claim, wanted)
+                if wanted:
+                    self._handed_in |= self._exchange.handed_in(agreed.claim, wanted)
                 return on.ReplicasHandedIn(frozenset(self._handed_in))
             case do.WriteManifestAndPublish():
                 parts = self._written if agreed.alone else self._handed_in

@@ -142,6 +142,11 @@ class Remember(Effect):
 
 
 @dataclass(frozen=True, slots=True)
+class NotifyReplicas(Effect):
+    """Tell other replicas at once how far this one is."""
+
+
+@dataclass(frozen=True, slots=True)
 class Release(Effect):
     """Something that ends, and may also be asked for when the push has ended."""
 

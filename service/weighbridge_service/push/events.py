@@ -88,8 +88,34 @@ class ReplicasTold(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class OwnersComplete(Event):
-    """Every replica that puts files together has all of their bytes, and the version can be read from them."""
+class ReplicaSaid(Event):
+    """Another replica says that its part is complete: all bytes of its files are in its image, and its ranks have sealed.
+
+    Attributes:
+        replica: its number.
+        handed_in: whether these files are in the object store, too.
+    """
+
+    replica: int
+    handed_in: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost(Event):
+    """Another replica is gone, or has given the version up: what it had in memory is lost.
+
+    Attributes:
+        replica: its number.
+        error: what the version fails of if it depends on that.
+    """
+
+    replica: int
+    error: WeighbridgeError
+
+
+@dataclass(frozen=True, slots=True)
+class SaidPublished(Event):
+    """Another replica says that the version is part of history."""
 
 
 @dataclass(frozen=True, slots=True)

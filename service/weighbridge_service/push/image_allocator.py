@@ -102,14 +102,17 @@ class ImageAllocator:
         """
         return VersionRequest(self._pool, self._standbys, model, number, names)
 
-    def prepare(self, model: RegisteredModel, held: int) -> Image | None:
+    def prepare(self, model: RegisteredModel, names: Collection[str], held: int) -> Image | None:
         """The image that a model's next version will probably be written to; None if there is none now.
 
         A model has two images at most by this: the one that is `live`, and one for the next version.
 
         Args:
             model: whose version.
+            names: of those of its files that were put together here the last time.
             held: images that the model's versions have.
         """
-        sizes = dict(model.files.file_sizes)
+        sizes = {file.name: file.nbytes for file in model.files.files if file.name in names}
+        if not sizes:
+            return None
         return self._standbys.get(model.name, sizes, may_make=held < _IMAGES_OF_A_MODEL)

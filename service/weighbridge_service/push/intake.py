@@ -89,7 +89,8 @@ class Intake:
     """Versions on their way in. Thread-safe.
 
     Args:
-        catalog: which models there are; is shown the versions.
+        catalog: which models there are.
+        registry: takes the sessions of versions.
         images: where versions are put together.
         mappings: who has images mapped.
         config: limits and time-outs.
@@ -105,7 +106,13 @@ class Intake:
     """
 
     def __init__(
-        self, catalog: Catalog, images: ImagePool, mappings: Mappings, config: ServiceConfig, home: Home
+        self,
+        catalog: Catalog,
+        registry: Registry,
+        images: ImagePool,
+        mappings: Mappings,
+        config: ServiceConfig,
+        home: Home,
     ) -> None:
         self.home = home
         self.limits = Limits(
@@ -123,7 +130,7 @@ class Intake:
         self._mappings = mappings
         self._max_receiving = config.max_receiving
         self._allocator = ImageAllocator(images, self.standbys)
-        self._registry = Registry(catalog)
+        self._registry = registry
         self._peers = Peers(config.peer_patience)
         self._pools = EffectPools()
         self._timers = Timers()
@@ -397,11 +404,14 @@ class Intake:
         if self.draining:
             return None
         sessions = self._registry.of_model(model.name)
-        if not any(session.takes_part(client_id) for session in reversed(sessions)):
+        last = next((session for session in reversed(sessions) if session.takes_part(client_id)), None)
+        if last is None:
             raise FailedPrecondition(
                 f"{model.name}: memory is prepared only for those who have just pushed a version"
             )
-        return self._allocator.prepare(model, sum(session.has_image for session in sessions))
+        share = last.state.share
+        files = model.files.file_sizes.keys() if share is None else share.files.keys()
+        return self._allocator.prepare(model, files, sum(session.has_image for session in sessions))
 
     def push_state(self, name: str, number: int, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
         """Ranges of a rank's stream that have arrived, its length, and whether it is sealed."""

@@ -22,6 +22,7 @@ from weighbridge_service.push import effects as do
 from weighbridge_service.push import events as on
 from weighbridge_service.push.effects import Awaited, Effect
 from weighbridge_service.push.state import (
+    BEFORE_SEALED,
     FINAL,
     INCOMPLETE,
     TRANSITIONS,
@@ -49,7 +50,6 @@ _UNMAP_PAUSE = 0.002
 _PROGRESS = 0.25
 """Seconds between two figures of what has arrived."""
 
-_BEFORE_SEALED = frozenset((Phase.OPEN, Phase.PLANNED, Phase.FILLING))
 _AFTER_FILLING = frozenset((Phase.SEALED, *VISIBLE))
 
 _Effects = tuple[Effect, ...]
@@ -64,6 +64,19 @@ def step(state: PushState, event: on.Event, now: Moment) -> _Step:
         event: what has happened. One that answers an effect which is not awaited changes nothing.
         now: when.
     """
+    after, effects = _taken(state, event, now)
+    if _told_to_replicas(after) != _told_to_replicas(state):
+        effects += (do.NotifyReplicas(),)
+    return after, effects
+
+
+def _told_to_replicas(state: PushState) -> tuple[Phase, bool] | None:
+    """What other replicas are told of a push that they take part in."""
+    together = state.share is not None and not state.share.alone
+    return (state.phase, state.handed_in_here) if together else None
+
+
+def _taken(state: PushState, event: on.Event, now: Moment) -> _Step:
     if state.phase in FINAL:
         return _after_the_end(state, event)
     answered = on.answered_by(event)
@@ -104,6 +117,8 @@ def _apply(state: PushState, event: on.Event, now: Moment) -> _Step:
         case on.Published():
             return _publish(state, now)
         case on.Broken(error):
+            return _end(state, Phase.FAILED, error)
+        case on.ReplicaLost(replica, error) if state.depends_on(replica):
             return _end(state, Phase.FAILED, error)
         case on.Aborted(reason) if state.phase in INCOMPLETE:
             return _end(state, Phase.ABORTED, VersionFailed(reason))
@@ -146,12 +161,15 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
             return replace(state, compared=True)
         case on.ReplicasTold(ranks):
             return replace(state, told=state.told | ranks)
-        case on.OwnersComplete():
-            return replace(state, owners_complete=True)
+        case on.ReplicaSaid(replica, handed_in) if state.share is not None and replica != state.share.me:
+            return _complete_elsewhere(state, frozenset((replica,)), handed_in=handed_in)
+        case on.SaidPublished():
+            return _at_once(state, do.LookAtHead(closing=True))
         case on.HandedIn():
             return replace(state, handed_in_here=True)
         case on.ReplicasHandedIn(replicas) if state.share is not None:
             state = replace(state, handed_in=state.handed_in | (replicas & state.share.owners))
+            state = _complete_elsewhere(state, state.handed_in, handed_in=True)
             if state.all_handed_in:
                 return state
             state = replace(state, leave_until=now.seconds + _LEAVE_TO_OTHERS)
@@ -171,6 +189,18 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
 
 def _pause(state: PushState, effect: Awaited, until: float) -> PushState:
     return replace(state, not_before={**state.not_before, effect: until})
+
+
+def _at_once(state: PushState, effect: Awaited) -> PushState:
+    return replace(state, not_before={e: at for e, at in state.not_before.items() if e != effect})
+
+
+def _complete_elsewhere(state: PushState, replicas: frozenset[int], *, handed_in: bool) -> PushState:
+    """The parts of other replicas are complete, and perhaps in the store."""
+    state = replace(state, complete_at=state.complete_at | replicas)
+    if not handed_in or replicas <= state.stored_at:
+        return state
+    return _at_once(replace(state, stored_at=state.stored_at | replicas), do.CollectHandIns())
 
 
 def _declared(state: PushState, event: on.Event, now: Moment) -> _Step:
@@ -266,7 +296,7 @@ def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
     together = share is not None and not share.alone and phase in _AFTER_FILLING
     if phase in INCOMPLETE or together:
         yield do.LookAtHead(closing=together), 0.0
-    if phase in _BEFORE_SEALED:
+    if phase in BEFORE_SEALED:
         yield do.NameMissing(), state.heard_at + state.limits.receive_timeout
     if phase is Phase.OPEN and state.declarations.complete:
         yield do.MakePlan(), 0.0
@@ -432,7 +462,7 @@ def _publish(state: PushState, now: Moment) -> _Step:
 
 def _timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> _Step:
     seconds = state.limits.receive_timeout
-    if state.phase not in _BEFORE_SEALED or now.seconds < state.heard_at + seconds:
+    if state.phase not in BEFORE_SEALED or now.seconds < state.heard_at + seconds:
         return state, ()
     error = VersionFailed(
         f"{state.name} was given up: nothing was heard of its ranks for {seconds:g} s",

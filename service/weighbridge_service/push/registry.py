@@ -19,10 +19,12 @@ class Registry:
 
     Args:
         catalog: is shown what becomes of them.
+        news: is set when other replicas are to be told of one.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, news: threading.Event) -> None:
         self._catalog = catalog
+        self._news = news
         self._lock = threading.Lock()
         self._sessions: dict[ModelName, dict[int, PushSession]] = {}
         self._by_request: dict[tuple[ModelName, str], int] = {}
@@ -75,6 +77,10 @@ class Registry:
         for each in sessions:
             if each.number < newest and not each.state.superseded:
                 each.post(on.Superseded())
+
+    def notify(self, session: PushSession) -> None:
+        """See `Surroundings`."""
+        self._news.set()
 
     def forget(self, session: PushSession) -> None:
         """See `Surroundings`."""

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
+from weighbridge.errors import FailedPrecondition, NotFound, Unavailable, WeighbridgeError
 from weighbridge_service.catalog import VersionSnapshot
 from weighbridge_service.clock import unix_ms
 from weighbridge_service.models import RegisteredModel
@@ -33,6 +33,7 @@ from weighbridge_service.push.publisher import Publisher
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_service.push.replica_relay import Relay
 from weighbridge_service.push.state import (
+    BEFORE_SEALED,
     FINAL,
     VISIBLE,
     Moment,
@@ -48,6 +49,9 @@ from weighbridge_service.push.state import (
     waits_for,
 )
 from weighbridge_service.push.timers import Timers
+from weighbridge_storage.images import Lease
+from weighbridge_storage.objects import ByteArray
+from weighbridge_storage.version_writing import Written
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +68,9 @@ class Surroundings(Protocol):
 
     def supersede(self, session: PushSession) -> None:
         """The version is visible: older ones of the model are not the newest any more."""
+
+    def notify(self, session: PushSession) -> None:
+        """Other replicas are to be told how far this one is."""
 
     def forget(self, session: PushSession) -> None:
         """Other replicas receive the version, and this process lists nothing of it."""
@@ -243,6 +250,8 @@ class PushSession:
                 self.model.known_set = known
             case do.Supersede():
                 self._surroundings.supersede(self)
+            case do.NotifyReplicas():
+                self._surroundings.notify(self)
             case do.Forget():
                 self._surroundings.forget(self)
 
@@ -403,6 +412,45 @@ class PushSession:
                 raise
         left = max(deadline - time.monotonic(), 0.0)
         return self.ask(lambda state: answer_seal(state, rank), left, on.SealAsked(rank)) is not None
+
+    # --- what other replicas call
+
+    @property
+    def handed_in(self) -> Written | None:
+        """The files that this replica has handed in; None before that."""
+        return self._runner.written if self._state.handed_in_here else None
+
+    def take_progress(self, replica: int, written: Written | None, *, handed_in: bool) -> None:
+        """Another replica's part is complete.
+
+        Args:
+            replica: its number.
+            written: the files that it has uploaded; None if it does not name them.
+            handed_in: whether it has uploaded them.
+        """
+        if written is not None:
+            self._runner.take_hand_in(replica, written)
+        self.post(on.ReplicaSaid(replica, handed_in))
+
+    def own_file(self, file: str) -> tuple[ByteArray, Lease]:
+        """A file of this replica's, for other replicas, and what keeps its bytes there.
+
+        Raises:
+            FailedPrecondition: not all of its bytes are here, or they could still be changed.
+            NotFound: it is in no image any more, or never was.
+            WeighbridgeError: what the version has failed of.
+        """
+        state, image = self._state, self._runner.image
+        check_not_failed(state)
+        if state.phase in BEFORE_SEALED:
+            raise FailedPrecondition(f"{file} of {state.name} is not complete yet", fix="try again")
+        try:
+            if image is not None and file in image.sizes:
+                lease = image.lease()
+                return image.read_only_buffers[file], lease
+        except FailedPrecondition:  # it was given back just now
+            pass
+        raise NotFound(f"{file} of {state.name} is in no image of this replica")
 
     def abort(self, reason: str) -> None:
         """Give the version up. Raises FailedPrecondition if it is visible."""

@@ -50,6 +50,7 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
 """All transitions there are. PUBLISHED follows on earlier phases where another replica has published: it does so only when every
 owner of files has handed in what it has digested, compared and uploaded."""
 INCOMPLETE = frozenset((Phase.OPEN, Phase.PLANNED, Phase.FILLING, Phase.SEALED))
+BEFORE_SEALED = INCOMPLETE - {Phase.SEALED}
 VISIBLE = frozenset((Phase.READY, Phase.VERIFIED))
 FINAL = frozenset((Phase.PUBLISHED, Phase.FAILED, Phase.ABORTED))
 
@@ -128,7 +129,8 @@ class PushState:
         memory_held_at: since when another process can still write to the image although everything is here; None if none can.
         claimed: whether head.json records the agreement.
         told: ranks of whose declarations other replicas were told.
-        owners_complete: whether every replica that puts files together has all of their bytes.
+        complete_at: other replicas whose part is complete.
+        stored_at: those of them whose files are in the store.
         handed_in_here: whether other replicas can read what this one has uploaded.
         handed_in: replicas whose uploaded files are known.
         leave_until: until when the last steps are left to the replica that came last.
@@ -168,7 +170,8 @@ class PushState:
     memory_held_at: float | None = None
     claimed: bool = False
     told: frozenset[int] = frozenset()
-    owners_complete: bool = False
+    complete_at: frozenset[int] = frozenset()
+    stored_at: frozenset[int] = frozenset()
     handed_in_here: bool = False
     handed_in: frozenset[int] = frozenset()
     leave_until: float = 0.0
@@ -237,6 +240,21 @@ class PushState:
     def uploaded_here(self) -> bool:
         """Whether all files of this replica are in the store."""
         return self.share is not None and self.uploaded == self.share.files.keys()
+
+    @property
+    def owners_complete(self) -> bool:
+        """Whether every other replica that puts files together has all of their bytes."""
+        share = self.share
+        return share is not None and share.owners - {share.me} <= self.complete_at
+
+    def depends_on(self, replica: int) -> bool:
+        """Whether the version is lost if another replica loses what it has in memory."""
+        if self.share is None or replica == self.share.me:
+            return False
+        if replica in self.share.owners:
+            return replica not in self.stored_at
+        # what its ranks had to pass on has arrived once its part is complete
+        return replica not in self.complete_at and self.phase in INCOMPLETE
 
     @property
     def all_handed_in(self) -> bool:

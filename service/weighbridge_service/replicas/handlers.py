@@ -1,0 +1,91 @@
+"""`ReplicaService`: what other replicas ask of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import grpc
+
+from weighbridge import pieces, rpc
+from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge.v1 import replica_service_pb2 as pb
+from weighbridge.v1 import replica_service_pb2_grpc
+from weighbridge_service.bulk_streams import BulkStreams
+from weighbridge_service.byte_budget import Direction
+from weighbridge_service.push.declarations import Home
+from weighbridge_service.replicas.heartbeat import SharedPushes
+from weighbridge_service.replicas.progress import (
+    home_from_proto,
+    home_to_proto,
+    progress_from_proto,
+    progress_to_proto,
+)
+from weighbridge_storage.images import Lease
+from weighbridge_storage.objects import ByteArray
+
+
+class OwnFiles(Protocol):
+    """The files of versions that this replica has in images."""
+
+    def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Lease]:
+        """All bytes of a file, and what keeps them there until it is released.
+
+        Raises:
+            FailedPrecondition: they are not final yet, or the version was given up.
+            NotFound: there is no such version under this claim, or no image of the file any more.
+        """
+
+
+class ReplicaHandlers(replica_service_pb2_grpc.ReplicaServiceServicer):
+    """`ReplicaService`.
+
+    Args:
+        home: this process.
+        pushes: what others are told, and who takes what they tell.
+        files: what others may read.
+        streams: who may stream weights.
+    """
+
+    def __init__(self, home: Home, pushes: SharedPushes, files: OwnFiles, streams: BulkStreams) -> None:
+        self._home = home
+        self._pushes = pushes
+        self._files = files
+        self._streams = streams
+
+    def Exchange(self, request: pb.ExchangeRequest, context: grpc.ServicerContext) -> pb.ExchangeResponse:
+        """See the contract."""
+        try:
+            told = [progress_from_proto(each) for each in request.versions]
+        except DataLoss as error:
+            raise InvalidArgument(error.message) from error
+        sender = home_from_proto(request.sender)
+        ours = []
+        for progress in told:
+            if progress is not None:
+                self._pushes.heard(sender, progress)
+                ours.append(self._pushes.progress(*progress.key))
+        return pb.ExchangeResponse(
+            sender=home_to_proto(self._home),
+            versions=[progress_to_proto(each, with_files=False) for each in ours if each is not None],
+        )
+
+    def ReadFile(  # type: ignore[override]
+        self, request: pb.ReadFileRequest, context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        """See the contract."""
+        with self._streams.admit(Direction.REPLICAS, context) as share:
+            data, lease = self._files.own_file(request.model, request.number, request.claim, request.file)
+            with lease:
+                end = request.offset + request.length
+                if end > len(data):
+                    raise InvalidArgument(
+                        f"{request.file} of {request.model}@{request.number} has {len(data)} bytes; those up to {end} "
+                        "were asked for"
+                    )
+                for start in range(request.offset, end, rpc.MESSAGE_BYTES):
+                    stop = min(start + rpc.MESSAGE_BYTES, end)
+                    share.take(stop - start)
+                    part = data[start:stop].data
+                    message = pb.ReadFileResponse(offset=start, checksum=rpc.checksum(part))
+                    yield pieces.encode(message, part)

@@ -1,0 +1,184 @@
+"""Heartbeat of replicas that receive versions together: they tell each other how far they are, and notice who is gone.
+
+There is one for each process. It calls each of the other replicas with which it shares a version once a second, and at once when
+something has changed here; what it tells and hears, sessions say and take (`SharedPushes`). The store is not needed for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from weighbridge.errors import VersionFailed, WeighbridgeError
+from weighbridge_service.push.declarations import Home
+from weighbridge_service.replicas.health import Health, Limits
+from weighbridge_service.replicas.links import Links, refuses
+from weighbridge_service.replicas.progress import Progress, SharedPush
+
+log = logging.getLogger(__name__)
+
+_HEARTBEAT_SECONDS = 1.0
+_REFUSED_SECONDS = 2.0
+_CALLS_AT_ONCE = 4
+
+
+class SharedPushes(Protocol):
+    """What a process knows of the versions that it receives together with others. Thread-safe."""
+
+    def shared(self) -> Sequence[SharedPush]:
+        """Those that have not ended, as far as is known here."""
+
+    def progress(self, model: str, number: int, claim: str) -> Progress | None:
+        """How far this replica is with a version, or how it has ended; None if it does not receive it under this claim."""
+
+    def heard(self, sender: Home, progress: Progress) -> None:
+        """Take note of how far another replica is. What is known already, or is of another agreement, changes nothing."""
+
+    def lost(self, replica: Home, error: VersionFailed) -> None:
+        """Take note that another replica is gone, with all that it has not written to the store."""
+
+
+_Key = tuple[str, int, str]
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """What is known of one other replica.
+
+    Attributes:
+        health: whether it is alive.
+        busy: whether it is being called; the rest belongs to who does that.
+        again: whether it is to be called once more after that.
+        shared: the versions of which it was told, and not yet how they have ended.
+        delivered: those of which it was told the written files.
+    """
+
+    health: Health
+    busy: bool = False
+    again: bool = False
+    shared: set[_Key] = field(default_factory=set)
+    delivered: set[_Key] = field(default_factory=set)
+
+
+class Heartbeat:
+    """Exchanges progress with other replicas. Thread-safe.
+
+    Args:
+        links: connections to them.
+        pushes: what is told, and who takes what is heard.
+        news: is set when something has changed here that others are to be told at once.
+        silent_s: seconds for which nothing may be heard of a replica before it counts as gone; one whose process has ended is
+            noticed sooner.
+        clock: gives seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        pushes: SharedPushes,
+        news: threading.Event,
+        silent_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._links = links
+        self._pushes = pushes
+        self._news = news
+        self._limits = Limits(min(_REFUSED_SECONDS, silent_s), silent_s)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._peers: dict[Home, _Peer] = {}
+        self._closing = False
+        self._pool = ThreadPoolExecutor(_CALLS_AT_ONCE, thread_name_prefix="replicas")
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell nothing more."""
+        self._closing = True
+        self._news.set()
+        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._news.wait(_HEARTBEAT_SECONDS)
+            self._news.clear()
+            try:
+                self._call_all()
+            except Exception:  # the next beat must come
+                log.exception("other replicas could not be told how far this one is")
+
+    def _call_all(self) -> None:
+        wanted = {peer for push in self._pushes.shared() for peer in push.peers}
+        due = []
+        with self._lock:
+            for home in wanted - self._peers.keys():
+                self._peers[home] = _Peer(Health(self._clock()))
+            for home, peer in list(self._peers.items()):
+                if peer.busy:
+                    peer.again = True
+                elif home in wanted or peer.shared:
+                    peer.busy = True
+                    due.append((home, peer))
+                else:
+                    del self._peers[home]
+        with suppress(RuntimeError):  # closed
+            for home, peer in due:
+                self._pool.submit(self._call, home, peer)
+
+    def _call(self, home: Home, peer: _Peer) -> None:
+        """Call one replica, and once more if something has changed meanwhile."""
+        while True:
+            try:
+                self._call_once(home, peer)
+            except Exception:
+                log.exception("exchanging progress with the replica %s failed", home)
+            with self._lock:
+                if not peer.again or self._closing:
+                    peer.busy = False
+                    return
+                peer.again = False
+
+    def _call_once(self, home: Home, peer: _Peer) -> None:
+        shared = {push.progress.key: push.progress for push in self._pushes.shared() if home in push.peers}
+        ended = [self._pushes.progress(*key) for key in peer.shared - shared.keys()]
+        peer.shared |= shared.keys()
+        told = [*shared.values(), *(each for each in ended if each is not None)]
+        if not told:
+            peer.shared.clear()
+            return
+        news = [(each, each.written is not None and each.key not in peer.delivered) for each in told]
+        try:
+            answered, heard = self._links.exchange(home, news)
+        except WeighbridgeError as error:
+            self._not_answered(home, peer, error)
+            return
+        peer.health = peer.health.answered(self._clock())
+        peer.shared = set(shared)
+        if answered != home:
+            self._pushes.lost(home, _gone(home, "it was restarted"))
+            return
+        peer.delivered = {each.key for each in told if each.written is not None}
+        for progress in heard:
+            self._pushes.heard(home, progress)
+
+    def _not_answered(self, home: Home, peer: _Peer, error: WeighbridgeError) -> None:
+        log.info("the replica %s does not answer: %s", home, error.message)
+        now_s = self._clock()
+        peer.health = peer.health.failed(now_s, refused=refuses(home.address))
+        if peer.health.is_lost(now_s, self._limits):
+            peer.shared.clear()
+            self._pushes.lost(home, _gone(home, "it cannot be reached any more"))
+
+
+def _gone(home: Home, why: str) -> VersionFailed:
+    return VersionFailed(
+        f"the replica {home} has lost what it had received: {why}",
+        fix="see why that replica has ended, then push the step again",
+    )

@@ -1,0 +1,124 @@
+"""Connections to other replicas, for what they tell each other and for the files that they read from each other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from weighbridge import rpc
+from weighbridge.errors import DataLoss
+from weighbridge.pieces import decoder
+from weighbridge.v1 import replica_service_pb2 as pb
+from weighbridge.v1 import replica_service_pb2_grpc
+from weighbridge_service.push.declarations import Home
+from weighbridge_service.replicas.progress import (
+    Progress,
+    home_from_proto,
+    home_to_proto,
+    progress_from_proto,
+    progress_to_proto,
+)
+
+_EXCHANGE_SECONDS = 5.0
+_READ_SECONDS = 30.0
+"""For a part of a file, of some megabytes."""
+_PROBE_SECONDS = 1.0
+_CONTROL, _BULK = "control", "bulk"
+
+
+class Links:
+    """Connections to other replicas, made when first used. Thread-safe.
+
+    Args:
+        home: this process.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self._lock = threading.Lock()
+        self._channels: dict[tuple[str, str], grpc.Channel] = {}
+
+    def exchange(self, other: Home, progress: Sequence[tuple[Progress, bool]]) -> tuple[Home, list[Progress]]:
+        """Tell another replica how far this one is.
+
+        Args:
+            other: which replica.
+            progress: with each version, and whether to name the files that were written.
+
+        Returns:
+            Who has answered, which may be another process at the same address, and how far that one is.
+
+        Raises:
+            WeighbridgeError: it cannot be reached, or refuses.
+        """
+        stub = replica_service_pb2_grpc.ReplicaServiceStub(self._channel(other.address, _CONTROL))
+        request = pb.ExchangeRequest(
+            sender=home_to_proto(self.home),
+            versions=[progress_to_proto(each, with_files=files) for each, files in progress],
+        )
+        with rpc.translated_errors(other.address):
+            response = stub.Exchange(request, timeout=_EXCHANGE_SECONDS)
+        found = [progress_from_proto(each) for each in response.versions]
+        return home_from_proto(response.sender), [each for each in found if each is not None]
+
+    def read_file(self, owner: Home, key: tuple[str, int, str], file: str, offset: int, length: int) -> bytes:
+        """A part of a file from the image of the replica that owns it.
+
+        Args:
+            owner: that replica.
+            key: model, number and claim of the version.
+            file: its name.
+            offset: first byte.
+            length: how many.
+
+        Raises:
+            DataLoss: a piece does not agree with its checksum, or bytes are missing.
+            WeighbridgeError: the replica cannot be reached, or refuses.
+        """
+        model, number, claim = key
+        read: Any = self._channel(owner.address, _BULK).unary_stream(
+            "/weighbridge.v1.ReplicaService/ReadFile",
+            request_serializer=pb.ReadFileRequest.SerializeToString,
+            response_deserializer=decoder(pb.ReadFileResponse),
+        )
+        request = pb.ReadFileRequest(
+            model=model, number=number, claim=claim, file=file, offset=offset, length=length
+        )
+        found = bytearray()
+        with rpc.translated_errors(owner.address):
+            for piece in read(request, timeout=_READ_SECONDS):
+                found += rpc.checked(piece, offset + len(found))
+        if len(found) != length:
+            raise DataLoss(f"{owner} sent {len(found)} of {length} bytes of {file} of {model}@{number}")
+        return bytes(found)
+
+    def close(self) -> None:
+        """End all connections; what is on its way fails."""
+        with self._lock:
+            channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            channel.close()
+
+    def _channel(self, address: str, use: str) -> grpc.Channel:
+        with self._lock:
+            channel = self._channels.get((address, use))
+            if channel is None:
+                # a heartbeat must not queue behind a megabyte
+                channel = self._channels[address, use] = rpc.open_channel(address, shared=False)
+            return channel
+
+
+def refuses(address: str) -> bool:
+    """Whether a machine says that nobody listens at an address: a process that was there has ended."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False

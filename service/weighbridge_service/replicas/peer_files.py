@@ -1,0 +1,99 @@
+"""Files that other replicas own, as sources for reading a version before it is durable.
+
+They are brought in blocks, through the cache that files of a remote store go through, and read ahead like these. Where the owner does not
+give a block, the version has become durable, and the block is read from the store at the same offset; or it has failed, and the
+reader is told why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from weighbridge import rpc
+from weighbridge.errors import Unavailable, WeighbridgeError
+from weighbridge_service.push.declarations import Home
+from weighbridge_service.replicas.links import Links
+from weighbridge_storage.block_cache import BlockCache
+from weighbridge_storage.file_bytes import FileBytes
+from weighbridge_storage.names import ModelName, version_key
+from weighbridge_storage.objects import ObjectStore
+
+_PATIENCE_SECONDS = 30.0
+"""How long a block is asked for whose owner does not answer, of a version that is neither durable nor given up."""
+
+
+class PeerFiles:
+    """Opens files that other replicas own. Thread-safe.
+
+    Args:
+        links: connections to them.
+        cache: what the bytes go through.
+        store: where the files are once the version is durable.
+
+    Attributes:
+        bytes_read: bytes that came from other replicas.
+    """
+
+    def __init__(self, links: Links, cache: BlockCache, store: ObjectStore) -> None:
+        self._links = links
+        self._cache = cache
+        self._store = store
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+
+    def open(
+        self,
+        model: ModelName,
+        number: int,
+        claim: str,
+        owners: Mapping[str, Home],
+        sizes: Mapping[str, int],
+        is_durable: Callable[[], bool],
+    ) -> dict[str, FileBytes]:
+        """Files of a version that is ready.
+
+        Args:
+            model: whose version.
+            number: which version.
+            claim: what its replicas have agreed on.
+            owners: for each file that is wanted, the replica that owns it.
+            sizes: of these files, in bytes.
+            is_durable: whether the version can be read from the store by now.
+                Raises VersionFailed if it was given up.
+
+        Raises:
+            ResourceExhausted, Unavailable: the cache has no place for them.
+        """
+        fetch = partial(self._fetch, model, number, claim, dict(owners), is_durable)
+        return dict(self._cache.open(f"{model}@{number}", sizes, fetch, {}))
+
+    def _fetch(
+        self,
+        model: ModelName,
+        number: int,
+        claim: str,
+        owners: Mapping[str, Home],
+        is_durable: Callable[[], bool],
+        file: str,
+        offset: int,
+        length: int,
+    ) -> bytes:
+        owner = owners[file]
+        patience = rpc.Patience(_PATIENCE_SECONDS)
+        while True:
+            try:
+                data = self._links.read_file(owner, (str(model), number, claim), file, offset, length)
+            except WeighbridgeError as error:
+                if is_durable():
+                    return self._store.read_range(version_key(model, number, file), offset, length)
+                if not patience.wait():
+                    raise Unavailable(
+                        f"{file} of {model}@{number} cannot be read from the replica {owner}: {error.message}",
+                        fix="try again when that replica is back, or when the version is durable",
+                    ) from error
+            else:
+                with self._lock:
+                    self.bytes_read += length
+                return data

@@ -1,0 +1,105 @@
+"""Progress of one replica with its part of a version that several receive together, and its form on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from weighbridge.v1 import replica_service_pb2 as pb
+from weighbridge_service.push.declarations import Home
+from weighbridge_storage.version_writing import Written
+
+
+class Stage(IntEnum):
+    """How far a replica is; each stage implies those before it, but for the last."""
+
+    RECEIVING = pb.PUSH_STAGE_RECEIVING
+    """Bytes of its files are still to come."""
+    COMPLETE = pb.PUSH_STAGE_COMPLETE
+    """All of them are there, and nobody can change them."""
+    WRITTEN = pb.PUSH_STAGE_WRITTEN
+    """They are in the object store."""
+    PUBLISHED = pb.PUSH_STAGE_PUBLISHED
+    """The version is part of history."""
+    FAILED = pb.PUSH_STAGE_FAILED
+    """The version was given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one replica is with its part of a version.
+
+    Attributes:
+        model: ``namespace/name``.
+        number: the version.
+        claim: names what the replicas have agreed on.
+        stage: how far.
+        written: the files that it has written; None if there are none, or they are not told.
+        error: why the version was given up.
+    """
+
+    model: str
+    number: int
+    claim: str
+    stage: Stage
+    written: Written | None = None
+    error: str = ""
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """Which version, and under which agreement."""
+        return self.model, self.number, self.claim
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPush:
+    """A version that this replica receives together with others.
+
+    Attributes:
+        progress: how far it is here.
+        peers: the other replicas.
+    """
+
+    progress: Progress
+    peers: tuple[Home, ...]
+
+
+def home_to_proto(home: Home) -> pb.Replica:
+    """A process of the service as a message."""
+    return pb.Replica(address=home.address, boot=home.boot)
+
+
+def home_from_proto(message: pb.Replica) -> Home:
+    """A message as the process of the service that it names."""
+    return Home(message.address, message.boot)
+
+
+def progress_to_proto(progress: Progress, *, with_files: bool) -> pb.VersionProgress:
+    """Progress as a message; with the files that were written, or without."""
+    written = progress.written if with_files else None
+    return pb.VersionProgress(
+        model=progress.model,
+        number=progress.number,
+        claim=progress.claim,
+        stage=pb.PushStage.ValueType(progress.stage),
+        written=b"" if written is None else written.to_json(progress.claim),
+        error=progress.error,
+    )
+
+
+def progress_from_proto(message: pb.VersionProgress) -> Progress | None:
+    """A message as progress; None if it names a stage that this release does not know.
+
+    Raises:
+        DataLoss: the files it names cannot be read.
+    """
+    try:
+        stage = Stage(message.stage)
+    except ValueError:
+        return None
+    written: Written | None = None
+    if message.written:
+        claim, written = Written.from_json(message.written, f"progress of {message.model}@{message.number}")
+        if claim != message.claim:
+            written = None
+    return Progress(message.model, message.number, message.claim, stage, written, message.error)
