@@ -30,7 +30,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm lint format protos protos-check protos-baseline clean
+.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -148,6 +148,9 @@ bench-peers: $(BENCH_STAMP) ## measure next to what others use, from a trainer's
 
 bench-asyncio: $(STAMP) ## time pulls of the asyncio client next to those of the blocking one, and how late its event loop is
 	@$(BIN)/python -W ignore -m benchmarks.asyncio_pulls $(ARGS)
+
+bench-nodes: $(STAMP) ## measure a push of 8 ranks to two services, one for each node, next to one; ARGS="--gb 0.5 --cuts stages contiguous --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.nodes $(ARGS)
 
 bench-reading: $(STAMP) ## time pulls from S3 next to boto3's own download, and count the bytes that slices cost
 	@$(BIN)/python -W ignore -m benchmarks.reading $(ARGS)

@@ -135,6 +135,7 @@ class TrainerProcess:
             "durable": version.durable_time_ms / 1e3,
             "version_bytes": version.received_bytes,
             "lane": report.lane,
+            "local_bytes": report.local_bytes,
         }
 
     def copy(self, at: float) -> dict[str, Any]:

@@ -87,17 +87,22 @@ class Clients:
 
 
 @contextmanager
-def clients(spec: ClientSpec) -> Iterator[Clients]:
+def clients(spec: ClientSpec, servers: Sequence[str] = ()) -> Iterator[Clients]:
     """As many clients as the spec says, one for each rank; they are ended when the context is left.
 
     Each may use its share of the cores, as ranks on one host are set up.
+
+    Args:
+        spec: what they are.
+        servers: for each rank, the service that it uses; by default that of the spec.
     """
     threads = str(max(len(os.sched_getaffinity(0)) // spec.clients, 1))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
     with ExitStack() as stack:
         running = []
         for rank in range(spec.clients):
-            text = json.dumps(asdict(replace(spec, rank=rank)))
+            server = servers[rank] if servers else spec.server
+            text = json.dumps(asdict(replace(spec, rank=rank, server=server)))
             process = processes.python("-m", "benchmarks.client_process", text, environment=environment)
             running.append(stack.enter_context(process))
         yield Clients(running)

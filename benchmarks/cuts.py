@@ -2,6 +2,7 @@
 
 - ``contiguous``: every tensor is cut along its rows, so that a shard is one run of bytes of a file.
 - ``columns``: every matrix is cut along its columns, so that each of its rows is spread over the ranks.
+- ``stages``: of trainers on two nodes, in Megatron-core's names: tensor parallelism on each node, one pipeline stage on each.
 - ``megatron``: tensor parallelism as Megatron-core and engines have it, in their own names: some matrices by rows, some by
   columns, query, key and value interleaved, norms replicated.
 
@@ -19,6 +20,8 @@ from weighbridge.slices import LayoutRequest
 from weighbridge.v1 import resources_pb2
 
 CUTS = ("contiguous", "columns", "megatron")
+NODES = 2
+"""Halves of the ranks, neighbours together, that a trainer on several nodes is cut for."""
 
 
 def trainer_shards(
@@ -27,17 +30,23 @@ def trainer_shards(
     """What one trainer rank holds, and in which space its names are.
 
     Args:
-        cut: one of `CUTS`.
+        cut: one of `CUTS`, or ``stages``.
         trainer: a client of the service, where the model is registered.
         model: ``namespace/name``.
         specs: the model's tensors in Hugging Face's space.
         clients: number of ranks.
         rank: which one, from 0.
     """
-    if cut == "megatron":
-        parallel = {"tensor_parallel_size": clients, "tensor_parallel_rank": rank}
-        stage = {"pipeline_parallel_size": 1, "pipeline_parallel_rank": 0}
-        return trainer.describe_shards(model, {**parallel, **stage}), wire.MEGATRON
+    if cut in ("megatron", "stages"):
+        stages = NODES if cut == "stages" else 1
+        tensor_parallel = clients // stages
+        at = {
+            "tensor_parallel_size": tensor_parallel,
+            "tensor_parallel_rank": rank % tensor_parallel,
+            "pipeline_parallel_size": stages,
+            "pipeline_parallel_rank": rank // tensor_parallel,
+        }
+        return trainer.describe_shards(model, at), wire.MEGATRON
     specs = list(specs)
     return Layout.stream(specs, shards(cut, specs, clients, rank)), wire.HUGGING_FACE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,18 +74,27 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 
 @contextmanager
-def service(folder: Path, model_bytes: int) -> Iterator[Service]:
-    """A service over a new store in a folder.
+def service(
+    folder: Path, model_bytes: int, *options: str, program: Sequence[str] = ("-m", "weighbridge")
+) -> Iterator[Service]:
+    """A service over a store in a folder, a new one if there is none.
 
     Its memory is enough for one image of the model, and for two if the machine has it: the version that engines pull and the
     one that is being pushed. Else every other version is put together in a file.
+
+    Args:
+        folder: the store is its folder ``store``.
+        model_bytes: of the part of the model that the service puts together.
+        options: of the command line, besides those that all services get.
+        program: what Python runs.
     """
     available = _available_memory() - MEMORY_RESERVE - model_bytes * 5 // 4
     budget = max(model_bytes * 11 // 10, min(model_bytes * 22 // 10, available))
     arguments = (
-        *("-m", "weighbridge", "serve", "--store", str(folder / "store")),
+        *(*program, "serve", "--store", str(folder / "store")),
         *("--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--log-level", "error"),
         *("--memory-budget", str(budget), "--grace", "1", "--collect-every", "0"),
+        *options,
     )
     with python(*arguments) as process:
         line = first_line(process)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks import cuts, models
+from benchmarks import cuts, models, nodes
 from benchmarks.cases import Case, Figures, run_case
 from benchmarks.peer_process import measure
 from benchmarks.peers import BY_NAME
@@ -93,6 +93,18 @@ def test_bytes_that_are_reported_are_those_of_the_model_and_of_the_version(
     assert figures.lanes == {lane}
     assert f"{SIZE:g}, 2, {cut}, {lane}" in cases_table([figures])
     assert json.loads(json.dumps(figures.to_json()))["bytes"]["pulled"] == nbytes
+
+
+def test_a_push_to_two_nodes_moves_each_byte_once_and_most_of_them_by_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "_WARM_UP", 0)
+    figures = nodes.run(SIZE, 2, "stages", "auto", 1, tmp_path)
+    moved = figures.nbytes["local"] + figures.nbytes["streamed"]
+    assert moved == figures.nbytes["model"]
+    assert figures.nbytes["local"] > 0.8 * moved
+    assert set(json.loads(json.dumps(figures.to_json()))["ratios"]) == {"held", "ready", "durable"}
+    assert "stages, auto" in nodes.table([figures])
 
 
 def test_ratios_are_those_of_rounds() -> None:
