@@ -303,14 +303,32 @@ def test_a_grant_that_ends_early_counts_for_nothing_and_none_is_given_once_files
         other.writer.grant(0)
 
 
+def test_a_grant_covers_what_belongs_to_the_ranks_own_replica_and_the_rest_is_streamed() -> None:
+    bench = Bench(replicas=2)
+    for rank in range(RANKS):
+        writer, length = bench.home_of(rank), len(bench.stream(rank))
+        grant, parts = writer.grant(rank), bench.agreed.prepared.grantable[rank]
+        stream = np.frombuffer(bench.stream(rank), np.uint8)
+        for start, stop in parts:
+            grant.prepared.transfer.scatter(stream[start:stop], start, grant.image.buffers, str(rank))
+        assert writer.end_grant(grant, complete=True) == parts.size
+        assert 0 < parts.size < length
+        assert writer.received(rank) == (list(parts), length)
+        with pytest.raises(FailedPrecondition, match="have not arrived"):
+            writer.check_whole(rank)
+    assert not bench.filled()
+    for rank in range(RANKS):
+        bench.push(rank, bench.agreed.prepared.grantable[rank].gaps(0, len(bench.stream(rank))))
+        bench.home_of(rank).check_whole(rank)
+    bench.check()
+
+
 def test_replicas_take_only_the_ranges_that_are_routed_to_them() -> None:
     bench = Bench(replicas=2)
     data = memoryview(bench.stream(0))
     for claim, rank in (("wrong", 1), (bench.agreed.claim, 0)):
         with pytest.raises(FailedPrecondition):
             bench.writers[0].write_forwarded(claim, rank, 0, data, rpc.checksum(data))
-    with pytest.raises(FailedPrecondition, match="several replicas"):
-        bench.writers[0].grant(0)
     for rank in range(RANKS):
         bench.push(rank)
     bench.check()

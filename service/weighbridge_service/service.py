@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import uuid
 
 from weighbridge.checks import CheckStatus
@@ -23,6 +24,7 @@ from weighbridge_service.memory_plan import (
 from weighbridge_service.push.declarations import Home
 from weighbridge_service.push.intake import Intake
 from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.registry import Registry
 from weighbridge_service.replicas.heartbeat import Heartbeat
 from weighbridge_service.replicas.links import Links
 from weighbridge_service.replicas.peer_files import PeerFiles
@@ -109,14 +111,16 @@ class Weighbridge:
             log.log(_LOG_LEVELS[check.status], "%s", check)
         self.catalog = Catalog(self._store, grace)
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
-        self.intake = Intake(self.catalog, self.images, self.mappings, config, home)
+        news = threading.Event()
+        registry = Registry(self.catalog, news)
+        self.intake = Intake(self.catalog, registry, self.images, self.mappings, config, home)
         self.store_readers = self.catalog.readers
-        self.shared = SharedSessions(self.intake.registry)
+        self.shared = SharedSessions(registry)
         self._links = Links(home)
         self.peer_files = PeerFiles(self._links, self.read_cache, self._store)
         self._heartbeat: Heartbeat | None = None
         if config.advertise:
-            self._heartbeat = Heartbeat(self._links, self.shared, self.intake.news, config.peer_patience)
+            self._heartbeat = Heartbeat(self._links, self.shared, news, config.peer_patience)
         self.serving = Serving(
             self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files
         )

@@ -89,7 +89,8 @@ class Intake:
     """Versions on their way in. Thread-safe.
 
     Args:
-        catalog: which models there are; is shown the versions.
+        catalog: which models there are.
+        registry: takes the sessions of versions.
         images: where versions are put together.
         mappings: who has images mapped.
         config: limits and time-outs.
@@ -107,7 +108,13 @@ class Intake:
     """
 
     def __init__(
-        self, catalog: Catalog, images: ImagePool, mappings: Mappings, config: ServiceConfig, home: Home
+        self,
+        catalog: Catalog,
+        registry: Registry,
+        images: ImagePool,
+        mappings: Mappings,
+        config: ServiceConfig,
+        home: Home,
     ) -> None:
         self.home = home
         self.limits = Limits(
@@ -125,8 +132,7 @@ class Intake:
         self._mappings = mappings
         self._max_receiving = config.max_receiving
         self._allocator = ImageAllocator(images, self.standbys)
-        self.news = threading.Event()
-        self.registry = Registry(catalog, self.news)
+        self._registry = registry
         self._peers = Peers(config.peer_patience)
         self._pools = EffectPools()
         self._timers = Timers()
@@ -166,7 +172,7 @@ class Intake:
                 return there
             self._check_room()
             failed = {
-                s.number for s in self.registry.of_model(model_name) if s.snapshot.version.state.given_up
+                s.number for s in self._registry.of_model(model_name) if s.snapshot.version.state.given_up
             }
             lease_ms = round(self.limits.lease * 1000)
             asked = OpeningRequest(request_id, step, run, ranks, self.home, lease_ms, frozenset(failed))
@@ -181,7 +187,7 @@ class Intake:
     def _opened_before(
         self, name: ModelName, asked: tuple[int, str, int], request_id: str, client_id: str
     ) -> Version | None:
-        session = self.registry.of_request(name, request_id)
+        session = self._registry.of_request(name, request_id)
         if session is None:
             return None
         version = session.snapshot.version
@@ -196,7 +202,7 @@ class Intake:
         """Raise if no further version can be received (ResourceExhausted), or none any more (Unavailable)."""
         if self.draining:
             raise Unavailable("the service is shutting down", fix="try again when it is back")
-        count = self.registry.count(VersionState.OPEN, VersionState.RECEIVING)
+        count = self._registry.count(VersionState.OPEN, VersionState.RECEIVING)
         if count >= self._max_receiving:
             raise ResourceExhausted(
                 f"{count} versions are being received", fix="wait until one is done, or abort one"
@@ -213,7 +219,7 @@ class Intake:
                 fix="push the step again",
             )
         session = self._session(model, entry, client_id)
-        self.registry.add(session)
+        self._registry.add(session)
         return session
 
     def _session(self, model: RegisteredModel, entry: OpenEntry, client_id: str) -> PushSession:
@@ -242,13 +248,13 @@ class Intake:
             mappings=self._mappings,
             pools=self._pools,
             timers=self._timers,
-            surroundings=self.registry,
+            surroundings=self._registry,
         )
 
     def _find(self, name: str, number: int) -> PushSession:
         """The session of a version that is being received here, or was."""
         model_name = ModelName.parse(name)
-        session = self.registry.get(model_name, number)
+        session = self._registry.get(model_name, number)
         if session is not None:
             return session
         history = self._catalog.history(model_name)
@@ -283,11 +289,11 @@ class Intake:
     def _find_or_join(self, name: str, number: int, client_id: str) -> PushSession:
         """The session of a version, begun now if the version was opened at another replica."""
         model_name = ModelName.parse(name)
-        if self.registry.get(model_name, number) is None:
+        if self._registry.get(model_name, number) is None:
             with self._opening(model_name):
                 head = self._catalog.head(model_name)
                 entry = head.open.get(number)
-                if entry is not None and self.registry.get(model_name, number) is None:
+                if entry is not None and self._registry.get(model_name, number) is None:
                     self._check_room()
                     check_not_received_alone(entry, self.home)
                     self._begin(model_name, entry, head, client_id)
@@ -359,7 +365,7 @@ class Intake:
             VersionFailed: the version is not open any more, or the replicas do not agree.
         """
         model_name = ModelName.parse(name)
-        session = self.registry.get(model_name, number)
+        session = self._registry.get(model_name, number)
         if session is None:
             still_open(self._catalog.head(model_name), number)
             raise Unavailable(f"no rank of {name}@{number} has come to {self.home} yet", fix="try again")
@@ -399,7 +405,7 @@ class Intake:
         model = self._catalog.model(ModelName.parse(name))
         if self.draining:
             return None
-        sessions = self.registry.of_model(model.name)
+        sessions = self._registry.of_model(model.name)
         last = next((session for session in reversed(sessions) if session.takes_part(client_id)), None)
         if last is None:
             raise FailedPrecondition(
@@ -433,7 +439,7 @@ class Intake:
         """Give a version up. Raises FailedPrecondition if it is visible already."""
         model_name = ModelName.parse(name)
         reason = reason[:500] or "aborted"
-        session = self.registry.get(model_name, number)
+        session = self._registry.get(model_name, number)
         if session is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
             self._give_up(model_name, number, reason, by=None)
             return self._catalog.get_version(name, str(number))
@@ -446,10 +452,10 @@ class Intake:
     def drain(self, seconds: float) -> bool:
         """Refuse new versions and wait for those under way; whether all of them ended in time."""
         self.draining = True
-        for session in self.registry.all():
+        for session in self._registry.all():
             session.post(on.Draining())
         finished = self._catalog.wait_finished(seconds)
-        for session in self.registry.all():
+        for session in self._registry.all():
             if session.state.unfinished:
                 log.warning("not finished: %s", session.name_waits())
         return finished
@@ -459,5 +465,5 @@ class Intake:
         self._peers.close()
         self._timers.stop()
         self._pools.stop(_STOP_SECONDS)
-        for session in self.registry.all():
+        for session in self._registry.all():
             session.stop()
