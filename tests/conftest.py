@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import botocore.session
 import pytest
@@ -14,6 +17,9 @@ from hypothesis import settings
 from tests.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, seaweedfs
 from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.opening import open_store
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 # machines that run tests are shared: how long one example takes says nothing
 settings.register_profile("shared", deadline=None)
@@ -27,6 +33,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             groups = [mark.args[0] for mark in item.iter_markers("xdist_group")]
             if groups and "@" not in item.nodeid:
                 item._id = NodeId.parse(f"{item.nodeid}@{groups[0]}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def disk_without_wait() -> Iterator[None]:
+    """Flushes of files and folders return at once: they last for milliseconds each, and show only after a loss of power.
+
+    That files are flushed, and which, is for tests to see that watch the calls; processes that are started as programs flush.
+    """
+    really = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
+
+    def flush(name: str, file: FileDescriptorLike) -> None:
+        mode = os.fstat(file if isinstance(file, int) else file.fileno()).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            really[name](file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in really:
+            patch.setattr(os, name, functools.partial(flush, name))
+        yield
 
 
 @pytest.fixture(scope="session")
