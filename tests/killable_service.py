@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import socket
 import time
@@ -13,8 +12,7 @@ from typing import Any
 
 import grpc
 
-from tests.forked import PRELOAD
-from weighbridge.demo import ranks
+from tests.forked import forking
 
 
 def free_port() -> int:
@@ -70,8 +68,7 @@ class KillableService:
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.settings = settings
-        ranks.start_server(PRELOAD)
-        self._context = multiprocessing.get_context("forkserver")
+        self._context = forking()
         self._process: ForkServerProcess | None = None
 
     def start(self, *, wait: bool = True) -> None:

@@ -1,8 +1,4 @@
-"""How does a test run a function on all ranks of a small Megatron job?
-
-With the demo's launcher, whose server of processes has here imported what tests need besides. It is one per
-test process, so every pytest-xdist worker has its own.
-"""
+"""Small Megatron jobs in tests: the demo's launcher, whose server of processes has here imported what tests need besides."""
 
 from __future__ import annotations
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import random
-import signal
 import stat
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import xxhash
 
+from tests.forked import forking
 from tests.scripts import start
 from weighbridge.errors import (
     Conflict,
@@ -253,28 +255,26 @@ except ResourceExhausted as error:
     assert visible(root) == set()
 
 
-WRITE_FOREVER = """
-import os, sys
-from weighbridge_storage.local import LocalStore
-store = LocalStore(sys.argv[1])
-print("ready", flush=True)
-value = 0
-while True:
-    value = (value + 1) % 256
-    store.put("models/x/object", [bytes([value]) * 300_000] * 4, mode="overwrite")
-"""
+def write_forever(ready: Connection, root: Path) -> None:
+    store = LocalStore(root)
+    ready.send(None)
+    for value in itertools.cycle(range(256)):
+        store.put("models/x/object", [bytes([value]) * 300_000] * 4, mode="overwrite")
 
 
 def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_object(root: Path) -> None:
-    dice = random.Random(7)
+    dice, context = random.Random(7), forking()
     left_over = 0
     for _ in range(20):
-        writer = start(WRITE_FOREVER, root)
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
+        begins, ready = context.Pipe(duplex=False)
+        writer = context.Process(target=write_forever, args=(ready, root), daemon=True)
+        writer.start()
+        ready.close()  # ours, or the death of a writer that never begins would not be seen
+        with begins:
+            begins.recv()
         time.sleep(dice.uniform(0.005, 0.04))
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate(timeout=30)
+        writer.kill()
+        writer.join()
         left_over += any((root / ".tmp").glob("*/*"))
         store = LocalStore(root)
         assert not list((root / ".tmp").glob("*/*")), (
