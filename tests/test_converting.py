@@ -12,8 +12,8 @@ import fcntl
 import filecmp
 import io
 import json
+import multiprocessing
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -21,8 +21,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from tests.forked import forking
 from tests.megatron_ranks import run_ranks
 from tests.reference import (
     MtpReference,
@@ -63,6 +65,7 @@ from weighbridge.errors import (
 )
 from weighbridge.layouts import Shard, TensorSpec
 from weighbridge_service import bridges
+from weighbridge_service.bridges import bridge_for
 from weighbridge_service.converting import units, worker, workers, working_folder
 from weighbridge_service.converting.checkpoint_keys import KeyForm, LayerSpec
 from weighbridge_service.converting.conversions import ConvertOptions
@@ -261,7 +264,6 @@ def _fill_and_save(
     flag: str,
 ) -> None:
     """Save a filled model as Megatron's training does, with states of an optimizer and of random numbers."""
-    import multiprocessing
     import queue
 
     from megatron.core import dist_checkpointing
@@ -968,73 +970,33 @@ def test_a_source_that_changes_meanwhile_is_noticed(tmp_path: Path, llama: Path)
     assert not (tmp_path / "new").exists()
 
 
-_RUNNER = """
-import os, pickle, sys, traceback
-from pathlib import Path
-import mbridge
-from weighbridge_service.bridges import bridge_for
-from weighbridge_service.converting import units
-from weighbridge_service.converting.convert import convert_folder
-units.UNIT_BYTES = 2 << 20
-while True:
-    try:
-        source, target = pickle.load(sys.stdin.buffer)
-    except EOFError:
-        break
-    bridge_for((source / "config.json" if (source / "config.json").exists() else source / "hf/config.json").read_bytes())
-    pid = os.fork()
-    if not pid:
-        os.setsid()
-        try:
-            convert_folder(source, target)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    print(pid, flush=True)
-    print(os.waitpid(pid, 0)[1], flush=True)
-"""
+def _convert(begun: Connection, source: Path, target: Path) -> None:
+    """Convert in a process group of its own, and say when that begins: the bridge is there by then."""
+    os.setsid()
+    units.UNIT_BYTES = 2 << 20
+    of_checkpoint = source / "hf/config.json"
+    bridge_for((of_checkpoint if of_checkpoint.exists() else source / "config.json").read_bytes())
+    begun.send(None)
+    convert_folder(source, target)
 
 
-class Runner:
-    """Starts conversions in process groups of their own, from a process that has imported everything.
-
-    Attributes:
-        seconds: how long the last one took.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", _RUNNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-
-    def run(self, source: Path, target: Path, kill_after: float | None = None) -> int:
-        """Convert, and kill everything after so many seconds; the wait status."""
-        stdin, stdout = cast(Any, self._process.stdin), cast(Any, self._process.stdout)
-        pickle.dump((source, target), stdin)
-        stdin.flush()
-        group = int(stdout.readline())
-        started = time.monotonic()
-        if kill_after is not None:
-            time.sleep(kill_after)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
-        status = int(stdout.readline())
-        self.seconds = time.monotonic() - started
-        return status
-
-    def close(self) -> None:
-        cast(Any, self._process.stdin).close()
-        self._process.wait(10)
-        cast(Any, self._process.stdout).close()
-
-
-@pytest.fixture
-def runner() -> Iterator[Runner]:
-    made = Runner()
-    yield made
-    made.close()
+def converted(source: Path, target: Path, kill_after: float | None = None) -> tuple[int, float]:
+    """The exit code of a process that converts, and its seconds; it and its workers are killed after so many."""
+    context = forking()
+    begins, begun = context.Pipe(duplex=False)
+    # not a daemon, which could start no workers
+    process = context.Process(target=_convert, args=(begun, source, target), daemon=False)
+    process.start()
+    begun.close()  # ours, or the death of a process that never begins would not be seen
+    with begins:
+        begins.recv()
+    started = time.monotonic()
+    process.join(kill_after)
+    if process.exitcode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(cast(int, process.pid), signal.SIGKILL)
+        process.join()
+    return cast(int, process.exitcode), time.monotonic() - started
 
 
 @pytest.fixture(scope="module")
@@ -1052,14 +1014,13 @@ def _identical(one: Path, other: Path) -> None:
     assert len(matching) == len(names)
 
 
-def test_killed_at_random_moments_it_gives_the_same_bytes(
-    tmp_path: Path, larger: Path, runner: Runner
-) -> None:
+def test_killed_at_random_moments_it_gives_the_same_bytes(tmp_path: Path, larger: Path) -> None:
     randomness = random.Random(os.environ.get("WEIGHBRIDGE_CONVERT_SEED"))
     seconds = []
     for source, target in ((larger, tmp_path / "checkpoint"), (tmp_path / "checkpoint", tmp_path / "back")):
-        assert runner.run(source, target) == 0
-        seconds.append(runner.seconds)
+        status, lasted = converted(source, target)
+        assert status == 0
+        seconds.append(lasted)
     killed = 0
     for source, whole, limit in (
         (larger, tmp_path / "checkpoint", seconds[0]),
@@ -1067,16 +1028,16 @@ def test_killed_at_random_moments_it_gives_the_same_bytes(
     ):
         again = tmp_path / "again"
         for _ in range(KILLS):
-            status = runner.run(source, again, randomness.uniform(0, limit))
-            assert status in (0, signal.SIGKILL)
-            killed += status == signal.SIGKILL
+            status, _ = converted(source, again, randomness.uniform(0, limit))
+            assert status in (0, -signal.SIGKILL)
+            killed += status == -signal.SIGKILL
             if again.exists():
                 # It was done, or all but: what is there is whole.
                 _identical(again, whole)
                 if not (tmp_path / "again.converting").exists():
                     shutil.rmtree(again)
         if not again.exists() or (tmp_path / "again.converting").exists():
-            assert runner.run(source, again) == 0
+            assert converted(source, again)[0] == 0
         _identical(again, whole)
         assert not (tmp_path / "again.converting").exists()
         shutil.rmtree(again)
