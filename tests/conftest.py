@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import botocore.session
 import pytest
@@ -16,6 +17,9 @@ from hypothesis import settings
 from tests.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, seaweedfs
 from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.opening import open_store
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 # machines that run tests are shared: how long one example takes says nothing
 settings.register_profile("shared", deadline=None)
@@ -37,15 +41,15 @@ def disk_without_wait() -> Iterator[None]:
 
     That files are flushed, and which, is for tests to see that watch the calls; processes that are started as programs flush.
     """
-    for_certain = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
+    really = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
 
-    def flush(name: str, file: int) -> None:
-        mode = os.fstat(file).st_mode
+    def flush(name: str, file: FileDescriptorLike) -> None:
+        mode = os.fstat(file if isinstance(file, int) else file.fileno()).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            for_certain[name](file)
+            really[name](file)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in for_certain:
+        for name in really:
             patch.setattr(os, name, functools.partial(flush, name))
         yield
 

@@ -195,11 +195,16 @@ def test_a_value_head_comes_back(tmp_path: Path) -> None:
     assert "score.bias" in loaded(tmp_path / "back")
 
 
-def _fill_and_load(
-    rank: int,
-    parallel: Parallel,
-    cases: list[tuple[PretrainedConfig, dict[str, Tensor], str, dict[str, Any]]],
-) -> list[str]:
+@dataclass(frozen=True)
+class Saved:
+    """A model, and folders with checkpoints of it: each with its layers' spec, and whether layers have keys of their own."""
+
+    config: PretrainedConfig
+    weights: dict[str, Tensor]
+    folders: dict[str, tuple[LayerSpec, bool]]
+
+
+def _fill_and_load(rank: int, parallel: Parallel, cases: list[Saved]) -> list[str]:
     """Load checkpoints as Megatron does, and name what differs from models filled by another loader."""
     from megatron.core import dist_checkpointing
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
@@ -210,27 +215,30 @@ def _fill_and_load(
         return {n: t for n, t in model.state_dict().items() if t is not None and "_extra_state" not in n}
 
     different = []
-    for config, weights, folder, options in cases:
-        expected, model = (
-            build_family_model(config, parallel, names=options["names"], padded_vocab_size=options["rows"])
-            for _ in range(2)
-        )
-        load_with_mbridge(expected, weights, config)
-        metadata = ensure_metadata_has_dp_cp_group({"non_homogeneous_layers": options["per_layer"]})
-        state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata)}, folder)
-        model.load_state_dict(state["model"])
-        assert state["checkpoint_version"] == 3.0
-        found = parameters(model)
-        different += [
-            f"{folder}: {name}"
-            for name, tensor in parameters(expected).items()
-            if not torch.equal(found[name], tensor)
-        ]
+    for case in cases:
+        # Not the padding that was written: Megatron takes any.
+        rows = -(-case.config.vocab_size // 8) * 8
+        filled = build_family_model(case.config, parallel, padded_vocab_size=rows)
+        load_with_mbridge(filled, case.weights, case.config)
+        expected = parameters(filled)
+        for folder, (spec, per_layer) in case.folders.items():
+            model = build_family_model(case.config, parallel, names=spec, padded_vocab_size=rows)
+            metadata = ensure_metadata_has_dp_cp_group({"non_homogeneous_layers": per_layer})
+            state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata)}, folder)
+            model.load_state_dict(state["model"])
+            assert state["checkpoint_version"] == 3.0
+            found = parameters(model)
+            assert found.keys() == expected.keys()
+            different += [
+                f"{folder}: {name}"
+                for name, tensor in expected.items()
+                if not torch.equal(found[name], tensor)
+            ]
     return different
 
 
 def test_megatron_loads_what_is_written_at_any_parallelism(tmp_path: Path) -> None:
-    cases: list[Any] = []
+    cases = []
     for family, tied, overrides in (
         ("llama", False, {}),
         ("qwen2", True, {"vocab_size": 125}),
@@ -239,17 +247,13 @@ def test_megatron_loads_what_is_written_at_any_parallelism(tmp_path: Path) -> No
     ):
         config, weights = weights_of(family, tied=tied, **overrides)
         source = hf_folder(tmp_path / family, config, weights)
+        folders = {}
         forms: tuple[tuple[KeyForm, LayerSpec], ...] = (("auto", "te"), ("per-layer", "local"))
         for keys, spec in forms:
             folder = tmp_path / f"{family}-{spec}"
             convert_folder(source, folder, ConvertOptions(keys=keys, spec=spec))
-            # Not the padding that was written: Megatron takes any.
-            options = {
-                "names": spec,
-                "per_layer": keys == "per-layer",
-                "rows": -(-config.vocab_size // 8) * 8,
-            }
-            cases.append((config, weights, str(folder), options))
+            folders[str(folder)] = (spec, keys == "per-layer")
+        cases.append(Saved(config, weights, folders))
     for parallel in (Parallel(), Parallel(tp=2), Parallel(pp=2), Parallel(tp=2, ep=2, etp=1)):
         for different in run_ranks(parallel, _fill_and_load, parallel, cases):
             assert different == []

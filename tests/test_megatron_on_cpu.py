@@ -7,6 +7,7 @@ tested against these models rests on this.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tests.forked import PRELOAD
 from tests.megatron_ranks import RankError, run_ranks
 from tests.reference import load_with_mbridge, tiny_config, tiny_model
 from weighbridge.demo.megatron_cpu import Parallel, build_model, forward_logits, train_step
@@ -147,6 +149,17 @@ def _die(rank: int) -> None:
 def _hang_on_rank_one(rank: int) -> None:
     if rank == 1:
         time.sleep(60)
+
+
+def _beginning(rank: int) -> tuple[set[str], int]:
+    """What this process has not imported yet, and the threads of the one that it is forked from."""
+    del rank
+    threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
+    return set(PRELOAD) - sys.modules.keys(), threads
+
+
+def test_a_rank_has_imported_what_it_needs_and_no_thread_was_lost_in_the_fork() -> None:
+    assert run_ranks(Parallel(), _beginning) == [(set(), 1)]
 
 
 def test_a_failing_rank_shows_its_own_traceback_and_ends_the_others() -> None:
