@@ -89,7 +89,7 @@ def _show(model: MigratedModel) -> None:
 def fsck_command(
     ctx: click.Context, location: Path | str, repair: bool, drop_damaged: bool, as_json: bool
 ) -> None:
-    """Check that heads, histories, manifests and files of a store agree.
+    """Check that what lies in a store is whole and agrees.
 
     STORE is a folder or s3://BUCKET/PREFIX, as for serve. Files are looked for, and their sizes compared with the manifests; their
     contents are compared by verify. --repair rebuilds a head or a history that is lost or damaged from the manifests, makes block
