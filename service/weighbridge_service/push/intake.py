@@ -98,8 +98,6 @@ class Intake:
 
     Attributes:
         home: as given.
-        registry: the sessions of the versions.
-        news: is set when other replicas are to be told of one of them.
         limits: what pushes that begin now go by.
         standbys: images that trainers of this machine have mapped ahead of the next version.
         bytes_in: bytes of weights that have arrived.
