@@ -662,3 +662,52 @@ def test_a_replica_that_hears_that_a_version_is_published_looks_at_the_head_at_o
     assert look not in state.running
     state, effects = step(state, on.SaidPublished(), NOW)
     assert look in effects
+
+
+def ready_alone(limits: Limits = LIMITS) -> PushState:
+    """A version that one replica alone has received from one rank."""
+    home = Home("host0:1", "boot0")
+    opened = Version("acme/m", 1, VersionState.OPEN, ranks=1, create_time_ms=1)
+    state = PushState.begin(opened, home, limits, None, 120.0, NOW)
+    for event in (
+        on.Declared(0, "c0", "d0"),
+        on.Planned(planned((0,))),
+        on.ImageGranted(),
+        on.FilesFilled(frozenset(FILES)),
+        on.RankWhole(0),
+        on.SealAsked(0),
+        on.HeadSaid(do.Confirm(), on.Verdict.OPEN),
+    ):
+        state, _ = step(state, event, NOW)
+    assert state.phase is Phase.READY
+    return state
+
+
+def test_what_went_wrong_for_a_while_is_not_said_any_more_when_it_is_over() -> None:
+    away = Unavailable("the store is away")
+    state, _ = step(ready_alone(), on.EffectFailed(do.Claim(), away), NOW)
+    assert version_of(state).error == "not durable yet: the store is away"
+    state, _ = step(state, on.EffectFailed(do.Digest("a"), away), NOW)
+    later = Moment(NOW.seconds + 1000, NOW.unix_ms)
+    state, _ = step(state, on.Tick(), later)
+    state, _ = step(state, on.Claimed(), later)
+    assert version_of(state).error, "the other one is not over"
+    state, _ = step(state, on.Digested("a", 0), later)
+    assert version_of(state).error == ""
+
+
+def test_a_push_that_cannot_find_out_how_it_ended_does_not_ask_for_ever() -> None:
+    state = ready_alone(replace(LIMITS, attempts=1))
+    for event in (
+        on.Claimed(),
+        on.SampleCompared(),
+        *(on.Digested(file, 0) for file in FILES),
+        *(on.Uploaded(file) for file in FILES),
+        on.EffectFailed(do.WriteManifestAndPublish(), Unavailable("the store is away")),
+    ):
+        state, effects = step(state, event, NOW)
+    assert do.FindOut() in effects
+    state, effects = step(state, on.EffectFailed(do.FindOut(), Unavailable("it cannot be read")), NOW)
+    assert state.gave_up
+    assert version_of(state).error == "not durable yet: the store is away"
+    assert do.FindOut() not in effects

@@ -34,7 +34,7 @@ from weighbridge_service.push.state import (
 )
 
 FIRST_PAUSE = 0.5
-"""Seconds before an effect that has failed twice is tried once more, doubled with each further failure."""
+"""Seconds, doubled with each failure in a row: so long is the pause before an effect that has failed is tried again."""
 LONGEST_PAUSE = 30.0
 _LOOK = 1.0
 """Seconds between two looks at whether a version is still open."""
@@ -85,7 +85,9 @@ def _taken(state: PushState, event: on.Event, now: Moment) -> _Step:
             return state, ()
         state = replace(state, running=state.running - {answered})
         if not isinstance(event, on.EffectFailed) and answered in state.failures:
-            state = replace(state, failures={e: f for e, f in state.failures.items() if e != answered})
+            failures = {e: f for e, f in state.failures.items() if e != answered}
+            over = not failures and state.settling is None and not state.gave_up
+            state = replace(state, failures=failures, error=None if over else state.error)
     state, effects = _apply(state, event, now)
     while (moved := _advance(state, now)) is not None:
         state, more = moved
@@ -353,6 +355,8 @@ def _failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Mom
             if for_now and now.seconds < state.image_by:
                 return _pause(state, effect, now.seconds + _IMAGE_PAUSE), ()
             return _end(state, Phase.FAILED, error)
+        case do.FindOut() if state.settling is not None:  # as if the store could not be read
+            return _conclude(state, state.settling)
         case do.CompareSample() if isinstance(error, DataLoss):
             return _end(state, Phase.FAILED, error)
         case do.Renew() | do.LookAtHead() if not refused:
