@@ -250,8 +250,10 @@ class Declarations:
         if rank in self.declared or rank >= self.ranks:
             return self, None
         declaration = Declaration(client_id, digest, self.home)
-        after = replace(self, declared={**self.declared, rank: declaration})
         known = self.known
+        if known is not None and known.declarations[rank] == declaration:
+            declaration = known.declarations[rank]  # one object, however often the same is pushed
+        after = replace(self, declared={**self.declared, rank: declaration})
         if known is None:
             return after, None
         if self.agreed is None:

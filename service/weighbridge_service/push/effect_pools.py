@@ -18,7 +18,16 @@ _IMAGES = 8
 _DIGESTS = 2
 _UPLOADS = 2
 """Files of all versions that are uploaded at one time; the store uploads parts of each side by side."""
-_STORE_CALLS = 16
+_READS = 8
+"""Looks at heads, and at what other replicas have said."""
+_LEASES = 8
+"""Claims and renewals."""
+_CONFIRMATIONS = 4
+"""Versions that are about to become ready: ranks wait for that."""
+_PUBLICATIONS = 8
+"""Manifests and what is told to other replicas."""
+_CLEANINGS = 4
+"""Versions that were given up and are deleted."""
 _IDLE_SECONDS = 10.0
 """How long a thread without work waits for some before it ends."""
 
@@ -43,7 +52,7 @@ class DaemonPool:
         self._stopped = False
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Do something, some time; never, if the pool was stopped."""
+        """Do something, some time; never, if the pool was stopped. Raises RuntimeError if there is no thread to be had for it."""
         with self._changed:
             if self._stopped:
                 return
@@ -52,7 +61,15 @@ class DaemonPool:
                 self._changed.notify()
                 return
             self._threads += 1
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        except RuntimeError:  # the system has none left
+            with self._changed:
+                self._threads -= 1
+                if self._threads:  # another one will come to it
+                    return
+                self._waiting.remove(work)
+            raise
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
@@ -86,14 +103,21 @@ class DaemonPool:
 
 
 class EffectPools:
-    """Carries out effects. Thread-safe."""
+    """Carries out effects. Thread-safe.
+
+    Calls of the store have pools by what waits for them: where it hangs, those of one kind must not keep the others from it.
+    """
 
     def __init__(self) -> None:
         self._plans = DaemonPool(_PLANS, "push-plan")
         self._images = DaemonPool(_IMAGES, "push-image")
         self._digests = DaemonPool(_DIGESTS, "push-digest")
         self._uploads = DaemonPool(_UPLOADS, "push-upload")
-        self._store = DaemonPool(_STORE_CALLS, "push-store")
+        self._reads = DaemonPool(_READS, "push-read")
+        self._leases = DaemonPool(_LEASES, "push-lease")
+        self._confirmations = DaemonPool(_CONFIRMATIONS, "push-confirm")
+        self._publications = DaemonPool(_PUBLICATIONS, "push-publish")
+        self._cleanings = DaemonPool(_CLEANINGS, "push-clean")
         self._stopping = threading.Event()
 
     @property
@@ -115,13 +139,31 @@ class EffectPools:
                 return self._digests
             case do.Upload():
                 return self._uploads
+            case do.Claim() | do.Renew():
+                return self._leases
+            case do.Confirm():
+                return self._confirmations
+            case do.WriteManifestAndPublish() | do.HandIn() | do.TellReplicas():
+                return self._publications
+            case do.GiveUp():
+                return self._cleanings
             case _:
-                return self._store
+                return self._reads
 
     def stop(self, seconds: float) -> None:
         """Begin nothing more, and wait for what is being done, at most for so long."""
         self._stopping.set()
-        pools = (self._plans, self._images, self._digests, self._uploads, self._store)
+        pools = (
+            self._plans,
+            self._images,
+            self._digests,
+            self._uploads,
+            self._reads,
+            self._leases,
+            self._confirmations,
+            self._publications,
+            self._cleanings,
+        )
         for pool in pools:
             pool.stop()
         deadline = time.monotonic() + seconds

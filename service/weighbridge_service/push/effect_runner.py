@@ -150,7 +150,12 @@ class EffectRunner:
             files = frozenset[str]() if share is None else share.files.keys()
             self._request = self._allocator.request(self._model, state.opened.number, files)
         image = self._request.take({each.client_id for each in state.declarations.here.values()})
-        self.writer = ImageWriter(state.name, agreed, state.declarations.home, image, self.relay, self._post)
+        try:
+            home = state.declarations.home
+            self.writer = ImageWriter(state.name, agreed, home, image, self.relay, self._post)
+        except BaseException:
+            image.release()
+            raise
         self.image = image
         return on.ImageGranted()
 
@@ -158,6 +163,12 @@ class EffectRunner:
         """Wait for no image any more."""
         if self._request is not None:
             self._request.leave()
+
+    def forget(self) -> None:
+        """Drop what nobody asks for once the push has ended: its session is kept for a while, and digests are large."""
+        self.writer = None
+        self._digests, self._written, self._handed_in = {}, {}, {}
+        self._publisher.forget()
 
     def _held(self) -> Image:
         image = self.image
@@ -169,6 +180,7 @@ class EffectRunner:
         image = self._held()
         with image.lease():
             digests = digest_file(self._model.files, file, image.read_only_buffers[file], self._go_on)
+        self._go_on()  # what is kept after the end would stay
         self._digests[file] = digests
         return on.Digested(file, sum(digests.nonfinite.values()))
 

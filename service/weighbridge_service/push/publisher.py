@@ -113,6 +113,10 @@ class Publisher:
             log.info("%s: nothing is copied from version %d: %s", self, self.entry.parent, error)
             return None
 
+    def forget(self) -> None:
+        """Drop what was read of the version before."""
+        self.__dict__.pop("_parent", None)
+
     def upload(self, file: str, data: ByteArray, digests: FileDigests, go_on: Callable[[], None]) -> Written:
         """Put a file of weights into the store. See `write_weights`."""
         return write_weights(

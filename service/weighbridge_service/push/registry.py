@@ -12,6 +12,8 @@ from weighbridge_storage.names import ModelName
 
 _KEPT_ENDED = 100
 """Ended versions of each model that are remembered, so that whoever pushed them learns what became of them."""
+_KEPT_ENDED_IN_ALL = 1000
+"""The same of all models together."""
 
 
 class Registry:
@@ -28,14 +30,16 @@ class Registry:
         self._lock = threading.Lock()
         self._sessions: dict[ModelName, dict[int, PushSession]] = {}
         self._by_request: dict[tuple[ModelName, str], int] = {}
+        self._in_order: dict[PushSession, None] = {}
 
     def add(self, session: PushSession) -> None:
         """Enter a session that was just made, and begin it."""
         name = session.model.name
+        self._catalog.show(name, session.snapshot)  # first: from then on, the session shows itself
         with self._lock:
             self._sessions.setdefault(name, {})[session.number] = session
             self._by_request[name, session.request_id] = session.number
-        self._catalog.show(name, session.snapshot)
+            self._in_order[session] = None
         self._forget_old(name)
         session.tick()
 
@@ -89,7 +93,7 @@ class Registry:
             known = self._sessions.get(name, {})
             if known.get(session.number) is not session:
                 return
-            del known[session.number]
+            del known[session.number], self._in_order[session]
             if not known:
                 del self._sessions[name]
             if self._by_request.get((name, session.request_id)) == session.number:
@@ -97,10 +101,19 @@ class Registry:
         self._catalog.forget(name, session.number)
 
     def _forget_old(self, name: ModelName) -> None:
-        ended = [each for each in self.of_model(name) if not each.state.unfinished and not each.has_image]
-        for session in ended[:-_KEPT_ENDED]:
+        for session in [each for each in self.of_model(name) if _is_over(each)][:-_KEPT_ENDED]:
+            self.forget(session)
+        with self._lock:
+            too_many = len(self._in_order) - _KEPT_ENDED_IN_ALL
+            oldest = list(self._in_order) if too_many > 0 else []
+        for session in list(filter(_is_over, oldest))[: max(too_many, 0)]:
             self.forget(session)
 
     def count(self, *states: VersionState) -> int:
         """Sessions in these states."""
         return sum(session.snapshot.version.state in states for session in self.all())
+
+
+def _is_over(session: PushSession) -> bool:
+    """Whether nothing is to be done for a version any more, and it holds no memory."""
+    return not session.state.unfinished and not session.has_image

@@ -196,8 +196,12 @@ class PushSession:
         for effect in effects:
             try:
                 self._start(effect, after)
-            except Exception:  # the others must not suffer from it
+            except Exception as error:  # the others must not suffer from it
                 log.exception("%s: %s could not be begun", after.name, effect)
+                if isinstance(effect, do.Awaited):
+                    self.post(on.EffectFailed(effect, Unavailable(f"{effect} could not be begun: {error!r}")))
+        if after.phase in FINAL and (after.agreed is None or after.agreed.alone):
+            self._runner.forget()  # other replicas may still ask for their part
         if after.wake_at is not None:
             self._timers.wake(self._wake, after.wake_at)
         self._give_answers(after)
@@ -262,8 +266,9 @@ class PushSession:
         self.post(answer)
         if self._state.phase in FINAL:
             self._runner.leave_line()  # it may have been asked for after the end
-        if isinstance(answer, on.ImageGranted) and self._runner.writer is not None:
-            self._runner.writer.begin()
+        writer = self._runner.writer
+        if isinstance(answer, on.ImageGranted) and writer is not None:
+            writer.begin()
 
     def _give_up(self, error: WeighbridgeError, unless_claimed: bool) -> None:
         if self._publisher.give_up(error.message, unless_claimed=unless_claimed):
@@ -388,6 +393,10 @@ class PushSession:
         state = self._state
         check_not_failed(state)
         state.declarations.check_rank(rank)
+        writer = self._runner.writer
+        if writer is None and state.agreed is not None and state.phase is Phase.PUBLISHED:
+            length = state.agreed.prepared.streams[rank].nbytes
+            return [(0, length)] if length else [], length, True
         ranges, length = self._begun(state).received(rank)
         return ranges, length, rank in state.sealed
 
