@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from tests.raw_clients import RawClient, TinyModel, stream_of, tiny_folder, whol
 from tests.services import RunningService, eventually, running_service
 from weighbridge import TrainerClient
 from weighbridge.errors import Unavailable, WeighbridgeError
-from weighbridge_service.push import effect_pools, effect_runner, registry
+from weighbridge_service.push import effect_pools, effect_runner, intake, registry
 from weighbridge_service.push import effects as do
 from weighbridge_service.push.effect_pools import DaemonPool, EffectPools
+from weighbridge_service.push.publisher import Publisher
+from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.manifest import TensorEntry
 from weighbridge_storage.names import ModelName
 
@@ -154,3 +157,44 @@ def test_an_effect_that_cannot_be_begun_is_tried_again(
         found = running.service.catalog.get_version(MODEL, str(number))
     assert refused
     assert (found.state.value, found.error) == ("durable", "")
+
+
+def test_calls_that_open_versions_do_not_pile_up_behind_a_store_that_hangs(
+    running: RunningService, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "_OPENING_SECONDS", 0.2)
+    hanging, update = threading.Event(), HeadStore.update
+
+    def slow(self: HeadStore, *args: Any, **more: Any) -> Any:
+        hanging.wait(30)
+        return update(self, *args, **more)
+
+    monkeypatch.setattr(HeadStore, "update", slow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(client.open, MODEL, request_id="a")
+        time.sleep(0.1)
+        begun = time.monotonic()
+        with pytest.raises(Unavailable, match="does not answer"):
+            client.open(MODEL, request_id="b")
+        assert time.monotonic() - begun < 5
+        hanging.set()
+        assert first.result(30) == 1
+    assert client.open(MODEL, request_id="b") == 2
+
+
+def test_a_service_that_loses_a_visible_version_when_it_ends_says_so(
+    running: RunningService,
+    client: RawClient,
+    tiny: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def away(*_: Any) -> None:
+        raise Unavailable("the store is away")
+
+    monkeypatch.setattr(Publisher, "publish", away)
+    number = client.push_whole(MODEL, tiny.arrays)
+    finished(running)
+    assert running.service.catalog.get_version(MODEL, str(number)).state.visible
+    assert not running.service.drain()
+    assert "is lost: it could not be made durable" in caplog.text

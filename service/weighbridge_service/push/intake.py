@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,6 +55,8 @@ _MAX_RANKS = 65_536
 _MAX_TEXT = 256
 _OPENINGS = 64
 """Locks for opening versions; models share them by their names."""
+_OPENING_SECONDS = 10.0
+"""How long a call waits for its turn to open a version."""
 _LONG_POLL = 5.0
 """Seconds that one call waits for other ranks to declare."""
 _RETRY_MS = (50, 2_000)
@@ -179,8 +182,20 @@ class Intake:
         log.info("opened %s for run %s with %d ranks", session.snapshot.version, run, ranks)
         return session.snapshot.version
 
-    def _opening(self, name: ModelName) -> threading.Lock:
-        return self._openings[hash(name) % _OPENINGS]
+    @contextmanager
+    def _opening(self, name: ModelName) -> Iterator[None]:
+        """Only one version of a model is opened at one time. Raises Unavailable if that takes long."""
+        lock = self._openings[hash(name) % _OPENINGS]
+        if not lock.acquire(timeout=_OPENING_SECONDS):
+            # all ranks of a push come at once, and with each one that waits on, a thread is missing elsewhere
+            raise Unavailable(
+                f"a version of {name} is being opened, and the object store does not answer",
+                fix="see whether the object store can be reached; try again",
+            )
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _opened_before(
         self, name: ModelName, asked: tuple[int, str, int], request_id: str, client_id: str
@@ -289,9 +304,11 @@ class Intake:
         model_name = ModelName.parse(name)
         if self._registry.get(model_name, number) is None:
             with self._opening(model_name):
+                if (there := self._registry.get(model_name, number)) is not None:
+                    return there
                 head = self._catalog.head(model_name)
                 entry = head.open.get(number)
-                if entry is not None and self._registry.get(model_name, number) is None:
+                if entry is not None:
                     self._check_room()
                     check_not_received_alone(entry, self.home)
                     self._begin(model_name, entry, head, client_id)
@@ -448,13 +465,17 @@ class Intake:
         return found
 
     def drain(self, seconds: float) -> bool:
-        """Refuse new versions and wait for those under way; whether all of them ended in time."""
+        """Refuse new versions and wait for those under way; whether all of them ended in time, and none is lost with this process."""
         self.draining = True
         for session in self._registry.all():
             session.post(on.Draining())
         finished = self._catalog.wait_finished(seconds)
         for session in self._registry.all():
-            if session.state.unfinished:
+            state = session.state
+            if state.gave_up and state.error is not None:
+                finished = False
+                log.warning("%s is lost: it could not be made durable: %s", state.name, state.error.message)
+            elif state.unfinished:
                 log.warning("not finished: %s", session.name_waits())
         return finished
 
