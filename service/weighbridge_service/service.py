@@ -23,6 +23,8 @@ from weighbridge_service.memory_plan import (
 from weighbridge_service.push.declarations import Home
 from weighbridge_service.push.intake import Intake
 from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.replicas.directory import Directory
+from weighbridge_service.replicas.handover import KnownReplicas, Takeovers
 from weighbridge_service.replicas.heartbeat import Heartbeat
 from weighbridge_service.replicas.links import Links
 from weighbridge_service.replicas.peer_files import PeerFiles
@@ -72,6 +74,8 @@ class Weighbridge:
         store_readers: who is reading from the store.
         shared: versions that other replicas take part in.
         peer_files: files of these that are read from other replicas.
+        directory: which other replicas there are.
+        takeovers: takes versions over from those that leave.
     """
 
     def __init__(self, config: ServiceConfig, port: int) -> None:
@@ -109,14 +113,18 @@ class Weighbridge:
             log.log(_LOG_LEVELS[check.status], "%s", check)
         self.catalog = Catalog(self._store, grace)
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
-        self.intake = Intake(self.catalog, self.images, self.mappings, config, home)
+        self._links = Links(home)
+        self.directory = Directory(self._store, home, self._links.greet)
+        successors = KnownReplicas(self.directory, self._links)
+        self.intake = Intake(self.catalog, self.images, self.mappings, config, home, successors)
+        self.takeovers = Takeovers(self.intake, self._links)
         self.store_readers = self.catalog.readers
         self.shared = SharedSessions(self.intake.registry)
-        self._links = Links(home)
         self.peer_files = PeerFiles(self._links, self.read_cache, self._store)
         self._heartbeat: Heartbeat | None = None
         if config.advertise:
             self._heartbeat = Heartbeat(self._links, self.shared, self.intake.news, config.peer_patience)
+            self.directory.start()
         self.serving = Serving(
             self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files
         )
@@ -155,7 +163,7 @@ class Weighbridge:
         return self.intake.draining
 
     def drain(self) -> bool:
-        """Refuse new versions, wait for those under way, and stop; whether all of them were finished."""
+        """Refuse new versions, wait for those under way or hand them over, and stop; whether none of them is lost."""
         finished = self.intake.drain(self.config.drain_seconds)
         self._stop()
         return finished
@@ -174,6 +182,7 @@ class Weighbridge:
         self.catalog.notify()
         if self._heartbeat is not None:
             self._heartbeat.close()
+            self.directory.close()
         self.intake.stop()
         self.collecting.join()
 

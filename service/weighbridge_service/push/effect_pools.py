@@ -19,6 +19,7 @@ _DIGESTS = 2
 _UPLOADS = 2
 """Files of all versions that are uploaded at one time; the store uploads parts of each side by side."""
 _STORE_CALLS = 16
+_HANDOVERS = 2
 _IDLE_SECONDS = 10.0
 """How long a thread without work waits for some before it ends."""
 
@@ -94,6 +95,7 @@ class EffectPools:
         self._digests = DaemonPool(_DIGESTS, "push-digest")
         self._uploads = DaemonPool(_UPLOADS, "push-upload")
         self._store = DaemonPool(_STORE_CALLS, "push-store")
+        self._handovers = DaemonPool(_HANDOVERS, "push-handover")  # never behind calls to a store that hangs
         self._stopping = threading.Event()
 
     @property
@@ -115,13 +117,15 @@ class EffectPools:
                 return self._digests
             case do.Upload():
                 return self._uploads
+            case do.HandOver():
+                return self._handovers
             case _:
                 return self._store
 
     def stop(self, seconds: float) -> None:
         """Begin nothing more, and wait for what is being done, at most for so long."""
         self._stopping.set()
-        pools = (self._plans, self._images, self._digests, self._uploads, self._store)
+        pools = (self._plans, self._images, self._digests, self._uploads, self._store, self._handovers)
         for pool in pools:
             pool.stop()
         deadline = time.monotonic() + seconds
