@@ -31,6 +31,7 @@ from weighbridge_service.byte_budget import LEAST_BYTES, ByteBudget, Direction
 from weighbridge_service.grpc_carrying import CarryingInterceptor
 from weighbridge_service.grpc_errors import ErrorInterceptor
 from weighbridge_service.push.declarations import Home
+from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.replicas.handlers import ReplicaHandlers
 from weighbridge_service.replicas.health import Health, Limits
 from weighbridge_service.replicas.heartbeat import Heartbeat
@@ -74,6 +75,7 @@ class Replica:
         self.told: list[tuple[Home, Progress]] = []
         self.gone: list[tuple[Home, VersionFailed]] = []
         self.ended: Progress | None = None
+        self.met: list[Home] = []
         self.reads = 0
         self.leases = 0
         self.links = Links(self.home)
@@ -81,7 +83,7 @@ class Replica:
         self.heartbeat = Heartbeat(self.links, self, self.news, silent_s=1.5)
         streams = BulkStreams(self.budget, 16, lambda _context: 5.0)
         replica_service_pb2_grpc.add_ReplicaServiceServicer_to_server(
-            ReplicaHandlers(self.home, self, self, streams), self._server
+            ReplicaHandlers(self.home, self, self, streams, self.met.append, self), self._server
         )
         self._server.start()
 
@@ -110,6 +112,9 @@ class Replica:
             self.leases -= 1
 
         return self.files[file], Lease(end)
+
+    def take_over(self, sender: Home, version: HandedVersion, go_on: Callable[[], bool]) -> None:
+        raise Unavailable(f"{version.key} of {sender} is not wanted")
 
     def share(self, stage: Stage, peers: Sequence[Replica], **fields: object) -> SharedPush:
         push = SharedPush(

@@ -202,6 +202,12 @@ class Catalog:
             self._keep(loaded)
         return loaded
 
+    def adopt(self, model: RegisteredModel) -> None:
+        """Take note of a registration that another replica has read from the store, unless the model is known here."""
+        with self._changed:
+            if model.name not in self._models:
+                self._keep(model)
+
     def _keep(self, model: RegisteredModel) -> None:
         """Remember a model; those that were not used for longest and have nothing under way are forgotten for it."""
         self._models[model.name] = model

@@ -115,7 +115,15 @@ class GrpcServer:
         weight_service_pb2_grpc.add_WeightServiceServicer_to_server(WeightHandlers(service, streams), server)
         local_lane_pb2_grpc.add_LocalLaneServiceServicer_to_server(LocalLaneHandlers(lane), server)
         replica_service_pb2_grpc.add_ReplicaServiceServicer_to_server(
-            ReplicaHandlers(service.intake.home, service.shared, service.shared, streams), server
+            ReplicaHandlers(
+                service.intake.home,
+                service.shared,
+                service.shared,
+                streams,
+                service.directory.met,
+                service.takeovers,
+            ),
+            server,
         )
         names = [
             module.DESCRIPTOR.services_by_name[name].full_name

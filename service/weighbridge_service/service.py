@@ -25,6 +25,8 @@ from weighbridge_service.push.declarations import Home
 from weighbridge_service.push.intake import Intake
 from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.registry import Registry
+from weighbridge_service.replicas.directory import Directory
+from weighbridge_service.replicas.handover import KnownReplicas, Takeovers
 from weighbridge_service.replicas.heartbeat import Heartbeat
 from weighbridge_service.replicas.links import Links
 from weighbridge_service.replicas.peer_files import PeerFiles
@@ -74,6 +76,8 @@ class Weighbridge:
         store_readers: who is reading from the store.
         shared: versions that other replicas take part in.
         peer_files: files of these that are read from other replicas.
+        directory: which other replicas there are.
+        takeovers: takes versions over from those that leave.
     """
 
     def __init__(self, config: ServiceConfig, port: int) -> None:
@@ -113,14 +117,18 @@ class Weighbridge:
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
         news = threading.Event()
         registry = Registry(self.catalog, news)
-        self.intake = Intake(self.catalog, registry, self.images, self.mappings, config, home)
+        self._links = Links(home)
+        self.directory = Directory(self._store, home, self._links.greet)
+        successors = KnownReplicas(self.directory, self._links)
+        self.intake = Intake(self.catalog, registry, self.images, self.mappings, config, home, successors)
+        self.takeovers = Takeovers(self.intake, self._links)
         self.store_readers = self.catalog.readers
         self.shared = SharedSessions(registry)
-        self._links = Links(home)
         self.peer_files = PeerFiles(self._links, self.read_cache, self._store)
         self._heartbeat: Heartbeat | None = None
         if config.advertise:
             self._heartbeat = Heartbeat(self._links, self.shared, news, config.peer_patience)
+            self.directory.start()
         self.serving = Serving(
             self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files
         )
@@ -159,7 +167,7 @@ class Weighbridge:
         return self.intake.draining
 
     def drain(self) -> bool:
-        """Refuse new versions, wait for those under way, and stop; whether all of them were finished."""
+        """Refuse new versions, wait for those under way or hand them over, and stop; whether none of them is lost."""
         finished = self.intake.drain(self.config.drain_seconds)
         self._stop()
         return finished
@@ -178,6 +186,7 @@ class Weighbridge:
         self.catalog.notify()
         if self._heartbeat is not None:
             self._heartbeat.close()
+            self.directory.close()
         self.intake.stop()
         self.collecting.join()
 

@@ -78,6 +78,8 @@ class OpenEntry:
         files_id: which registered side files it will have.
         parent: the latest version when it was opened; 0 if there was none.
         claim: who writes its folder; empty as long as nobody does. Nobody else may write to the folder or publish.
+        holder: ``host:port`` of the replica that has taken the version over, under the same claim, from the one that the claim names;
+            empty if none has.
         extra: the fields that this release does not know.
 
     Raises:
@@ -94,6 +96,7 @@ class OpenEntry:
     files_id: str
     parent: int
     claim: str = ""
+    holder: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -101,7 +104,7 @@ class OpenEntry:
         check_number("ranks", self.ranks, 1)
         for name in ("step", "created_ms", "until_ms", "parent"):
             check_number(name, getattr(self, name))
-        for name in ("request_id", "run", "files_id", "claim"):
+        for name in ("request_id", "run", "files_id", "claim", "holder"):
             check_text(name, getattr(self, name))
 
 

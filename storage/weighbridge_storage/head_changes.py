@@ -88,19 +88,24 @@ def check_same_request(number: int, there: tuple[int, str, int], asked: tuple[in
         )
 
 
-def claim_version(head: Head, number: int, claim: str) -> Head:
+def claim_version(head: Head, number: int, claim: str, holder: str = "") -> Head:
     """Say who writes an open version's folder. Claiming it again with the same claim changes nothing.
+
+    Args:
+        head: before.
+        number: which version.
+        claim: names the agreement under which it is written.
+        holder: where the replica is that has taken it over under that claim; empty for the one that the claim names.
 
     Raises:
         VersionFailed: it is no longer open.
         AlreadyExists: somebody else has claimed it.
     """
     there = still_open(head, number)
-    if there.claim == claim:
-        return head
-    if there.claim:
+    if there.claim not in ("", claim):
         raise AlreadyExists(f"version {number} is being written by others", fix="push the step again")
-    return replace(head, open={**head.open, number: replace(there, claim=claim)})
+    claimed = replace(there, claim=claim, holder=holder or there.holder)
+    return head if claimed == there else replace(head, open={**head.open, number: claimed})
 
 
 def renew_version(head: Head, number: int, until_ms: int) -> Head:

@@ -15,6 +15,8 @@ MANIFEST_FILE = "weighbridge.json"
 BLOCKS_SUFFIX = ".blake3"
 """What is behind a file's name in that of its block digests, which are no file of the version."""
 HEAD_FILE = "head.json"
+REPLICAS = "replicas/"
+"""What the keys begin with under which replicas of the service find each other."""
 RESERVED_REFS = frozenset({REF_LATEST, REF_LIVE})
 """Refs that move by themselves."""
 MAX_VERSION = 10**12 - 1
@@ -141,6 +143,15 @@ def layout_key(model: ModelName, digest: str) -> str:
         InvalidArgument: no layout has such a digest.
     """
     return f"{model.prefix}layouts/{check_version_file_name(digest)}"
+
+
+def replica_key(boot: str) -> str:
+    """Where a replica of the service says that it is there, e.g. ``replicas/<boot>``.
+
+    Raises:
+        InvalidArgument: the boot is not of 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
+    """
+    return REPLICAS + check_version_file_name(boot)
 
 
 def node_name(generation: int, identity: str) -> str:

@@ -232,3 +232,133 @@ class ReadFileResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadFileResponse: _TypeAlias = ReadFileResponse  # noqa: Y015
+
+@_typing.final
+class TakeOverRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ENTRY_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
+    READY_TIME_MS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    REGISTRATION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    entry: _builtins.bytes
+    """The version's entry in head.json, as when it was opened: a JSON object (docs/formats.md)."""
+    claim: _builtins.str
+    """Names the agreement under which it was pushed, and is published."""
+    ready_time_ms: _builtins.int
+    """When it became ready, in milliseconds since 1970 UTC."""
+    @_builtins.property
+    def sender(self) -> Global___Replica:
+        """Who leaves, and gives the files."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankDeclaration]:
+        """What the ranks have declared, in their order."""
+
+    @_builtins.property
+    def registration(self) -> Global___ModelRegistration: ...
+    def __init__(
+        self,
+        *,
+        sender: Global___Replica | None = ...,
+        model: _builtins.str = ...,
+        entry: _builtins.bytes = ...,
+        claim: _builtins.str = ...,
+        ready_time_ms: _builtins.int = ...,
+        ranks: _abc.Iterable[Global___RankDeclaration] | None = ...,
+        registration: Global___ModelRegistration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration", "sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "entry", b"entry", "model", b"model", "ranks", b"ranks", "ready_time_ms", b"ready_time_ms", "registration", b"registration", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeOverRequest: _TypeAlias = TakeOverRequest  # noqa: Y015
+
+@_typing.final
+class TakeOverResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def owner(self) -> Global___Replica:
+        """Who owns the version now."""
+
+    def __init__(
+        self,
+        *,
+        owner: Global___Replica | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeOverResponse: _TypeAlias = TakeOverResponse  # noqa: Y015
+
+@_typing.final
+class RankDeclaration(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    digest: _builtins.str
+    """Digest of the rank's layout."""
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "digest", b"digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankDeclaration: _TypeAlias = RankDeclaration  # noqa: Y015
+
+@_typing.final
+class ModelRegistration(_message.Message):
+    """The registration under which a version was opened, for a replica that cannot read it from the store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFIG_JSON_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    FILES_ID_FIELD_NUMBER: _builtins.int
+    SIDE_FILES_FIELD_NUMBER: _builtins.int
+    FILES_DIGEST_FIELD_NUMBER: _builtins.int
+    config_json: _builtins.bytes
+    tensors: _builtins.bytes
+    """What the config leaves open about the tensors: a JSON object, as in the registration in head.json."""
+    files_id: _builtins.str
+    files_digest: _builtins.str
+    """Digest of the layout of the files of weights: both replicas must lay them out alike."""
+    @_builtins.property
+    def side_files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the files besides the weights."""
+
+    def __init__(
+        self,
+        *,
+        config_json: _builtins.bytes = ...,
+        tensors: _builtins.bytes = ...,
+        files_id: _builtins.str = ...,
+        side_files: _abc.Iterable[_builtins.str] | None = ...,
+        files_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "files_digest", b"files_digest", "files_id", b"files_id", "side_files", b"side_files", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelRegistration: _TypeAlias = ModelRegistration  # noqa: Y015

@@ -44,6 +44,11 @@ class ReplicaServiceStub(object):
                 request_serializer=weighbridge_dot_v1_dot_replica__service__pb2.ReadFileRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_replica__service__pb2.ReadFileResponse.FromString,
                 _registered_method=True)
+        self.TakeOver = channel.unary_unary(
+                '/weighbridge.v1.ReplicaService/TakeOver',
+                request_serializer=weighbridge_dot_v1_dot_replica__service__pb2.TakeOverRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_replica__service__pb2.TakeOverResponse.FromString,
+                _registered_method=True)
 
 
 class ReplicaServiceServicer(object):
@@ -65,6 +70,15 @@ class ReplicaServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeOver(self, request, context):
+        """A replica that leaves hands a version over that is ready and not durable. The called replica reads all files from the caller's image
+        (ReadFile), and answers when it has them and owns the version: it goes on to make it durable, under the same claim. It can be
+        repeated. Refused with UNAVAILABLE by a replica that leaves itself, and with RESOURCE_EXHAUSTED if it has no memory for the files.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +91,11 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.ReadFile,
                     request_deserializer=weighbridge_dot_v1_dot_replica__service__pb2.ReadFileRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_replica__service__pb2.ReadFileResponse.SerializeToString,
+            ),
+            'TakeOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOver,
+                    request_deserializer=weighbridge_dot_v1_dot_replica__service__pb2.TakeOverRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_replica__service__pb2.TakeOverResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +152,33 @@ class ReplicaService(object):
             '/weighbridge.v1.ReplicaService/ReadFile',
             weighbridge_dot_v1_dot_replica__service__pb2.ReadFileRequest.SerializeToString,
             weighbridge_dot_v1_dot_replica__service__pb2.ReadFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ReplicaService/TakeOver',
+            weighbridge_dot_v1_dot_replica__service__pb2.TakeOverRequest.SerializeToString,
+            weighbridge_dot_v1_dot_replica__service__pb2.TakeOverResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,11 @@ class ReplicaServiceStub:
     """A part of a file, from the image of the replica that owns it, as soon as its bytes are final. Refused with FAILED_PRECONDITION
     if they are not yet, and with NOT_FOUND if the replica has no image of the file any more: a durable version is in the store.
     """
+    TakeOver: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.TakeOverRequest, _replica_service_pb2.TakeOverResponse]
+    """A replica that leaves hands a version over that is ready and not durable. The called replica reads all files from the caller's image
+    (ReadFile), and answers when it has them and owns the version: it goes on to make it durable, under the same claim. It can be
+    repeated. Refused with UNAVAILABLE by a replica that leaves itself, and with RESOURCE_EXHAUSTED if it has no memory for the files.
+    """
 
 @_typing.type_check_only
 class ReplicaServiceAsyncStub(ReplicaServiceStub):
@@ -52,6 +57,11 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     ReadFile: _aio.UnaryStreamMultiCallable[_replica_service_pb2.ReadFileRequest, _replica_service_pb2.ReadFileResponse]  # type: ignore[assignment]
     """A part of a file, from the image of the replica that owns it, as soon as its bytes are final. Refused with FAILED_PRECONDITION
     if they are not yet, and with NOT_FOUND if the replica has no image of the file any more: a durable version is in the store.
+    """
+    TakeOver: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.TakeOverRequest, _replica_service_pb2.TakeOverResponse]  # type: ignore[assignment]
+    """A replica that leaves hands a version over that is ready and not durable. The called replica reads all files from the caller's image
+    (ReadFile), and answers when it has them and owns the version: it goes on to make it durable, under the same claim. It can be
+    repeated. Refused with UNAVAILABLE by a replica that leaves itself, and with RESOURCE_EXHAUSTED if it has no memory for the files.
     """
 
 class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -73,6 +83,17 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_replica_service_pb2.ReadFileResponse], _abc.AsyncIterator[_replica_service_pb2.ReadFileResponse]]:
         """A part of a file, from the image of the replica that owns it, as soon as its bytes are final. Refused with FAILED_PRECONDITION
         if they are not yet, and with NOT_FOUND if the replica has no image of the file any more: a durable version is in the store.
+        """
+
+    @_abc_1.abstractmethod
+    def TakeOver(
+        self,
+        request: _replica_service_pb2.TakeOverRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_service_pb2.TakeOverResponse, _abc.Awaitable[_replica_service_pb2.TakeOverResponse]]:
+        """A replica that leaves hands a version over that is ready and not durable. The called replica reads all files from the caller's image
+        (ReadFile), and answers when it has them and owns the version: it goes on to make it durable, under the same claim. It can be
+        repeated. Refused with UNAVAILABLE by a replica that leaves itself, and with RESOURCE_EXHAUSTED if it has no memory for the files.
         """
 
 def add_ReplicaServiceServicer_to_server(servicer: ReplicaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -17,6 +17,7 @@ from weighbridge.errors import (
 from weighbridge.resources import Version
 from weighbridge_service.push.push_plan import PreparedPush
 from weighbridge_service.push.replica_placement import numbered
+from weighbridge_storage.entries import OpenEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,24 @@ class Declarations:
             f"{opened.model}@{opened.number}", opened.ranks, opened.create_time_ms, home, known
         )
 
+    @staticmethod
+    def taken_over(
+        opened: Version, home: Home, ranks: Sequence[tuple[str, str]], prepared: PreparedPush, claim: str
+    ) -> Declarations:
+        """Those of a version that another replica hands over to this one.
+
+        Args:
+            opened: the version.
+            home: this replica, to which its ranks belong from now on.
+            ranks: client and layout digest of each.
+            prepared: a plan in which nothing is pushed any more.
+            claim: the agreement under which the version was pushed.
+        """
+        declared = {rank: Declaration(client, digest, home) for rank, (client, digest) in enumerate(ranks)}
+        return replace(
+            Declarations.of(opened, home, None), declared=declared, agreed=Agreement(prepared, (home,), claim)
+        )
+
     @property
     def complete(self) -> bool:
         """Whether all ranks have declared, here or at other replicas."""
@@ -317,14 +336,19 @@ class Declarations:
         return replace(self, agreed=Agreement(prepared, homes, claim))
 
 
-def alone_at(claim: str) -> str:
-    """The address of the only replica in a claim; empty if there are several, or there is no claim."""
+def alone_at(entry: OpenEntry) -> str:
+    """The address of the only replica that receives an open version; empty if there are several, or nobody has claimed it."""
+    return entry.holder or address_in(entry.claim)
+
+
+def address_in(claim: str) -> str:
+    """The address of the only replica to which the ranks pushed under a claim; empty if they pushed to several."""
     return claim.partition("@")[2]
 
 
-def is_alone_elsewhere(claim: str, home: Home) -> bool:
-    """Whether a claim is that of another replica, which receives the version alone."""
-    return alone_at(claim) not in ("", home.address)
+def is_alone_elsewhere(entry: OpenEntry, home: Home) -> bool:
+    """Whether another replica receives an open version alone."""
+    return alone_at(entry) not in ("", home.address)
 
 
 def numbers_of(declarations: Mapping[int, Declaration]) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ _PUBLICATIONS = 8
 """Manifests and what is told to other replicas."""
 _CLEANINGS = 4
 """Versions that were given up and are deleted."""
+_HANDOVERS = 2
 _IDLE_SECONDS = 10.0
 """How long a thread without work waits for some before it ends."""
 
@@ -118,6 +119,7 @@ class EffectPools:
         self._confirmations = DaemonPool(_CONFIRMATIONS, "push-confirm")
         self._publications = DaemonPool(_PUBLICATIONS, "push-publish")
         self._cleanings = DaemonPool(_CLEANINGS, "push-clean")
+        self._handovers = DaemonPool(_HANDOVERS, "push-handover")  # never behind calls to a store that hangs
         self._stopping = threading.Event()
 
     @property
@@ -147,6 +149,8 @@ class EffectPools:
                 return self._publications
             case do.GiveUp():
                 return self._cleanings
+            case do.HandOver():
+                return self._handovers
             case _:
                 return self._reads
 
@@ -163,6 +167,7 @@ class EffectPools:
             self._confirmations,
             self._publications,
             self._cleanings,
+            self._handovers,
         )
         for pool in pools:
             pool.stop()

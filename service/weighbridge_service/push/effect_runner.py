@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import operator
+import time
 from collections.abc import Callable, Iterable, Sequence
 
-from weighbridge.errors import Unavailable, VersionFailed, WeighbridgeError
+from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, WeighbridgeError
 from weighbridge_service.models import RegisteredModel
 from weighbridge_service.push import effects as do
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Agreement, Declaration, numbers_of
+from weighbridge_service.push.declarations import Agreement, Declaration, Home, numbers_of
+from weighbridge_service.push.handover import HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator, VersionRequest
 from weighbridge_service.push.image_writer import ImageWriter
 from weighbridge_service.push.publisher import Publisher
@@ -36,6 +38,7 @@ class EffectRunner:
         exchange: with other replicas.
         relay: of bytes to other replicas.
         allocator: gives images.
+        successors: other replicas that may take the version over.
         go_on: raises if what takes long is not wanted any more.
         post: takes the events of the data plane.
 
@@ -52,6 +55,7 @@ class EffectRunner:
         exchange: Exchange,
         relay: Relay,
         allocator: ImageAllocator,
+        successors: Successors,
         go_on: Callable[[], None],
         post: Callable[[Sequence[on.Event]], None],
     ) -> None:
@@ -62,6 +66,7 @@ class EffectRunner:
         self._publisher = publisher
         self._exchange = exchange
         self._allocator = allocator
+        self._successors = successors
         self._go_on = go_on
         self._post = post
         self._request: VersionRequest | None = None
@@ -134,6 +139,9 @@ class EffectRunner:
                 if wanted:
                     self._handed_in |= self._exchange.handed_in(agreed.claim, wanted)
                 return on.ReplicasHandedIn(frozenset(self._handed_in))
+            case do.HandOver(to):
+                self._hand_over(to, state, agreed)
+                return on.HandedOver(to)
             case do.WriteManifestAndPublish():
                 parts = self._written if agreed.alone else self._handed_in
                 self._publisher.publish(agreed, _all_of(parts.values()))
@@ -213,6 +221,16 @@ class EffectRunner:
         return missing
 
     # --- other replicas
+
+    def _hand_over(self, to: Home, state: PushState, agreed: Agreement) -> None:
+        seconds = state.until - time.monotonic()
+        if seconds <= 0:
+            raise DeadlineExceeded("there was no time left")
+        declared = state.declarations.declared
+        ranks = [(declared[rank].client_id, declared[rank].digest) for rank in sorted(declared)]
+        entry = self._publisher.entry
+        handed = HandedVersion(self._model, entry, agreed.claim, state.ready_ms, ranks)
+        self._successors.hand_over(to, handed, seconds)
 
     def _tell(self, here: dict[int, Declaration]) -> on.Event:
         for digest in {declaration.digest for declaration in here.values()}:

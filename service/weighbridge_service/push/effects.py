@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weighbridge.errors import WeighbridgeError
-from weighbridge_service.push.declarations import KnownSet
+from weighbridge_service.push.declarations import Home, KnownSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,13 @@ class CompareSample(Awaited):
 @dataclass(frozen=True, slots=True)
 class WriteManifestAndPublish(Awaited):
     """Write the manifest, and make the version part of history. `Published`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver(Awaited):
+    """Have another replica read all files out of the image, and go on with the version. `HandedOver`."""
+
+    to: Home
 
 
 @dataclass(frozen=True, slots=True)

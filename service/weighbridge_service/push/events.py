@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weighbridge.errors import WeighbridgeError
 from weighbridge_service.push import effects
-from weighbridge_service.push.declarations import Declaration
+from weighbridge_service.push.declarations import Declaration, Home
 from weighbridge_service.push.effects import Awaited
 from weighbridge_service.push.push_plan import PreparedPush
 
@@ -260,13 +260,34 @@ class Tick(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class HandedOver(Event):
+    """Another replica has all bytes, and owns the version from now on.
+
+    Attributes:
+        to: which one.
+    """
+
+    to: Home
+
+
+@dataclass(frozen=True, slots=True)
 class Superseded(Event):
     """A newer version of the model is visible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draining(Event):
-    """The service shuts down: no pauses between attempts from now on, and the next failure is the last."""
+    """The service shuts down: no pauses between attempts from now on, and the next failure is the last before it is handed over.
+
+    Attributes:
+        successors: replicas that may take it over, in the order in which they are asked.
+        hand_over_at: when they are asked at the latest, if it is not durable by then; seconds of the monotonic clock.
+        until: when the service ends.
+    """
+
+    successors: tuple[Home, ...] = ()
+    hand_over_at: float = 0.0
+    until: float = 0.0
 
 
 _ANSWERS: Mapping[type[Event], Awaited] = {
@@ -295,5 +316,7 @@ def answered_by(event: Event) -> Awaited | None:
             return effects.Digest(file)
         case Uploaded(file=file):
             return effects.Upload(file)
+        case HandedOver(to=to):
+            return effects.HandOver(to)
         case _:
             return _ANSWERS.get(type(event))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,19 +27,21 @@ from weighbridge_service.clock import unix_ms
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.models import RegisteredModel
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Home, alone_at
+from weighbridge_service.push.declarations import Declarations, Home, alone_at
 from weighbridge_service.push.effect_pools import EffectPools
+from weighbridge_service.push.handover import HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator
 from weighbridge_service.push.image_writer import MemoryGrant
 from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.opening import OpeningRequest, check_not_received_alone
 from weighbridge_service.push.publisher import Publisher, give_up
+from weighbridge_service.push.push_plan import nothing_to_push
 from weighbridge_service.push.registry import Registry
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_service.push.replica_relay import Peers, Relay
 from weighbridge_service.push.session import PushSession, now
 from weighbridge_service.push.standbys import Standbys
-from weighbridge_service.push.state import Limits, PushState, not_all_declared
+from weighbridge_service.push.state import VISIBLE, Limits, PushState, check_owned, not_all_declared, why_lost
 from weighbridge_service.push.timers import Timers
 from weighbridge_storage.entries import OpenEntry
 from weighbridge_storage.head import Head
@@ -47,6 +49,7 @@ from weighbridge_storage.head_changes import check_same_request, still_open
 from weighbridge_storage.image_pool import ImagePool
 from weighbridge_storage.images import Image
 from weighbridge_storage.names import ModelName
+from weighbridge_storage.objects import ByteArray
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +101,7 @@ class Intake:
         mappings: who has images mapped.
         config: limits and time-outs.
         home: this process, as other replicas see it.
+        successors: other replicas, to which versions are handed over when this one leaves.
 
     Attributes:
         home: as given.
@@ -116,6 +120,7 @@ class Intake:
         mappings: Mappings,
         config: ServiceConfig,
         home: Home,
+        successors: Successors,
     ) -> None:
         self.home = home
         self.limits = Limits(
@@ -130,6 +135,7 @@ class Intake:
         self.bytes_in_locally = 0
         self.draining = False
         self._catalog = catalog
+        self._successors = successors
         self._mappings = mappings
         self._max_receiving = config.max_receiving
         self._allocator = ImageAllocator(images, self.standbys)
@@ -236,21 +242,18 @@ class Intake:
         return session
 
     def _session(self, model: RegisteredModel, entry: OpenEntry, client_id: str) -> PushSession:
-        opened = Version(
-            model=str(model.name),
-            number=entry.number,
-            state=VersionState.OPEN,
-            step=entry.step,
-            run=entry.run,
-            ranks=entry.ranks,
-            tensor_bytes=model.files.layout.nbytes,
-            create_time_ms=entry.created_ms,
-        )
         begun = now()
         lease_left = (entry.until_ms - begun.unix_ms) / 1000
+        opened = _opened(model, entry)
+        state = PushState.begin(opened, self.home, self.limits, model.known_set, lease_left, begun)
+        return self._session_in(state, model, entry, client_id, None)
+
+    def _session_in(
+        self, state: PushState, model: RegisteredModel, entry: OpenEntry, client_id: str, image: Image | None
+    ) -> PushSession:
         store, heads = self._catalog.store, self._catalog.heads
         return PushSession(
-            PushState.begin(opened, self.home, self.limits, model.known_set, lease_left, begun),
+            state,
             client_id=client_id,
             request_id=entry.request_id,
             model=model,
@@ -258,10 +261,12 @@ class Intake:
             exchange=Exchange(store, model.name, entry.number, self.home),
             relay=Relay(self._peers, str(model.name), entry.number),
             allocator=self._allocator,
+            successors=self._successors,
             mappings=self._mappings,
             pools=self._pools,
             timers=self._timers,
             surroundings=self._registry,
+            image=image,
         )
 
     def _find(self, name: str, number: int) -> PushSession:
@@ -286,7 +291,7 @@ class Intake:
         """Close an open version of which a process before this one, at the same address, had received something."""
         exchange = Exchange(self._catalog.store, name, entry.number, self.home)
         try:
-            lost = alone_at(entry.claim) == self.home.address or (
+            lost = alone_at(entry) == self.home.address or (
                 self.limits.spreading and exchange.was_here_before()
             )
         except WeighbridgeError as error:
@@ -464,17 +469,83 @@ class Intake:
             raise FailedPrecondition(f"{found} is visible already and cannot be aborted")
         return found
 
+    # --- leaving, and others that leave
+
+    def take_over(
+        self, sender: Home, version: HandedVersion, fill: Callable[[Mapping[str, ByteArray]], None]
+    ) -> None:
+        """Own a version that another replica hands over. Doing it again does nothing.
+
+        Args:
+            sender: the replica that leaves.
+            version: which version.
+            fill: reads all files into arrays of their sizes.
+
+        Raises:
+            Unavailable: this replica leaves itself.
+            AlreadyExists: it has had the version before, and it was given up or is another push's.
+            ResourceExhausted: there is no memory for the files now.
+            WeighbridgeError: what ``fill`` raises.
+        """
+        if self._has_taken(version):
+            return
+        model, entry = version.model, version.entry
+        request = self._allocator.request(model, entry.number, model.files.file_sizes)
+        try:
+            image = request.take(())
+        finally:
+            request.leave()
+        begun = False
+        try:
+            fill(image.buffers)
+            image.freeze()
+            with self._opening(model.name):
+                if self._has_taken(version):
+                    return
+                opened = _opened(model, entry)
+                prepared = nothing_to_push(model.files, entry.ranks)
+                declared = Declarations.taken_over(opened, self.home, version.ranks, prepared, version.claim)
+                state = PushState.taken_over(opened, declared, self.limits, version.ready_ms, now())
+                client_id = version.ranks[0][0]
+                self._catalog.adopt(model)
+                session = self._session_in(state, model, entry, client_id, image)
+                self._registry.add(session)
+                begun = True
+        finally:
+            if not begun:
+                image.release()
+        log.info("%s: taken over from %s", session.snapshot.version, sender)
+        self._registry.supersede(session)
+
+    def _has_taken(self, version: HandedVersion) -> bool:
+        """Whether a version is this replica's already."""
+        if self.draining:
+            raise Unavailable("the service is shutting down")
+        session = self._registry.get(version.model.name, version.entry.number)
+        if session is None:
+            return False
+        check_owned(session.state, version.claim)
+        return True
+
     def drain(self, seconds: float) -> bool:
-        """Refuse new versions and wait for those under way; whether all of them ended in time, and none is lost with this process."""
+        """Refuse new versions and wait for those under way, or hand them over; whether none of them is lost.
+
+        A version that is not durable when half of the time has passed, or that the store does not take, is handed over.
+
+        Args:
+            seconds: how long to wait.
+        """
         self.draining = True
+        begun = now().seconds
+        draining = on.Draining(tuple(self._successors.others()), begun + seconds / 2, begun + seconds)
         for session in self._registry.all():
-            session.post(on.Draining())
+            session.post(draining)
         finished = self._catalog.wait_finished(seconds)
         for session in self._registry.all():
             state = session.state
-            if state.gave_up and state.error is not None:
+            if state.phase in VISIBLE:
                 finished = False
-                log.warning("%s is lost: it could not be made durable: %s", state.name, state.error.message)
+                log.warning("%s is lost: %s", session.snapshot.version, why_lost(state))
             elif state.unfinished:
                 log.warning("not finished: %s", session.name_waits())
         return finished
@@ -486,3 +557,17 @@ class Intake:
         self._pools.stop(_STOP_SECONDS)
         for session in self._registry.all():
             session.stop()
+
+
+def _opened(model: RegisteredModel, entry: OpenEntry) -> Version:
+    """A version as it was opened."""
+    return Version(
+        model=str(model.name),
+        number=entry.number,
+        state=VersionState.OPEN,
+        step=entry.step,
+        run=entry.run,
+        ranks=entry.ranks,
+        tensor_bytes=model.files.layout.nbytes,
+        create_time_ms=entry.created_ms,
+    )

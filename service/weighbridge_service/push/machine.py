@@ -126,6 +126,9 @@ def _apply(state: PushState, event: on.Event, now: Moment) -> _Step:
             return _end(state, Phase.ABORTED, VersionFailed(reason))
         case on.TimedOut(missing, heard_at):
             return _timed_out(replace(state, heard_at=max(state.heard_at, heard_at)), missing, now)
+        case on.HandedOver(to) if state.phase in VISIBLE:
+            state = replace(state, handed_to=to, error=None, gave_up=False, settling=None)
+            return _to(state, Phase.HANDED_OVER), ()
         case on.Superseded():
             state = replace(state, superseded=True)
             if state.gave_up and state.error is not None:
@@ -176,11 +179,14 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
                 return state
             state = replace(state, leave_until=now.seconds + _LEAVE_TO_OTHERS)
             return _pause(state, do.CollectHandIns(), now.seconds + _LISTEN)
-        case on.Draining():
+        case on.Draining(successors, hand_over_at, until):
             failing = state.failures.keys()
             return replace(
                 state,
                 hurrying=True,
+                successors=tuple(each for each in successors if each != state.declarations.home),
+                hand_over_at=now.seconds if state.gave_up else hand_over_at,
+                until=until,
                 not_before={e: at for e, at in state.not_before.items() if e not in failing},
             )
         case on.Tick(received_bytes, heard_at):
@@ -290,6 +296,8 @@ def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
         phase in VISIBLE or (phase is Phase.SEALED and share is not None and not share.alone)
     ):
         yield do.CompareSample(), 0.0
+    if phase in VISIBLE and state.compared and state.may_be_handed_over:
+        yield do.HandOver(state.successors[0]), state.hand_over_at
     if state.gave_up:
         return
     if state.settling is not None:
@@ -359,6 +367,9 @@ def _failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Mom
             return _conclude(state, state.settling)
         case do.CompareSample() if isinstance(error, DataLoss):
             return _end(state, Phase.FAILED, error)
+        case do.HandOver(to):
+            others = tuple(each for each in state.successors if each != to)
+            return replace(state, successors=others, refusals=(*state.refusals, f"{to}: {error.message}")), ()
         case do.Renew() | do.LookAtHead() if not refused:
             return _pause(state, effect, now.seconds + _LOOK), ()
         case do.HearReplicas() if isinstance(error, InvalidArgument):
@@ -372,7 +383,9 @@ def _failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Mom
     before = state.failures.get(effect, Failures())
     after = Failures(before.total + 1, before.counted + state.complete_here)
     state = replace(state, failures={**state.failures, effect: after}, error=error)
-    if after.counted >= state.limits.attempts or state.hurrying:
+    if state.may_be_handed_over:
+        state = replace(state, hand_over_at=min(state.hand_over_at, now.seconds))
+    elif after.counted >= state.limits.attempts or state.hurrying:
         return _settle(state, error)
     return _pause(state, effect, now.seconds + min(FIRST_PAUSE * 2**after.total, LONGEST_PAUSE)), ()
 
@@ -435,6 +448,8 @@ def _head_said(state: PushState, said: on.HeadSaid, now: Moment) -> _Step:
     match said.effect:
         case do.Confirm():  # a store that is away is no reason not to become ready
             return replace(state, confirmed=True), ()
+        case do.FindOut() if state.settling is not None and state.may_be_handed_over:
+            return replace(state, settling=None, hand_over_at=min(state.hand_over_at, now.seconds)), ()
         case do.FindOut() if state.settling is not None:
             return _conclude(state, state.settling)
         case do.LookAtHead(closing):

@@ -48,7 +48,7 @@ class OpeningRequest:
             if head.open[number].request_id == self.request_id:
                 head = give_up_version(head, number, "it failed at a replica that received it", now_ms)
         changed, entry = self._opened(head, now_ms)
-        alone = alone_at(entry.claim)
+        alone = alone_at(entry)
         if alone == self.home.address:
             # this process does not know it: one before it, at the same address, has died with what it had received
             head = give_up_version(head, entry.number, "the replica that received it was restarted", now_ms)
@@ -70,8 +70,8 @@ class OpeningRequest:
 
 def check_not_received_alone(entry: OpenEntry, home: Home) -> None:
     """Raise AlreadyExists if another replica receives an open version alone."""
-    if is_alone_elsewhere(entry.claim, home):
+    if is_alone_elsewhere(entry, home):
         raise AlreadyExists(
-            f"version {entry.number} is being received by the replica {alone_at(entry.claim)}",
+            f"version {entry.number} is being received by the replica {alone_at(entry)}",
             fix=f"push to that one; or abort version {entry.number}, or wait until it times out, and push again",
         )

@@ -11,7 +11,7 @@ from weighbridge.errors import VersionFailed, WeighbridgeError
 from weighbridge_service.clock import unix_ms
 from weighbridge_service.models import RegisteredModel, files_key
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Agreement, Home, is_alone_elsewhere
+from weighbridge_service.push.declarations import Agreement, Home, address_in, is_alone_elsewhere
 from weighbridge_service.push.effects import Awaited
 from weighbridge_storage.digests import FileDigests
 from weighbridge_storage.entries import OpenEntry
@@ -70,7 +70,9 @@ class Publisher:
             AlreadyExists: others have claimed it.
         """
         number = self.entry.number
-        self.heads.update(self.model.name, lambda head: (claim_version(head, number, claim), None))
+        # the claim of a version that was taken over names the replica that has left
+        holder = self.home.address if address_in(claim) not in ("", self.home.address) else ""
+        self.heads.update(self.model.name, lambda head: (claim_version(head, number, claim, holder), None))
 
     def renew(self, seconds: float) -> None:
         """Extend the lease of the open version to ``seconds`` from now. Raises VersionFailed if it is no longer open."""
@@ -180,7 +182,7 @@ def give_up(
     def change(history: History) -> tuple[Head, bool]:
         head = history.head
         there = head.open.get(number)
-        of_others = there is not None and by is not None and is_alone_elsewhere(there.claim, by)
+        of_others = there is not None and by is not None and is_alone_elsewhere(there, by)
         after = head if of_others else give_up_version(head, number, reason, now_ms)
         return after, history.under(after).is_gone(number)
 

@@ -25,6 +25,7 @@ from weighbridge_service.push import events as on
 from weighbridge_service.push.declarations import Agreement
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner
+from weighbridge_service.push.handover import Successors
 from weighbridge_service.push.image_allocator import ImageAllocator
 from weighbridge_service.push.image_writer import ImageWriter, MemoryGrant
 from weighbridge_service.push.machine import step
@@ -49,7 +50,7 @@ from weighbridge_service.push.state import (
     waits_for,
 )
 from weighbridge_service.push.timers import Timers
-from weighbridge_storage.images import Lease
+from weighbridge_storage.images import Image, Lease
 from weighbridge_storage.objects import ByteArray
 from weighbridge_storage.version_writing import Written
 
@@ -57,7 +58,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _ABORT_SECONDS = 60.0
-_READABLE = VISIBLE | {Phase.PUBLISHED}
+_READABLE = VISIBLE | {Phase.PUBLISHED, Phase.HANDED_OVER}
 
 
 class Surroundings(Protocol):
@@ -86,10 +87,12 @@ class PushSession:
         model: the registration under which it was opened.
         publisher, exchange, relay: of this version.
         allocator: gives images.
+        successors: other replicas that may take it over.
         mappings: who has images mapped.
         pools: carry effects out.
         timers: wake the session.
         surroundings: what it tells of.
+        image: holds the bytes of a version that was taken over from another replica.
     """
 
     def __init__(
@@ -103,10 +106,12 @@ class PushSession:
         exchange: Exchange,
         relay: Relay,
         allocator: ImageAllocator,
+        successors: Successors,
         mappings: Mappings,
         pools: EffectPools,
         timers: Timers,
         surroundings: Surroundings,
+        image: Image | None = None,
     ) -> None:
         self.client_id = client_id
         self.request_id = request_id
@@ -116,7 +121,10 @@ class PushSession:
         self._pools = pools
         self._timers = timers
         self._surroundings = surroundings
-        self._runner = EffectRunner(model, publisher, exchange, relay, allocator, self._go_on, self._post_all)
+        self._runner = EffectRunner(
+            model, publisher, exchange, relay, allocator, successors, self._go_on, self._post_all
+        )
+        self._runner.image = image
         self._wake = self.tick  # one object, by which the timers know it
         self._lock = threading.Lock()
         self._state = state
@@ -211,6 +219,8 @@ class PushSession:
             return
         if after.phase in (Phase.FAILED, Phase.ABORTED):
             log.warning("%s: %s", version_of(after), after.error and after.error.message)
+        elif after.phase is Phase.HANDED_OVER:
+            log.warning("%s: handed over to %s", version_of(after), after.handed_to)
         elif after.phase in _READABLE:
             log.info("%s", version_of(after))
 

@@ -6,7 +6,13 @@ import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from weighbridge.errors import DeadlineExceeded, FailedPrecondition, WeighbridgeError
+from weighbridge.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    FailedPrecondition,
+    VersionFailed,
+    WeighbridgeError,
+)
 from weighbridge.resources import Version, VersionState
 from weighbridge_service.push.declarations import Agreement, Declarations, Home, KnownSet, Share
 from weighbridge_service.push.effects import Awaited, LookAtHead, ProbeMemory
@@ -32,6 +38,8 @@ class Phase(enum.Enum):
     """The digests of all files were made from the images, and a sample was compared with what ranks sent."""
     PUBLISHED = "published"
     """Part of history."""
+    HANDED_OVER = "handed over"
+    """Another replica has all bytes and goes on with the version: this one leaves."""
     FAILED = "failed"
     ABORTED = "aborted"
 
@@ -41,9 +49,10 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
     Phase.PLANNED: frozenset((Phase.FILLING, Phase.PUBLISHED, Phase.FAILED, Phase.ABORTED)),
     Phase.FILLING: frozenset((Phase.SEALED, Phase.PUBLISHED, Phase.FAILED, Phase.ABORTED)),
     Phase.SEALED: frozenset((Phase.READY, Phase.PUBLISHED, Phase.FAILED, Phase.ABORTED)),
-    Phase.READY: frozenset((Phase.VERIFIED, Phase.PUBLISHED, Phase.FAILED)),
-    Phase.VERIFIED: frozenset((Phase.PUBLISHED, Phase.FAILED)),
+    Phase.READY: frozenset((Phase.VERIFIED, Phase.PUBLISHED, Phase.HANDED_OVER, Phase.FAILED)),
+    Phase.VERIFIED: frozenset((Phase.PUBLISHED, Phase.HANDED_OVER, Phase.FAILED)),
     Phase.PUBLISHED: frozenset(),
+    Phase.HANDED_OVER: frozenset(),
     Phase.FAILED: frozenset(),
     Phase.ABORTED: frozenset(),
 }
@@ -52,7 +61,7 @@ owner of files has handed in what it has digested, compared and uploaded."""
 INCOMPLETE = frozenset((Phase.OPEN, Phase.PLANNED, Phase.FILLING, Phase.SEALED))
 BEFORE_SEALED = INCOMPLETE - {Phase.SEALED}
 VISIBLE = frozenset((Phase.READY, Phase.VERIFIED))
-FINAL = frozenset((Phase.PUBLISHED, Phase.FAILED, Phase.ABORTED))
+FINAL = frozenset((Phase.PUBLISHED, Phase.HANDED_OVER, Phase.FAILED, Phase.ABORTED))
 
 _SHOWN = {
     Phase.OPEN: VersionState.OPEN,
@@ -62,6 +71,7 @@ _SHOWN = {
     Phase.READY: VersionState.READY,
     Phase.VERIFIED: VersionState.VERIFIED,
     Phase.PUBLISHED: VersionState.DURABLE,
+    Phase.HANDED_OVER: VersionState.READY,
     Phase.FAILED: VersionState.FAILED,
     Phase.ABORTED: VersionState.ABORTED,
 }
@@ -143,6 +153,11 @@ class PushState:
         gave_up: of a visible version, that no further attempt is made.
         superseded: whether a newer version of the model is visible.
         hurrying: whether the service shuts down.
+        successors: replicas that may take it over then, and have not refused.
+        hand_over_at: when the first of them is asked, if it is not durable by then.
+        until: when the service ends.
+        refusals: why others did not take it over, a line for each.
+        handed_to: who has taken it over.
         running: effects that are awaited.
         not_before: when an effect may be started again.
         failures: of effects, since they last succeeded.
@@ -186,6 +201,11 @@ class PushState:
     gave_up: bool = False
     superseded: bool = False
     hurrying: bool = False
+    successors: tuple[Home, ...] = ()
+    hand_over_at: float = 0.0
+    until: float = 0.0
+    refusals: tuple[str, ...] = ()
+    handed_to: Home | None = None
     running: frozenset[Awaited] = frozenset()
     not_before: Mapping[Awaited, float] = field(default_factory=dict)
     failures: Mapping[Awaited, Failures] = field(default_factory=dict)
@@ -211,6 +231,41 @@ class PushState:
             Declarations.of(opened, home, known),
             heard_at=now.seconds,
             renew_at=now.seconds + lease_left - limits.lease / 2,
+        )
+
+    @staticmethod
+    def taken_over(
+        opened: Version, declarations: Declarations, limits: Limits, ready_ms: int, now: Moment
+    ) -> PushState:
+        """A push whose files another replica has handed over to this one, with their bytes in an image.
+
+        Args:
+            opened: the version as it was opened.
+            declarations: with the agreement.
+            limits: what it goes by.
+            ready_ms: when it became ready, in milliseconds since 1970 UTC.
+            now: the time.
+        """
+        if declarations.agreed is None:
+            raise AssertionError(f"{declarations.name} is not agreed on")
+        share = declarations.agreed.share_of(declarations.home)
+        return PushState(
+            opened,
+            limits,
+            declarations,
+            heard_at=now.seconds,
+            renew_at=now.seconds,
+            phase=Phase.READY,
+            share=share,
+            image=True,
+            whole=share.ranks,
+            seal_asked=share.ranks,
+            sealed=share.ranks,
+            filled=frozenset(share.files),
+            compared=True,  # by the replica that has received the pieces
+            confirmed=True,
+            received_bytes=sum(share.files.values()),
+            ready_ms=ready_ms,
         )
 
     @property
@@ -270,9 +325,15 @@ class PushState:
         return (self.handed_in_here or share.me not in share.owners) and not self.all_handed_in
 
     @property
+    def may_be_handed_over(self) -> bool:
+        """Whether another replica may still take it over, at once or when it is ready."""
+        closed = isinstance(self.settling, VersionFailed | AlreadyExists)
+        return bool(self.successors) and not closed and (self.share is None or self.share.alone)
+
+    @property
     def unfinished(self) -> bool:
         """Whether something is to be done for it yet."""
-        return self.phase not in FINAL and not self.gave_up
+        return self.phase not in FINAL and (not self.gave_up or self.may_be_handed_over)
 
 
 def version_of(state: PushState) -> Version:
@@ -280,9 +341,12 @@ def version_of(state: PushState) -> Version:
     error, message = state.error, ""
     if error is not None:
         message = error.message if state.phase in FINAL else f"not durable yet: {error.message}"
+    shown = _SHOWN[state.phase]
+    if state.phase is Phase.HANDED_OVER and state.verified_ms:
+        shown = VersionState.VERIFIED
     return replace(
         state.opened,
-        state=_SHOWN[state.phase],
+        state=shown,
         sealed_ranks=len(state.sealed),
         received_bytes=state.received_bytes,
         nonfinite_elements=state.nonfinite if state.verified_ms else 0,
@@ -313,6 +377,21 @@ def waits_for(state: PushState) -> Iterator[str]:
     if state.waits_for_others:
         yield "other replicas"
     yield from (str(effect) for effect in state.running if not isinstance(effect, LookAtHead | ProbeMemory))
+
+
+def why_lost(state: PushState) -> str:
+    """Why a version that is visible and not durable ends with this process."""
+    durable = state.error.message if state.error is not None else f"waits for {', '.join(waits_for(state))}"
+    share = state.share
+    if share is not None and not share.alone:
+        handed = "it is held by several replicas, each a part"
+    elif state.refusals:
+        handed = "; ".join(state.refusals)
+    elif state.successors:
+        handed = f"{state.successors[0]} has not read all of it in time"
+    else:
+        handed = "no other replica is known"
+    return f"not durable: {durable}; not handed over: {handed}"
 
 
 # --- what callers are answered -------------------------------------------------------------------------------------------
@@ -390,3 +469,11 @@ def answer_abort(state: PushState) -> bool | None:
     if state.phase in INCOMPLETE:
         return None
     raise FailedPrecondition(f"{version_of(state)} is visible already and cannot be aborted")
+
+
+def check_owned(state: PushState, claim: str) -> None:
+    """Raise AlreadyExists if a version that another replica hands over under this claim is known here, and is not owned."""
+    agreed = state.agreed
+    owned = state.phase in VISIBLE or state.phase is Phase.PUBLISHED
+    if agreed is None or agreed.claim != claim or not owned:
+        raise AlreadyExists(f"{version_of(state)} is there already, and is not what is handed over")

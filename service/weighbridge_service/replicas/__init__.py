@@ -4,10 +4,12 @@
     health       whether a replica is alive, as a pure function of how calls to it went
     links        connections to other replicas
     heartbeat    the exchange of progress, and who is gone
+    directory    which other replicas there are, also while the store is away
+    handover     versions that a replica that leaves hands over to another one
     peer_files   files that another replica owns, as sources for reading
     sessions     sessions of pushes as other replicas see them
     handlers     the gRPC face of all that
 
-Only `sessions` knows how a push is received; the others have protocols of their own for what they need of that. Nothing in `push`
+Only `sessions` and `handover` know how a push is received; the others have protocols of their own for what they need of that. Nothing in `push`
 imports from here.
 """

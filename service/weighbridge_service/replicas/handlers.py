@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import grpc
@@ -14,6 +14,8 @@ from weighbridge.v1 import replica_service_pb2_grpc
 from weighbridge_service.bulk_streams import BulkStreams
 from weighbridge_service.byte_budget import Direction
 from weighbridge_service.push.declarations import Home
+from weighbridge_service.push.handover import HandedVersion
+from weighbridge_service.replicas.handover import handed_from_proto
 from weighbridge_service.replicas.heartbeat import SharedPushes
 from weighbridge_service.replicas.progress import (
     home_from_proto,
@@ -37,6 +39,13 @@ class OwnFiles(Protocol):
         """
 
 
+class VersionTaker(Protocol):
+    """What takes versions over from replicas that leave; see `handover.Takeovers`."""
+
+    def take_over(self, sender: Home, version: HandedVersion, go_on: Callable[[], bool]) -> None:
+        """Returns when all bytes of a version are here, and this replica owns it."""
+
+
 class ReplicaHandlers(replica_service_pb2_grpc.ReplicaServiceServicer):
     """`ReplicaService`.
 
@@ -45,10 +54,22 @@ class ReplicaHandlers(replica_service_pb2_grpc.ReplicaServiceServicer):
         pushes: what others are told, and who takes what they tell.
         files: what others may read.
         streams: who may stream weights.
+        met: takes note of a replica that has called.
+        takeovers: takes versions over.
     """
 
-    def __init__(self, home: Home, pushes: SharedPushes, files: OwnFiles, streams: BulkStreams) -> None:
+    def __init__(
+        self,
+        home: Home,
+        pushes: SharedPushes,
+        files: OwnFiles,
+        streams: BulkStreams,
+        met: Callable[[Home], None],
+        takeovers: VersionTaker,
+    ) -> None:
         self._home = home
+        self._met = met
+        self._takeovers = takeovers
         self._pushes = pushes
         self._files = files
         self._streams = streams
@@ -60,6 +81,7 @@ class ReplicaHandlers(replica_service_pb2_grpc.ReplicaServiceServicer):
         except DataLoss as error:
             raise InvalidArgument(error.message) from error
         sender = home_from_proto(request.sender)
+        self._met(sender)
         ours = []
         for progress in told:
             if progress is not None:
@@ -69,6 +91,13 @@ class ReplicaHandlers(replica_service_pb2_grpc.ReplicaServiceServicer):
             sender=home_to_proto(self._home),
             versions=[progress_to_proto(each, with_files=False) for each in ours if each is not None],
         )
+
+    def TakeOver(self, request: pb.TakeOverRequest, context: grpc.ServicerContext) -> pb.TakeOverResponse:
+        """See the contract."""
+        self._takeovers.take_over(
+            home_from_proto(request.sender), handed_from_proto(request), context.is_active
+        )
+        return pb.TakeOverResponse(owner=home_to_proto(self._home))
 
     def ReadFile(  # type: ignore[override]
         self, request: pb.ReadFileRequest, context: grpc.ServicerContext

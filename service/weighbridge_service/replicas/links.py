@@ -65,6 +65,26 @@ class Links:
         found = [progress_from_proto(each) for each in response.versions]
         return home_from_proto(response.sender), [each for each in found if each is not None]
 
+    def greet(self, other: Home) -> Home:
+        """Let another replica know of this one; who has answered. Raises WeighbridgeError."""
+        return self.exchange(other, ())[0]
+
+    def take_over(self, other: Home, request: pb.TakeOverRequest, seconds: float) -> None:
+        """Returns when another replica has taken a version over.
+
+        Args:
+            other: which replica.
+            request: which version; its sender is filled in.
+            seconds: how long that may take.
+
+        Raises:
+            WeighbridgeError: it refuses, cannot be reached, or takes too long.
+        """
+        request.sender.CopyFrom(home_to_proto(self.home))
+        stub = replica_service_pb2_grpc.ReplicaServiceStub(self._channel(other.address, _CONTROL))
+        with rpc.translated_errors(other.address):
+            stub.TakeOver(request, timeout=seconds)
+
     def read_file(self, owner: Home, key: tuple[str, int, str], file: str, offset: int, length: int) -> bytes:
         """A part of a file from the image of the replica that owns it.
 
