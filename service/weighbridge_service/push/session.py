@@ -171,8 +171,10 @@ class PushSession:
                 event = self._events.popleft()
             try:
                 self._take(event)
-            except Exception:  # the session must go on
+            except Exception as error:  # what it would have led to is lost, and nobody must wait for that
                 log.exception("%s: %s could not be taken", self._state.name, type(event).__name__)
+                if not isinstance(event, on.Broken):
+                    self._events.append(on.Broken(WeighbridgeError(f"the push failed: {error!r}")))
 
     def tick(self) -> None:
         """Time has passed."""
