@@ -192,7 +192,10 @@ class Declarations:
         """
         declared = {rank: Declaration(client, digest, home) for rank, (client, digest) in enumerate(ranks)}
         return replace(
-            Declarations.of(opened, home, None), declared=declared, agreed=Agreement(prepared, (home,), claim)
+            Declarations.of(opened, home, None),
+            declared=declared,
+            here=declared,
+            agreed=Agreement(prepared, (home,), claim),
         )
 
     @property
