@@ -197,4 +197,4 @@ def test_a_service_that_loses_a_visible_version_when_it_ends_says_so(
     finished(running)
     assert running.service.catalog.get_version(MODEL, str(number)).state.visible
     assert not running.service.drain()
-    assert "is lost: not durable: " in caplog.text
+    assert "is lost: not durable: the store is away" in caplog.text

@@ -603,7 +603,11 @@ class World:
         while push.state.phase is not phase:
             effects = [each for each in push.inflight if isinstance(each, needed)]
             assert effects, push.state
-            self.answer(replica, push, self.dice.choice(effects))
+            effect, rate = self.dice.choice(effects), self.fault_rate
+            if not isinstance(effect, do.Confirm):  # any other could end the push
+                self.fault_rate = 0.0
+            self.answer(replica, push, effect)
+            self.fault_rate = rate
 
     def act_when_ready(self) -> None:
         """Something that can happen once no rank has anything to push any more."""

@@ -125,7 +125,7 @@ class AsyncEngineClient:
         Args:
             model: which model.
             version: which version.
-            state: READY or DURABLE.
+            state: READY, VERIFIED or DURABLE.
             timeout: seconds; None waits as long as it takes.
             on_progress: is called with the version as it stands now and then.
 

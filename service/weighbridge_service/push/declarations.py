@@ -155,6 +155,7 @@ class Declarations:
         home: this replica.
         known: the declarations of the push before, if they are of as many ranks.
         declared: by rank.
+        here: those of ranks that push to this replica.
         agreed: the agreement, once there is one.
     """
 
@@ -164,6 +165,7 @@ class Declarations:
     home: Home
     known: KnownSet | None = None
     declared: Mapping[int, Declaration] = field(default_factory=dict)
+    here: Mapping[int, Declaration] = field(default_factory=dict)
     agreed: Agreement | None = None
 
     @staticmethod
@@ -190,7 +192,10 @@ class Declarations:
         """
         declared = {rank: Declaration(client, digest, home) for rank, (client, digest) in enumerate(ranks)}
         return replace(
-            Declarations.of(opened, home, None), declared=declared, agreed=Agreement(prepared, (home,), claim)
+            Declarations.of(opened, home, None),
+            declared=declared,
+            here=declared,
+            agreed=Agreement(prepared, (home,), claim),
         )
 
     @property
@@ -202,11 +207,6 @@ class Declarations:
     def absent(self) -> list[int]:
         """Ranks that have not declared, as far as is known here."""
         return [rank for rank in range(self.ranks) if rank not in self.declared]
-
-    @property
-    def here(self) -> dict[int, Declaration]:
-        """Declarations of the ranks that push to this replica, by rank."""
-        return {rank: d for rank, d in self.declared.items() if d.home == self.home}
 
     @property
     def known_set(self) -> KnownSet | None:
@@ -272,7 +272,11 @@ class Declarations:
         known = self.known
         if known is not None and known.declarations[rank] == declaration:
             declaration = known.declarations[rank]  # one object, however often the same is pushed
-        after = replace(self, declared={**self.declared, rank: declaration})
+        after = replace(
+            self,
+            declared={**self.declared, rank: declaration},
+            here={**self.here, rank: declaration},
+        )
         if known is None:
             return after, None
         if self.agreed is None:
@@ -319,7 +323,8 @@ class Declarations:
                     f"the replica at {home.address} was restarted while {self.name} was being received",
                     fix="push the step again",
                 )
-        return replace(self, declared=declared), None
+        here = {rank: declaration for rank, declaration in declared.items() if declaration.home == self.home}
+        return replace(self, declared=declared, here=here), None
 
     def agree(self, prepared: PreparedPush) -> Declarations:
         """The agreement that the declarations of all ranks lead to, by this plan."""

@@ -6,7 +6,7 @@ import functools
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, WeighbridgeError
 from weighbridge_service.models import RegisteredModel
@@ -232,7 +232,7 @@ class EffectRunner:
         handed = HandedVersion(self._model, entry, agreed.claim, state.ready_ms, ranks)
         self._successors.hand_over(to, handed, seconds)
 
-    def _tell(self, here: dict[int, Declaration]) -> on.Event:
+    def _tell(self, here: Mapping[int, Declaration]) -> on.Event:
         for digest in {declaration.digest for declaration in here.values()}:
             if not self._model.is_offered(digest):
                 self._exchange.offer_layout(digest, *self._model.declared_layout(digest))

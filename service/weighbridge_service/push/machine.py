@@ -364,7 +364,7 @@ def _failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Mom
                 return _pause(state, effect, now.seconds + _IMAGE_PAUSE), ()
             return _end(state, Phase.FAILED, error)
         case do.FindOut() if state.settling is not None:  # as if the store could not be read
-            return _conclude(state, state.settling)
+            return _not_found_out(state, state.settling, now)
         case do.CompareSample() if isinstance(error, DataLoss):
             return _end(state, Phase.FAILED, error)
         case do.HandOver(to):
@@ -395,6 +395,13 @@ def _settle(state: PushState, error: WeighbridgeError) -> _Step:
     share = state.share
     if state.publishing or (share is not None and not share.alone):
         return replace(state, settling=error), ()
+    return _conclude(state, error)
+
+
+def _not_found_out(state: PushState, error: WeighbridgeError, now: Moment) -> _Step:
+    """The publication that has failed was not made, as far as can be seen."""
+    if state.may_be_handed_over:
+        return replace(state, settling=None, hand_over_at=min(state.hand_over_at, now.seconds)), ()
     return _conclude(state, error)
 
 
@@ -448,10 +455,8 @@ def _head_said(state: PushState, said: on.HeadSaid, now: Moment) -> _Step:
     match said.effect:
         case do.Confirm():  # a store that is away is no reason not to become ready
             return replace(state, confirmed=True), ()
-        case do.FindOut() if state.settling is not None and state.may_be_handed_over:
-            return replace(state, settling=None, hand_over_at=min(state.hand_over_at, now.seconds)), ()
         case do.FindOut() if state.settling is not None:
-            return _conclude(state, state.settling)
+            return _not_found_out(state, state.settling, now)
         case do.LookAtHead(closing):
             return _pause(state, said.effect, now.seconds + (_LISTEN if closing else _LOOK)), ()
     return state, ()

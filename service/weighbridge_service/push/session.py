@@ -36,6 +36,7 @@ from weighbridge_service.push.replica_relay import Relay
 from weighbridge_service.push.state import (
     BEFORE_SEALED,
     FINAL,
+    INCOMPLETE,
     VISIBLE,
     Moment,
     Phase,
@@ -404,7 +405,7 @@ class PushSession:
         check_not_failed(state)
         state.declarations.check_rank(rank)
         writer = self._runner.writer
-        if writer is None and state.agreed is not None and state.phase is Phase.PUBLISHED:
+        if writer is None and state.agreed is not None and state.phase not in INCOMPLETE:
             length = state.agreed.prepared.streams[rank].nbytes
             return [(0, length)] if length else [], length, True
         ranges, length = self._begun(state).received(rank)
