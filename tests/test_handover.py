@@ -360,3 +360,19 @@ def test_what_is_known_of_others_survives_the_store_and_an_entry_goes_with_its_r
     directory.start()
     directory.close()
     assert set(store.list(REPLICAS)) == {REPLICAS + "damaged"}
+
+
+def test_a_replica_that_calls_while_the_others_are_looked_up_is_known_afterwards(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    first, second = Home("10.0.0.1:1", "a"), Home("10.0.0.2:1", "b")
+    directory = Directory(store, first, lambda _home: None)
+    listed = store.list
+
+    def list_and_call(prefix: str) -> Iterator[str]:
+        keys = list(listed(prefix))
+        directory.met(second)
+        return iter(keys)
+
+    store.list = list_and_call  # type: ignore[method-assign]
+    directory.refresh()
+    assert directory.others() == (second,)

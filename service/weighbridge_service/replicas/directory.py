@@ -100,6 +100,9 @@ class Directory:
         self._clock = clock
         self._lock = threading.Lock()
         self._known: dict[Home, ReplicaEntry] = {}
+        self._met: dict[
+            Home, ReplicaEntry
+        ] = {}  # since the last look began: it may have been too early to see their entries
         self._read_at_ms = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="directory", daemon=True)
@@ -123,7 +126,7 @@ class Directory:
         """Another replica has called this one."""
         if home.address and home.boot:
             with self._lock:
-                self._known[home] = ReplicaEntry(home, self._clock() + _VALID_MS)
+                self._known[home] = self._met[home] = ReplicaEntry(home, self._clock() + _VALID_MS)
 
     def refresh(self) -> None:
         """Renew this replica's entry, and read those of the others.
@@ -132,6 +135,8 @@ class Directory:
             WeighbridgeError: the store cannot be used; what was known before still is.
         """
         entry = ReplicaEntry(self._home, self._clock() + _VALID_MS)
+        with self._lock:
+            self._met = {}
         self._store.put(replica_key(self._home.boot), entry.to_json(), mode="overwrite")
         found = {}
         for key in list(self._store.list(REPLICAS)):
@@ -145,7 +150,7 @@ class Directory:
                     self._store.delete(key)
                 found[there.home] = there
         with self._lock:
-            self._known, self._read_at_ms = found, self._clock()
+            self._known, self._read_at_ms = {**self._met, **found}, self._clock()
 
     def _run(self) -> None:
         greeted: set[Home] = set()
