@@ -140,11 +140,12 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
                 "topk_group": 2,
                 "num_experts_per_tok": 4,
             }
-            variant = {
+            variants: dict[str, dict[str, Any]] = {
                 "deepseek_v3_plain_q": {"q_lora_rank": None},
                 "deepseek_v3_yarn": {"rope_scaling": dict(_YARN)},
                 "deepseek_v3_mtp": {"num_nextn_predict_layers": 2},
-            }.get(family, {})
+            }
+            variant = variants.get(family, {})
             return DeepseekV3Config(**{**fields, **_SIGMOID_EXPERTS, **latent, **variant, **overrides})
     families = (*TINY_FAMILIES, *MORE_TINY_FAMILIES)
     raise ValueError(f"family {family!r} is not one of {', '.join(families)}")
@@ -240,6 +241,7 @@ class MtpReference(torch.nn.Module):
         positions = model.model.rotary_emb(hidden, torch.arange(seq)[None])
         mask = torch.full((1, 1, seq, seq), torch.finfo(torch.float32).min).triu(1)
         found = []
+        layer: Any
         for layer in self.layers:
             input_ids = torch.nn.functional.pad(input_ids[:, 1:], (0, 1))
             parts = [layer.enorm(model.get_input_embeddings()(input_ids)), layer.hnorm(hidden)]
@@ -385,7 +387,7 @@ def make_bridge(hf_config: PretrainedConfig, dtype: torch.dtype) -> Any:
         hf_config = copy.deepcopy(hf_config)
         hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
 
-    class Bridge(base):  # type: ignore[misc]  # chosen at run time
+    class Bridge(base):  # type: ignore[misc, valid-type]  # chosen at run time
         def __init__(self) -> None:
             # Tied Qwen bridges write into these, which belong to the class.
             self._DIRECT_MAPPING = copy.deepcopy(base._DIRECT_MAPPING)
