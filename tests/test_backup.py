@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -42,7 +43,8 @@ def store(tmp_path: Path) -> Path:
 def back_up(store: Path, backup: Path, heads: Path) -> None:
     """Run the commands of the documentation."""
     (lines,) = re.findall(r"```\n(rclone copy .*?)```", OPERATIONS.read_text(), re.DOTALL)
-    places = {"STORE": str(store), "BACKUP": str(backup), "HEADS": str(heads)}
+    rclone = str(Path(sysconfig.get_path("scripts")) / "rclone")
+    places = {"rclone": rclone, "STORE": str(store), "BACKUP": str(backup), "HEADS": str(heads)}
     for line in lines.splitlines():
         command = [places.get(word, word) for word in shlex.split(line)]
         subprocess.run(command, check=True, timeout=100)
