@@ -36,7 +36,6 @@ from weighbridge_storage.entries import OpenEntry, VersionEntry
 from weighbridge_storage.head import REMEMBERED_FAILURES, REMEMBERED_WRITES, Head
 from weighbridge_storage.head_changes import (
     MAX_REFS,
-    check_not_given_up,
     claim_version,
     delete_ref,
     delete_versions,
@@ -51,6 +50,7 @@ from weighbridge_storage.head_changes import (
     set_ref,
     set_retention,
     stamp,
+    still_open,
 )
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.history import History
@@ -323,11 +323,11 @@ class HeadHistory(RuleBasedStateMachine):
             assert (there.durable(number) is not None) == (number in self.published)
             stands_for_nothing = number in self.given and not is_readable and number not in self.open
             assert there.is_gone(number) == stands_for_nothing
-            if is_readable or number in self.open:
-                check_not_given_up(there, number)
+            if number in self.open:
+                assert still_open(self.head, number).number == number
             else:
                 with pytest.raises(VersionFailed):
-                    check_not_given_up(there, number)
+                    still_open(self.head, number)
         assert self.head.generation == len(self.writes)
         assert list(self.head.writes) == self.writes[-REMEMBERED_WRITES:]
 

@@ -158,12 +158,6 @@ def still_open(head: Head, number: int) -> OpenEntry:
     )
 
 
-def check_not_given_up(history: History, number: int) -> None:
-    """Raise VersionFailed if a version can neither be read nor become readable any more."""
-    if number not in history.head.open and history.find(number) is None:
-        still_open(history.head, number)
-
-
 def publish(history: History, entry: VersionEntry) -> Head:
     """Make a version part of history. ``latest`` moves to it unless it names a higher one.
 
