@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx2 as httpx
@@ -27,7 +28,7 @@ from tests.reference import tiny_config, tiny_model
 from tests.s3_server import SECRET_KEY, S3Server
 from tests.services import RunningService, running_service
 from weighbridge import TrainerClient
-from weighbridge.errors import Unavailable
+from weighbridge.errors import Unavailable, VersionFailed
 from weighbridge.resources import VersionState
 from weighbridge_service import http_hub
 from weighbridge_service.exports import Exports
@@ -385,7 +386,10 @@ say({
 def test_a_version_that_is_only_ready_is_not_offered(
     endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = Event()
+
     def fails(*_: Any) -> None:
+        asked.wait(60)
         raise Unavailable("the store is away")
 
     name = "tests/ready"
@@ -408,6 +412,9 @@ def test_a_version_that_is_only_ready_is_not_offered(
                     answer = endpoint.http.get(path)
                     assert (answer.status_code, answer.headers["x-error-code"]) == (404, "RevisionNotFound")
             assert endpoint.http.get(f"api/models/{name}/refs").json()["branches"] == []
+            asked.set()
+            with pytest.raises(VersionFailed, match="the store is away"):
+                trainer.wait_for(name, number, VersionState.DURABLE, timeout=20)
         durable = trainer.push_folder(name, folder, step=2).wait(timeout=20).number
     found = endpoint.http.get(f"api/models/{name}").json()
     assert int(found["sha"][-10:], 16) == durable == number + 1
