@@ -162,6 +162,7 @@ def test_a_manifest_of_before_under_a_head_of_now_says_what_to_do(old: Path, ope
 # -- killed ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(120 + 30 * KILLS)
 def test_a_migration_that_is_killed_at_any_moment_is_finished_by_the_next(tmp_path: Path) -> None:
     old = unpack(tmp_path)
     add_model(old, "acme/long", 60)
