@@ -40,7 +40,7 @@ class Web:
         self.running = running
         self.hf_model = hf_model
         self.exports = Exports(running.service)
-        self.app = create_app(running.service, self.exports, running.metrics)
+        self.app = create_app(running.service, self.exports, running.metrics, running.health)
         self.http = TestClient(self.app, raise_server_exceptions=False)
         self.folder = running.service.config.exports_folder
         self.hf_folder = folder
@@ -154,13 +154,12 @@ def test_verification_reads_every_byte(web: Web) -> None:
 
 
 def test_probes_metrics_and_documentation(web: Web) -> None:
-    assert web.http.get("/healthz").status_code == 200
-    assert web.http.get("/readyz").status_code == 200
+    assert web.http.get("/livez").status_code == 200
     assert 'weighbridge_versions{state="durable"} 2.0' in web.http.get("/metrics").text
     assert web.http.get("/docs").status_code == 200
     document = web.http.get("/openapi.json").json()
     operations = [operation for path in document["paths"].values() for operation in path.values()]
-    assert len({operation["operationId"] for operation in operations}) == len(operations) == 22
+    assert len({operation["operationId"] for operation in operations}) == len(operations) == 23
     for operation in operations:
         assert operation["description"]
         assert "application/problem+json" in operation["responses"]["default"]["content"]
@@ -590,11 +589,12 @@ def test_unexpected_errors_say_nothing_of_the_inside(web: Web, monkeypatch: pyte
 def test_while_draining_nothing_new_is_begun(tmp_path: Path, web: Web) -> None:
     with running_service(tmp_path) as running:
         exports = Exports(running.service)
-        http = TestClient(create_app(running.service, exports, running.metrics))
+        http = TestClient(create_app(running.service, exports, running.metrics, running.health))
+        running.health.start()
         assert http.get("/readyz").status_code == 200
         running.service.drain()
         is_problem(http.get("/readyz"), 503, "unavailable")
         is_problem(http.post("/v1/exports", json={"model": MODEL}), 503, "unavailable")
-        assert http.get("/healthz").status_code == 200
+        assert http.get("/livez").status_code == 200
         assert http.get("/v1/models").status_code == 200
         exports.close()

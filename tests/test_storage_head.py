@@ -670,6 +670,9 @@ class LyingStore(ObjectStore):
     def size(self, key: str) -> int:
         return self.inner.size(key)
 
+    def modified_ms(self, key: str) -> int:
+        return self.inner.modified_ms(key)
+
     def read_range(self, key: str, start: int, length: int) -> bytes:
         return self.inner.read_range(key, start, length)
 

@@ -25,6 +25,7 @@ from weighbridge_service.bridges import bridge_for
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.exports import Exports
 from weighbridge_service.grpc_server import GrpcListener, GrpcServer
+from weighbridge_service.health import Health
 from weighbridge_service.http_app import create_app
 from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.metrics import Metrics
@@ -174,11 +175,14 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             grpc_server = GrpcServer(listener, service, lane)
             exports = Exports(service)
             stack.callback(exports.close)
+            health = Health.of(service)
+            stack.callback(health.close)
         except (WeighbridgeError, OSError) as error:
             sys.stderr.write(f"weighbridge cannot start: {error}\n")
             return 1
+        health.start()
         grpc_server.start()
-        http_server.start(create_app(service, exports, metrics))
+        http_server.start(create_app(service, exports, metrics, health))
         sys.stdout.write(
             f"weighbridge serving gRPC on {_with_port(grpc, grpc_server.port)}, HTTP on http://{http_server.address}, "
             f"store {config.store_shown}\n"
