@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Path, Query, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from fastapi_offline import FastAPIOffline
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse
 from starlette.exceptions import HTTPException
@@ -20,6 +21,7 @@ from weighbridge.errors import WeighbridgeError
 from weighbridge.resources import Retention
 from weighbridge_service.exports import Exports
 from weighbridge_service.health import Health
+from weighbridge_service.http_guard import Guard, HostNames
 from weighbridge_service.http_hub import hub_router, on_hub_error
 from weighbridge_service.http_operations import operations_router
 from weighbridge_service.http_problems import BodyLimit, Problem, on_error
@@ -48,6 +50,7 @@ from weighbridge_storage.names import MAX_VERSION
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
+_DOCUMENTATION = "/docs"
 _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
 
@@ -223,7 +226,9 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
         "description": "A problem document: what is wrong, and what to do about it.",
         "content": {"application/problem+json": {"schema": Problem.model_json_schema()}},
     }
-    app = FastAPI(
+    app = FastAPIOffline(
+        docs_url=_DOCUMENTATION,
+        redoc_url=None,
         title="Weighbridge",
         version="v1",
         description="Versions of model weights between training and inference. Weights themselves travel over gRPC.",
@@ -240,6 +245,7 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
         },
     )
     app.add_middleware(BodyLimit)
+    app.add_middleware(Guard, HostNames.of(service.config.http_hosts), _DOCUMENTATION)
     app.include_router(_models_router(service))
     app.include_router(_exports_router(exports))
     app.include_router(operations_router(service, metrics, health))
