@@ -34,6 +34,7 @@ from weighbridge_service.service import Weighbridge
 
 log = logging.getLogger(__name__)
 
+_PACKAGES = ("weighbridge", "weighbridge_service", "weighbridge_storage")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LINGER_SECONDS = 1.0
 """How long a drained service still answers: whoever pushed last asks how it ended."""
@@ -153,9 +154,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
     Returns:
         The exit code: 0 if all that was under way has ended well, 1 if not or if the service could not start.
     """
-    logging.basicConfig(
-        stream=sys.stderr, level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(log_level)
     keep_freed_memory()
     collect_rarely()
     with _first_signal() as wait_for_signal, contextlib.ExitStack() as stack:
@@ -207,6 +206,20 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             "" if clean else ", but not all was finished",
         )
         return 0 if clean else 1
+
+
+def configure_logging(level: str) -> None:
+    """Log to stderr.
+
+    Args:
+        level: ``debug``, ``info``, ``warning`` or ``error``: of what the service itself says. Libraries say nothing below ``info``: boto3's
+            debug messages have signatures, tokens and bodies in them.
+    """
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    own = logging.getLevelNamesMapping()[level.upper()]
+    logging.getLogger().setLevel(max(own, logging.INFO))
+    for package in _PACKAGES:
+        logging.getLogger(package).setLevel(own)
 
 
 @contextlib.contextmanager
