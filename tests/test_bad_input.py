@@ -280,6 +280,7 @@ BAD_CONFIGS: dict[str, Any] = {
     "no JSON": b"{",
     "no object": b"[]",
     "no UTF-8": b"\xff\xfe\x00{",
+    "large": b'{"model_type":"qwen3"' + b" " * (2 << 20) + b"}",
     "deep": b'{"model_type":"qwen3","a":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}",
     "deep objects": b'{"model_type":"qwen3","a":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
     "long number": b'{"model_type":"qwen3","hidden_size":' + b"9" * 1_000_000 + b"}",
