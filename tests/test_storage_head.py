@@ -778,8 +778,13 @@ def test_reads_that_fail_after_a_lost_response_are_repeated(store: ObjectStore) 
 
 def test_patience_ends(store: ObjectStore) -> None:
     HeadStore(store).update(SMOL, allocate, create=True)
-    with pytest.raises(DeadlineExceeded):
-        HeadStore(LyingStore(store, ["refused"] * 1000, Unavailable), patience_s=0.1).update(SMOL, allocate)
+    for error, said in (
+        (DeadlineExceeded, "could not be found out"),
+        (Unavailable, "the response went wrong"),
+    ):
+        lying = LyingStore(store, ["refused"] * 1000, error)
+        with pytest.raises(error, match=said):
+            HeadStore(lying, patience_s=0.1).update(SMOL, allocate)
 
     class Rival(LyingStore):
         def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
