@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2 as httpx
 import pytest
@@ -573,6 +575,27 @@ def test_unknown_routes_and_methods_are_problems(web: Web) -> None:
     answer = web.http.patch(MODEL_URL)
     is_problem(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == "GET"
+    for place, operations in web.http.get("/openapi.json").json()["paths"].items():
+        concrete = re.sub(r"\{\w+\}", "1", place)
+        answer = web.http.patch(concrete)
+        is_problem(answer, 405, "method_not_allowed")
+        assert set(answer.headers["allow"].split(", ")) >= {method.upper() for method in operations}
+
+
+def test_patterns_of_names_are_declared_as_they_are_enforced(web: Web) -> None:
+    document = web.http.get("/openapi.json").json()
+    declared = {
+        parameter["name"]: parameter["schema"].get("pattern")
+        for operations in document["paths"].values()
+        for operation in operations.values()
+        for parameter in operation.get("parameters", ())
+        if parameter["in"] == "path"
+    }
+    assert all(declared[name] for name in ("namespace", "name", "version", "ref", "job_id"))
+    for name in ("a", "a.b-c", "-a", "a-", "a b", "a" * 96, "a" * 97, "a\n"):
+        answer = web.http.get(f"/v1/models/{quote(name)}/x")
+        fits = re.fullmatch(declared["name"], name) is not None
+        is_problem(answer, *((404, "not_found") if fits else (400, "invalid_argument")))
 
 
 def test_unexpected_errors_say_nothing_of_the_inside(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:

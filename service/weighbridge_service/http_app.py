@@ -46,7 +46,7 @@ from weighbridge_service.hub import HubNotFound
 from weighbridge_service.hub_reading import Hub
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
-from weighbridge_storage.names import MAX_VERSION
+from weighbridge_storage.names import MAX_VERSION, MODEL_PART_PATTERN, REF_PATTERN
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
@@ -54,12 +54,43 @@ _DOCUMENTATION = "/docs"
 _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
 
-Namespace = Annotated[str, Path(description="First half of the model's name.", examples=["acme"])]
-Name = Annotated[str, Path(description="Second half of the model's name.", examples=["smol"])]
-VersionOrRef = Annotated[str, Path(description="A number or a ref.", examples=["latest"])]
+# patterns are declared for clients; what breaks them is refused where names are parsed, in better words
+Namespace = Annotated[
+    str,
+    Path(
+        description="First half of the model's name.",
+        examples=["acme"],
+        json_schema_extra={"pattern": MODEL_PART_PATTERN},
+    ),
+]
+Name = Annotated[
+    str,
+    Path(
+        description="Second half of the model's name.",
+        examples=["smol"],
+        json_schema_extra={"pattern": MODEL_PART_PATTERN},
+    ),
+]
+VersionOrRef = Annotated[
+    str,
+    Path(
+        description="A number or a ref.",
+        examples=["latest"],
+        json_schema_extra={"pattern": REF_PATTERN},
+    ),
+]
 Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]
-Ref = Annotated[str, Path(description="Name of the ref.", examples=["prod"])]
-JobId = Annotated[str, Path(description="The `id` that starting the export gave.")]
+Ref = Annotated[
+    str,
+    Path(description="Name of the ref.", examples=["prod"], json_schema_extra={"pattern": REF_PATTERN}),
+]
+JobId = Annotated[
+    str,
+    Path(
+        description="The `id` that starting the export gave.",
+        json_schema_extra={"pattern": "^[0-9a-f]{32}$"},
+    ),
+]
 
 
 def _models_router(service: Weighbridge) -> APIRouter:

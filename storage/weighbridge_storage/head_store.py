@@ -170,7 +170,7 @@ class HeadStore:
                 if seen == base.generation and now.generation > seen:
                     if doubtful and now.generation > seen + REMEMBERED_WRITES:
                         raise _unknown_outcome(model, "it was changed too often meanwhile")
-                    doubtful = False
+                    doubtful = unsure = False
                 seen = now.generation
             stuck = seen == base.generation
             if time.monotonic() > give_up or (stuck and isinstance(failure, DataLoss)):
