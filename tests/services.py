@@ -31,13 +31,13 @@ class RunningService:
             "local_socket": OFF,
         }
         config = ServiceConfig(store, **{**defaults, **settings})
-        listener = GrpcListener("127.0.0.1:0", config.grpc_workers)
+        listener = GrpcListener("127.0.0.1:0", config.grpc_workers, 4096)
         try:
             self.service = Weighbridge(config, listener.port)
         except BaseException:
             listener.stop(0.0)
             raise
-        self.lane = LaneServer(self.service, config.local_socket)
+        self.lane = LaneServer(self.service, config.local_socket, 1024)
         self.health = Health.of(self.service)
         self.metrics = Metrics(self.service, self.lane, listener.calls)
         self.grpc = GrpcServer(listener, self.service, self.lane)

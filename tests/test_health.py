@@ -161,7 +161,7 @@ def test_a_store_that_hangs_leaves_probes_fast_liveness_green_and_readiness_red(
     store = StoreChecks(running.service.catalog.store, "test", 1000)
     health = Health([NamedCheck("store-reachable", store.reachable, every=0.01, patience=0.1)], lambda: False)
     exports = Exports(running.service)
-    server = HttpServer("127.0.0.1:0")
+    server = HttpServer("127.0.0.1:0", 1024)
     server.start(create_app(running.service, exports, running.metrics, health))
     url = f"http://{server.address}"
     health.start()

@@ -410,7 +410,7 @@ def test_a_wrong_export_is_refused_at_once(web: Web, request_body: dict[str, Any
 
 @pytest.fixture(scope="module")
 def url(web: Web) -> Iterator[str]:
-    server = HttpServer("127.0.0.1:0")
+    server = HttpServer("127.0.0.1:0", 1024)
     server.start(web.app)
     yield f"http://{server.address}"
     server.stop()

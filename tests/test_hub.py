@@ -137,7 +137,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
             trainer.set_ref(MODEL, "prod", 1)
         exports = Exports(running.service)
         recorder = Recorder(create_app(running.service, exports, running.metrics, running.health))
-        server = HttpServer("127.0.0.1:0")
+        server = HttpServer("127.0.0.1:0", 1024)
         server.start(recorder)
         found = Endpoint(running, f"http://{server.address}", recorder)
         yield found
@@ -513,7 +513,7 @@ def elsewhere(seaweed: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 (stored / Path(key).name).write_bytes(store.get(key)[0])
             exports = Exports(running.service)
             recorder = Recorder(create_app(running.service, exports, running.metrics, running.health))
-            server = HttpServer("127.0.0.1:0")
+            server = HttpServer("127.0.0.1:0", 1024)
             server.start(recorder)
             endpoint = Endpoint(running, f"http://{server.address}", recorder)
             assert asked == []

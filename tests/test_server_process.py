@@ -265,4 +265,4 @@ def test_a_store_that_cannot_be_made_is_said_to_be(tmp_path: Path) -> None:
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(InvalidArgument, match="is no address"):
-        HttpServer(address)
+        HttpServer(address, 1024)
