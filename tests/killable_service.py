@@ -45,9 +45,9 @@ def serve(
     config = ServiceConfig(
         store, **{"memory_budget": 1 << 28, "grpc_workers": 32, "local_socket": "off", **settings}
     )
-    listener = GrpcListener(f"127.0.0.1:{port}", config.grpc_workers)
+    listener = GrpcListener(f"127.0.0.1:{port}", config.grpc_workers, 4096)
     service = Weighbridge(config, listener.port)
-    lane = LaneServer(service, config.local_socket)
+    lane = LaneServer(service, config.local_socket, 1024)
     server = GrpcServer(listener, service, lane)
     server.start()
     time.sleep(3600)

@@ -10,6 +10,7 @@ from typing import Any
 
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.grpc_server import GrpcListener, GrpcServer
+from weighbridge_service.health import Health
 from weighbridge_service.lane_server import OFF, LaneServer
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
@@ -30,19 +31,21 @@ class RunningService:
             "local_socket": OFF,
         }
         config = ServiceConfig(store, **{**defaults, **settings})
-        listener = GrpcListener("127.0.0.1:0", config.grpc_workers)
+        listener = GrpcListener("127.0.0.1:0", config.grpc_workers, 4096)
         try:
             self.service = Weighbridge(config, listener.port)
         except BaseException:
             listener.stop(0.0)
             raise
-        self.lane = LaneServer(self.service, config.local_socket)
+        self.lane = LaneServer(self.service, config.local_socket, 1024)
+        self.health = Health.of(self.service)
         self.metrics = Metrics(self.service, self.lane, listener.calls)
         self.grpc = GrpcServer(listener, self.service, self.lane)
         self.grpc.start()
         self.address = f"127.0.0.1:{self.grpc.port}"
 
     def stop(self) -> None:
+        self.health.close()
         self.service.drain()
         self.grpc.stop(0.5)
         self.lane.stop()

@@ -67,7 +67,7 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ways]:
         EngineClient(running.address) as engine,
     ):
         exports = Exports(running.service)
-        app = create_app(running.service, exports, running.metrics)
+        app = create_app(running.service, exports, running.metrics, running.health)
         yield Ways(running, trainer, engine, TestClient(app), exports)
         exports.close()
 

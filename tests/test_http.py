@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2 as httpx
 import pytest
@@ -40,7 +42,7 @@ class Web:
         self.running = running
         self.hf_model = hf_model
         self.exports = Exports(running.service)
-        self.app = create_app(running.service, self.exports, running.metrics)
+        self.app = create_app(running.service, self.exports, running.metrics, running.health)
         self.http = TestClient(self.app, raise_server_exceptions=False)
         self.folder = running.service.config.exports_folder
         self.hf_folder = folder
@@ -154,13 +156,12 @@ def test_verification_reads_every_byte(web: Web) -> None:
 
 
 def test_probes_metrics_and_documentation(web: Web) -> None:
-    assert web.http.get("/healthz").status_code == 200
-    assert web.http.get("/readyz").status_code == 200
+    assert web.http.get("/livez").status_code == 200
     assert 'weighbridge_versions{state="durable"} 2.0' in web.http.get("/metrics").text
     assert web.http.get("/docs").status_code == 200
     document = web.http.get("/openapi.json").json()
     operations = [operation for path in document["paths"].values() for operation in path.values()]
-    assert len({operation["operationId"] for operation in operations}) == len(operations) == 22
+    assert len({operation["operationId"] for operation in operations}) == len(operations) == 23
     for operation in operations:
         assert operation["description"]
         assert "application/problem+json" in operation["responses"]["default"]["content"]
@@ -409,7 +410,7 @@ def test_a_wrong_export_is_refused_at_once(web: Web, request_body: dict[str, Any
 
 @pytest.fixture(scope="module")
 def url(web: Web) -> Iterator[str]:
-    server = HttpServer("127.0.0.1:0")
+    server = HttpServer("127.0.0.1:0", 1024)
     server.start(web.app)
     yield f"http://{server.address}"
     server.stop()
@@ -574,6 +575,27 @@ def test_unknown_routes_and_methods_are_problems(web: Web) -> None:
     answer = web.http.patch(MODEL_URL)
     is_problem(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == "GET"
+    for place, operations in web.http.get("/openapi.json").json()["paths"].items():
+        concrete = re.sub(r"\{\w+\}", "1", place)
+        answer = web.http.patch(concrete)
+        is_problem(answer, 405, "method_not_allowed")
+        assert set(answer.headers["allow"].split(", ")) >= {method.upper() for method in operations}
+
+
+def test_patterns_of_names_are_declared_as_they_are_enforced(web: Web) -> None:
+    document = web.http.get("/openapi.json").json()
+    declared = {
+        parameter["name"]: parameter["schema"].get("pattern")
+        for operations in document["paths"].values()
+        for operation in operations.values()
+        for parameter in operation.get("parameters", ())
+        if parameter["in"] == "path"
+    }
+    assert all(declared[name] for name in ("namespace", "name", "version", "ref", "job_id"))
+    for name in ("a", "a.b-c", "-a", "a-", "a b", "a" * 96, "a" * 97, "a\n"):
+        answer = web.http.get(f"/v1/models/{quote(name)}/x")
+        fits = re.fullmatch(declared["name"], name) is not None
+        is_problem(answer, *((404, "not_found") if fits else (400, "invalid_argument")))
 
 
 def test_unexpected_errors_say_nothing_of_the_inside(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,11 +612,12 @@ def test_unexpected_errors_say_nothing_of_the_inside(web: Web, monkeypatch: pyte
 def test_while_draining_nothing_new_is_begun(tmp_path: Path, web: Web) -> None:
     with running_service(tmp_path) as running:
         exports = Exports(running.service)
-        http = TestClient(create_app(running.service, exports, running.metrics))
+        http = TestClient(create_app(running.service, exports, running.metrics, running.health))
+        running.health.start()
         assert http.get("/readyz").status_code == 200
         running.service.drain()
         is_problem(http.get("/readyz"), 503, "unavailable")
         is_problem(http.post("/v1/exports", json={"model": MODEL}), 503, "unavailable")
-        assert http.get("/healthz").status_code == 200
+        assert http.get("/livez").status_code == 200
         assert http.get("/v1/models").status_code == 200
         exports.close()

@@ -136,8 +136,8 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
                 trainer.push_folder(MODEL, folder, step=seed).wait(timeout=60)
             trainer.set_ref(MODEL, "prod", 1)
         exports = Exports(running.service)
-        recorder = Recorder(create_app(running.service, exports, running.metrics))
-        server = HttpServer("127.0.0.1:0")
+        recorder = Recorder(create_app(running.service, exports, running.metrics, running.health))
+        server = HttpServer("127.0.0.1:0", 1024)
         server.start(recorder)
         found = Endpoint(running, f"http://{server.address}", recorder)
         yield found
@@ -455,7 +455,7 @@ def test_versions_on_s3_are_offered_too(
             trainer.register_model(MODEL, folder)
             trainer.push_folder(MODEL, folder, step=1).wait(timeout=60)
         exports = Exports(running.service)
-        http = TestClient(create_app(running.service, exports, running.metrics))
+        http = TestClient(create_app(running.service, exports, running.metrics, running.health))
         url = f"/{MODEL}/resolve/main/{WEIGHTS}"
         (tmp_path / WEIGHTS).write_bytes(whole := http.get(url).content)
         assert http.get(url, headers={"range": "bytes=99999-250001"}).content == whole[99_999:250_002]
@@ -512,8 +512,8 @@ def elsewhere(seaweed: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             for key in store.list(f"models/{MODEL}/versions/"):
                 (stored / Path(key).name).write_bytes(store.get(key)[0])
             exports = Exports(running.service)
-            recorder = Recorder(create_app(running.service, exports, running.metrics))
-            server = HttpServer("127.0.0.1:0")
+            recorder = Recorder(create_app(running.service, exports, running.metrics, running.health))
+            server = HttpServer("127.0.0.1:0", 1024)
             server.start(recorder)
             endpoint = Endpoint(running, f"http://{server.address}", recorder)
             assert asked == []
@@ -636,7 +636,9 @@ def test_a_folder_has_no_urls_to_redirect_to(tmp_path: Path, monkeypatch: pytest
             trainer.register_model(MODEL, folder)
             trainer.push_folder(MODEL, folder, step=1).wait(timeout=60)
         exports = Exports(running.service)
-        http = TestClient(create_app(running.service, exports, running.metrics), follow_redirects=False)
+        http = TestClient(
+            create_app(running.service, exports, running.metrics, running.health), follow_redirects=False
+        )
         assert http.get(f"/{MODEL}/resolve/main/{WEIGHTS}").status_code == 200
         exports.close()
 

@@ -509,7 +509,7 @@ def test_a_service_stops_although_a_client_is_being_served_for_ever(
         go_on.wait(20)
 
     monkeypatch.setattr(service.service.serving, "lend", lend)
-    lane = LaneServer(service.service, str(tmp_path / "second.sock"))
+    lane = LaneServer(service.service, str(tmp_path / "second.sock"), 1024)
     with RawLane(lane.path) as client:
         client.ask(pb.LaneRequest(hello=pb.LaneHello(client_id="me")))
         client.send(begin_read())

@@ -51,7 +51,8 @@ class Bench:
         self.trainer = TrainerClient(running.address)
         self.engine = EngineClient(running.address)
         self.http = TestClient(
-            create_app(self.service, Exports(self.service), running.metrics), raise_server_exceptions=False
+            create_app(self.service, Exports(self.service), running.metrics, running.health),
+            raise_server_exceptions=False,
         )
         self.trainer.register_files(MODEL, self.sources[0].files)
         self.pushed = 0

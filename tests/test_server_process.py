@@ -132,7 +132,7 @@ def test_a_push_under_way_survives_sigterm_and_the_next_service_has_it(
     store = tmp_path / "store"
     with served(store) as first, held_pushes(monkeypatch) as (begun, go_on):
         assert first.store == str(store)
-        assert httpx.get(f"{first.url}/healthz").status_code == 200
+        assert httpx.get(f"{first.url}/livez").status_code == 200
         assert httpx.get(f"{first.url}/readyz").status_code == 200
         with TrainerClient(first.grpc, retry_seconds=0, lane="grpc") as client:
             client.register_model(MODEL, hf_folder)
@@ -140,7 +140,7 @@ def test_a_push_under_way_survives_sigterm_and_the_next_service_has_it(
             assert begun.wait(20)
             first.process.send_signal(signal.SIGTERM)
             eventually(lambda: httpx.get(f"{first.url}/readyz").status_code == 503)
-            assert httpx.get(f"{first.url}/healthz").status_code == 200
+            assert httpx.get(f"{first.url}/livez").status_code == 200
             assert first.health() == health_pb2.HealthCheckResponse.NOT_SERVING
             with pytest.raises(Unavailable, match="shutting down"):
                 client.push_folder(MODEL, hf_folder, step=8)
@@ -265,4 +265,4 @@ def test_a_store_that_cannot_be_made_is_said_to_be(tmp_path: Path) -> None:
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(InvalidArgument, match="is no address"):
-        HttpServer(address)
+        HttpServer(address, 1024)

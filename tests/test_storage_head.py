@@ -670,6 +670,9 @@ class LyingStore(ObjectStore):
     def size(self, key: str) -> int:
         return self.inner.size(key)
 
+    def modified_ms(self, key: str) -> int:
+        return self.inner.modified_ms(key)
+
     def read_range(self, key: str, start: int, length: int) -> bytes:
         return self.inner.read_range(key, start, length)
 
@@ -775,8 +778,13 @@ def test_reads_that_fail_after_a_lost_response_are_repeated(store: ObjectStore) 
 
 def test_patience_ends(store: ObjectStore) -> None:
     HeadStore(store).update(SMOL, allocate, create=True)
-    with pytest.raises(DeadlineExceeded):
-        HeadStore(LyingStore(store, ["refused"] * 1000, Unavailable), patience_s=0.1).update(SMOL, allocate)
+    for error, said in (
+        (DeadlineExceeded, "could not be found out"),
+        (Unavailable, "the response went wrong"),
+    ):
+        lying = LyingStore(store, ["refused"] * 1000, error)
+        with pytest.raises(error, match=said):
+            HeadStore(lying, patience_s=0.1).update(SMOL, allocate)
 
     class Rival(LyingStore):
         def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import random
+import tracemalloc
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -573,6 +574,21 @@ def test_keys_of_up_to_fifty_bits_are_read() -> None:
     keys = [0, 1, -5, (1 << 50) - 1, 1 - (1 << 50), "w", ("w", 1 << 49)]
     data = pickle.dumps(dict.fromkeys(keys, 7))
     assert read_pickle(data, allow(), "x") == dict.fromkeys(keys, 7)
+
+
+def test_containers_opened_within_each_other_for_ever_are_refused_before_memory_is_taken() -> None:
+    nested: list[Any] = []
+    for _ in range(300):
+        nested = [nested, 1]  # two elements: appended between a mark and its end
+    assert str(read_pickle(pickle.dumps(nested), allow(), "x")) == str(nested)
+    endless = b"\x80\x04" + b"(" * 10_000_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataLoss, match="within each other"):
+            read_pickle(endless, allow(), "x")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_shards_that_make_no_checkpoint_are_refused() -> None:

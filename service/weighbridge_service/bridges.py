@@ -33,6 +33,7 @@ _SAME_NORM = (
     (".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight"),
 )
 """Names that different layer specs of Megatron-core give to one tensor."""
+_MOST_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +272,13 @@ def parse_config(config_json: bytes) -> dict[str, Any]:
     """The content of a ``config.json``, with a model type that has a weight map.
 
     Raises:
-        InvalidArgument: it is no JSON object, or its model type has no map.
+        InvalidArgument: it is too large or no JSON object, or its model type has no map.
     """
+    if len(config_json) > _MOST_CONFIG_BYTES:
+        raise InvalidArgument(
+            f"config.json has {len(config_json)} bytes, more than {_MOST_CONFIG_BYTES}",
+            fix="leave in it what describes the model",
+        )
     try:
         config = json.loads(config_json.decode("utf-8"))
     except (ValueError, RecursionError) as error:

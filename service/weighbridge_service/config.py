@@ -44,6 +44,8 @@ class ServiceConfig:
         drain_seconds: how long shutting down waits for pushes and publications that are under way.
         collect_every: seconds between two collections of what need not be kept, on average; 0 for none.
         grace_seconds: how long a version can still be read after it was taken out of history; the same for all replicas.
+        http_hosts: names by which the HTTP face may be asked, besides addresses, this machine's own name, and names that no public DNS server
+            answers for; ``*`` for any.
         grpc_workers: most threads for gRPC calls, made as needed; a quarter of them may be watches. Running pushes, pulls and
             restores have as many again, each takes one, and so has what replicas pass on.
     """
@@ -68,6 +70,7 @@ class ServiceConfig:
     drain_seconds: float = 30.0
     collect_every: float = 600.0
     grace_seconds: float = 900.0
+    http_hosts: tuple[str, ...] = ()
     grpc_workers: int = 1024
 
     @property

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from weighbridge.errors import ResourceExhausted, WeighbridgeError
+from weighbridge.errors import InvalidArgument, ResourceExhausted, WeighbridgeError
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,36 @@ def _cut(text: str, most: int) -> str:
     return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
 
 
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """What came instead of a message: gRPC would answer INTERNAL for it by itself, and log a traceback."""
+
+    why: str
+
+
+def _never_failing(deserialise: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decode(data: bytes) -> Any:
+        try:
+            return deserialise(data)
+        except DecodeError as error:
+            return _Malformed(str(error))
+
+    return decode
+
+
+def _well_formed(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise InvalidArgument(
+            f"the request is no message of this method: {request.why}",
+            fix="use the contract in protos/, of this service's release",
+        )
+    return request
+
+
+def _all_well_formed(requests: Iterator[Any]) -> Iterator[Any]:
+    return map(_well_formed, requests)
+
+
 class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Turns what handlers raise into statuses, and counts calls.
 
@@ -76,22 +108,24 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             return None
         method = details.method.rpartition("/")[2]
 
+        well_formed = _all_well_formed if handler.request_streaming else _well_formed
+
         def unary(behaviour: Any) -> Any:
             def call(request: Any, context: grpc.ServicerContext) -> Any:
                 with self._watched(method, context):
-                    return behaviour(request, context)
+                    return behaviour(well_formed(request), context)
 
             return call
 
         def streaming(behaviour: Any) -> Any:
             def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
                 with self._watched(method, context):
-                    yield from behaviour(request, context)
+                    yield from behaviour(well_formed(request), context)
 
             return call
 
         coders = {
-            "request_deserializer": handler.request_deserializer,
+            "request_deserializer": _never_failing(handler.request_deserializer),
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary:

@@ -43,6 +43,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),  # a second service on the same port is an error, not a surprise
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # a connection that never says what it wants, or has not wanted anything for long, is given up; clients connect again by themselves
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 600_000),
 )
 
 
@@ -52,6 +55,7 @@ class GrpcListener:
     Args:
         address: ``host:port``; port 0 takes a free one.
         workers: most threads for calls that are no streams; running streams have as many again, and so have those of replicas.
+        connections: most at one time.
 
     Raises:
         Unavailable: the address cannot be bound.
@@ -63,7 +67,7 @@ class GrpcListener:
         server: has no handlers yet.
     """
 
-    def __init__(self, address: str, workers: int) -> None:
+    def __init__(self, address: str, workers: int, connections: int) -> None:
         self.workers = workers
         self.calls = Counter(
             "weighbridge_grpc_calls", "gRPC calls that have ended.", ["method", "code"], registry=None
@@ -75,7 +79,7 @@ class GrpcListener:
                 ErrorInterceptor(lambda method, code: self.calls.labels(method, code).inc()),
                 CarryingInterceptor(),
             ],
-            options=_OPTIONS,
+            options=(*_OPTIONS, ("grpc.max_allowed_incoming_connections", connections)),
         )
         try:
             self.port: int = self.server.add_insecure_port(address)

@@ -12,33 +12,32 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Path, Query, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi_offline import FastAPIOffline
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse
 from starlette.exceptions import HTTPException
 
-from weighbridge.errors import Unavailable, WeighbridgeError
+from weighbridge.errors import WeighbridgeError
 from weighbridge.resources import Retention
-from weighbridge_service.doctor import examine_service
 from weighbridge_service.exports import Exports
+from weighbridge_service.health import Health
+from weighbridge_service.http_guard import Guard, HostNames
 from weighbridge_service.http_hub import hub_router, on_hub_error
+from weighbridge_service.http_operations import operations_router
 from weighbridge_service.http_problems import BodyLimit, Problem, on_error
 from weighbridge_service.http_ranges import RangeNotSatisfiable
 from weighbridge_service.http_resources import (
-    ChecksOut,
     CollectIn,
     CollectionOut,
     ExportIn,
     ExportOut,
     ExportsOut,
-    MemoryOut,
     ModelOut,
     ModelsOut,
     RefsOut,
     RetentionIn,
     RetentionOut,
     SetRefIn,
-    StatusOut,
     VerificationOut,
     VersionOut,
     VersionsOut,
@@ -47,19 +46,51 @@ from weighbridge_service.hub import HubNotFound
 from weighbridge_service.hub_reading import Hub
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.service import Weighbridge
-from weighbridge_storage.names import MAX_VERSION
+from weighbridge_storage.names import MAX_VERSION, MODEL_PART_PATTERN, REF_PATTERN
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
+_DOCUMENTATION = "/docs"
 _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
 
-Namespace = Annotated[str, Path(description="First half of the model's name.", examples=["acme"])]
-Name = Annotated[str, Path(description="Second half of the model's name.", examples=["smol"])]
-VersionOrRef = Annotated[str, Path(description="A number or a ref.", examples=["latest"])]
+# patterns are declared for clients; what breaks them is refused where names are parsed, in better words
+Namespace = Annotated[
+    str,
+    Path(
+        description="First half of the model's name.",
+        examples=["acme"],
+        json_schema_extra={"pattern": MODEL_PART_PATTERN},
+    ),
+]
+Name = Annotated[
+    str,
+    Path(
+        description="Second half of the model's name.",
+        examples=["smol"],
+        json_schema_extra={"pattern": MODEL_PART_PATTERN},
+    ),
+]
+VersionOrRef = Annotated[
+    str,
+    Path(
+        description="A number or a ref.",
+        examples=["latest"],
+        json_schema_extra={"pattern": REF_PATTERN},
+    ),
+]
 Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]
-Ref = Annotated[str, Path(description="Name of the ref.", examples=["prod"])]
-JobId = Annotated[str, Path(description="The `id` that starting the export gave.")]
+Ref = Annotated[
+    str,
+    Path(description="Name of the ref.", examples=["prod"], json_schema_extra={"pattern": REF_PATTERN}),
+]
+JobId = Annotated[
+    str,
+    Path(
+        description="The `id` that starting the export gave.",
+        json_schema_extra={"pattern": "^[0-9a-f]{32}$"},
+    ),
+]
 
 
 def _models_router(service: Weighbridge) -> APIRouter:
@@ -209,65 +240,26 @@ def _exports_router(exports: Exports) -> APIRouter:
     return router
 
 
-def _operations_router(service: Weighbridge, metrics: Metrics) -> APIRouter:
-    router = APIRouter(tags=["operations"])
-
-    @router.get("/healthz")
-    def health() -> StatusOut:
-        """Whether the process lives."""
-        return StatusOut(status="ok")
-
-    @router.get("/readyz")
-    def readiness() -> StatusOut:
-        """Whether new work should be sent here."""
-        if service.draining:
-            raise Unavailable("the service is shutting down", fix="send new work to another one")
-        return StatusOut(status="ready")
-
-    @router.get("/v1/memory")
-    def get_memory() -> MemoryOut:
-        """Limits, budget, and who has or waits for which image. Asks nothing of the store."""
-        return MemoryOut.of(service.memory())
-
-    @router.get("/v1/checks")
-    def list_checks() -> ChecksOut:
-        """What `weighbridge doctor` finds: memory, disk, and what a push of each model needs."""
-        return ChecksOut.model_validate({"checks": examine_service(service)})
-
-    @router.get(
-        "/metrics",
-        response_class=Response,
-        responses={
-            200: {
-                "description": "Figures in Prometheus' text format.",
-                "content": {"text/plain": {"schema": {"type": "string"}}},
-            }
-        },
-    )
-    def read_metrics() -> Response:
-        """What the service tells Prometheus."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    return router
-
-
 def _operation_id(route: APIRoute) -> str:
     return route.name
 
 
-def create_app(service: Weighbridge, exports: Exports, metrics: Metrics) -> FastAPI:
+def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health: Health) -> FastAPI:
     """The HTTP face of a service.
 
     Args:
         service: what it is the face of.
         exports: its export jobs.
         metrics: what ``/metrics`` shows.
+        health: what ``/readyz`` says.
     """
     problem: dict[str, Any] = {
         "description": "A problem document: what is wrong, and what to do about it.",
         "content": {"application/problem+json": {"schema": Problem.model_json_schema()}},
     }
-    app = FastAPI(
+    app = FastAPIOffline(
+        docs_url=_DOCUMENTATION,
+        redoc_url=None,
         title="Weighbridge",
         version="v1",
         description="Versions of model weights between training and inference. Weights themselves travel over gRPC.",
@@ -284,9 +276,10 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics) -> Fast
         },
     )
     app.add_middleware(BodyLimit)
+    app.add_middleware(Guard, HostNames.of(service.config.http_hosts), _DOCUMENTATION)
     app.include_router(_models_router(service))
     app.include_router(_exports_router(exports))
-    app.include_router(_operations_router(service, metrics))
+    app.include_router(operations_router(service, metrics, health))
     app.include_router(
         hub_router(Hub(service.catalog, service.store_readers), redirect=service.config.redirect_downloads)
     )

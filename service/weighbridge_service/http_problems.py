@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weighbridge.errors import InvalidArgument, NotFound, WeighbridgeError
@@ -63,7 +64,25 @@ class ProblemResponse(Response):
         super().__init__(json.dumps(problem.model_dump()), status, headers)
 
 
-async def on_error(_: Request, error: Exception) -> Response:
+def _allowed(request: Request) -> str:
+    """The methods that a path has, over all of its routes: Starlette names those of the first one."""
+    methods: set[str] = set()
+    for route in _leaves(request.app.routes):
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return ", ".join(sorted(methods))
+
+
+def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Route]:
+    for route in routes:
+        included = getattr(route, "original_router", None)  # as FastAPI keeps routers that were included
+        if included is not None:
+            yield from _leaves(included.routes)
+        elif isinstance(route, Route):
+            yield route
+
+
+async def on_error(request: Request, error: Exception) -> Response:
     """What is raised on purpose says what is wrong; anything else says nothing of the service's inside."""
     if isinstance(error, WeighbridgeError):
         return ProblemResponse(
@@ -83,7 +102,8 @@ async def on_error(_: Request, error: Exception) -> Response:
         )
     if isinstance(error, HTTPException):
         reason, fix = _HTTP_REASONS.get(error.status_code, ("HTTP_ERROR", ""))
-        return ProblemResponse(reason, error.status_code, error.detail, fix=fix, headers=error.headers)
+        headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
+        return ProblemResponse(reason, error.status_code, error.detail, fix=fix, headers=headers)
     return ProblemResponse(
         WeighbridgeError.reason,
         WeighbridgeError.http_status,

@@ -348,6 +348,13 @@ class ChecksOut(_Out):
     checks: list[CheckOut] = Field(description="In the order in which they are best read.")
 
 
+class ReadinessOut(_Out):
+    """That new work can be sent here."""
+
+    status: str = Field(examples=["ready"])
+    checks: list[CheckOut] = Field(description="What was looked at; none has failed.")
+
+
 class StatusOut(_Out):
     """An answer to a probe."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import socket
 import stat
 import tempfile
@@ -22,8 +21,6 @@ log = logging.getLogger(__name__)
 AUTO, OFF = "auto", "off"
 _BACKLOG = 128
 _MOST_CLIENTS = 1024
-_SHARE_OF_DESCRIPTORS = 4
-"""Clients get no more than this part of the descriptors that the process may have."""
 _STOP_SECONDS = 10.0
 _ACCEPT_PAUSE = 0.5
 _LONGEST_PATH = 107
@@ -36,6 +33,7 @@ class LaneServer:
     Args:
         service: whose memory is lent.
         where: path of the socket; ``auto`` for one in a folder that only this user can enter, ``off`` for none.
+        most: clients at one time.
 
     Raises:
         InvalidArgument: the path is too long, or something else than a socket is there.
@@ -48,7 +46,7 @@ class LaneServer:
         private: whether only processes of this user can get at it.
     """
 
-    def __init__(self, service: Weighbridge, where: str) -> None:
+    def __init__(self, service: Weighbridge, where: str, most: int) -> None:
         self._service = service
         self.service_id = uuid.uuid4().hex
         self.path = ""
@@ -58,7 +56,7 @@ class LaneServer:
         self._sessions: dict[LaneSession, threading.Thread] = {}
         self._socket: socket.socket | None = None
         self._stopping = False
-        self._most_clients = _most_clients()
+        self._most_clients = min(most, _MOST_CLIENTS)
         if where == OFF:
             self.unavailable = "the service was started with --local-socket off"
             return
@@ -139,13 +137,6 @@ class LaneServer:
             self._service.mappings.remove(session)
             with self._lock:
                 del self._sessions[session]
-
-
-def _most_clients() -> int:
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if descriptors == resource.RLIM_INFINITY:
-        return _MOST_CLIENTS
-    return min(_MOST_CLIENTS, max(descriptors // _SHARE_OF_DESCRIPTORS, 1))
 
 
 def _own_path(service_id: str) -> Path:

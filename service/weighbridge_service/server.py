@@ -23,9 +23,12 @@ from starlette.types import ASGIApp
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.bridges import bridge_for
 from weighbridge_service.config import ServiceConfig
+from weighbridge_service.descriptors import Descriptors, raise_limit
 from weighbridge_service.exports import Exports
 from weighbridge_service.grpc_server import GrpcListener, GrpcServer
+from weighbridge_service.health import Health
 from weighbridge_service.http_app import create_app
+from weighbridge_service.http_connections import connections
 from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.metrics import Metrics
 from weighbridge_service.process_memory import collect_rarely, keep_freed_memory
@@ -33,12 +36,15 @@ from weighbridge_service.service import Weighbridge
 
 log = logging.getLogger(__name__)
 
+_PACKAGES = ("weighbridge", "weighbridge_service", "weighbridge_storage")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LINGER_SECONDS = 1.0
 """How long a drained service still answers: whoever pushed last asks how it ended."""
 _GRPC_GRACE_SECONDS = 10.0
 """How long pulls may go on; after a drain that did not end in time they get no more of it."""
 _HTTP_GRACE_SECONDS = 5
+_REQUEST_SECONDS = 10.0
+"""How long a client may take to say what it wants."""
 _BACKLOG = 1024
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,200}")
 _WARM_UP_CONFIG = {
@@ -57,13 +63,15 @@ class HttpServer:
 
     Args:
         address: ``host:port``; port 0 takes a free one.
+        most: connections at one time.
 
     Raises:
         InvalidArgument: that is no address.
         Unavailable: the address cannot be bound.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, most: int) -> None:
+        self._most = most
         host, port = _host_and_port(address)
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -88,6 +96,7 @@ class HttpServer:
         """Begin to answer; returns once it does."""
         config = uvicorn.Config(
             app,
+            http=connections(self._most, _REQUEST_SECONDS),
             backlog=_BACKLOG,
             lifespan="off",
             ws="none",
@@ -152,9 +161,8 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
     Returns:
         The exit code: 0 if all that was under way has ended well, 1 if not or if the service could not start.
     """
-    logging.basicConfig(
-        stream=sys.stderr, level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(log_level)
+    shares = Descriptors.of(raise_limit())
     keep_freed_memory()
     collect_rarely()
     with _first_signal() as wait_for_signal, contextlib.ExitStack() as stack:
@@ -162,23 +170,26 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             _host_and_port(grpc)
             if config.advertise:
                 _check_advertised(config.advertise)
-            http_server = HttpServer(http)
+            http_server = HttpServer(http, shares.http)
             stack.callback(http_server.stop)
-            listener = GrpcListener(grpc, config.grpc_workers)
+            listener = GrpcListener(grpc, config.grpc_workers, shares.grpc)
             stack.callback(listener.stop, 0.0)
             service = Weighbridge(config, listener.port)
             stack.callback(service.close)
-            lane = LaneServer(service, config.local_socket)
+            lane = LaneServer(service, config.local_socket, shares.lane)
             stack.callback(lane.stop)
             metrics = Metrics(service, lane, listener.calls)
             grpc_server = GrpcServer(listener, service, lane)
             exports = Exports(service)
             stack.callback(exports.close)
+            health = Health.of(service)
+            stack.callback(health.close)
         except (WeighbridgeError, OSError) as error:
             sys.stderr.write(f"weighbridge cannot start: {error}\n")
             return 1
+        health.start()
         grpc_server.start()
-        http_server.start(create_app(service, exports, metrics))
+        http_server.start(create_app(service, exports, metrics, health))
         sys.stdout.write(
             f"weighbridge serving gRPC on {_with_port(grpc, grpc_server.port)}, HTTP on http://{http_server.address}, "
             f"store {config.store_shown}\n"
@@ -203,6 +214,20 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             "" if clean else ", but not all was finished",
         )
         return 0 if clean else 1
+
+
+def configure_logging(level: str) -> None:
+    """Log to stderr.
+
+    Args:
+        level: ``debug``, ``info``, ``warning`` or ``error``: of what the service itself says. Libraries say nothing below ``info``: boto3's
+            debug messages have signatures, tokens and bodies in them.
+    """
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    own = logging.getLevelNamesMapping()[level.upper()]
+    logging.getLogger().setLevel(max(own, logging.INFO))
+    for package in _PACKAGES:
+        logging.getLogger(package).setLevel(own)
 
 
 @contextlib.contextmanager

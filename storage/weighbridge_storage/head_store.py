@@ -130,7 +130,7 @@ class HeadStore:
         results: dict[str, T] = {}
         found = self.read(model)
         attempt = 0
-        doubtful = False
+        doubtful = unsure = False
         while True:
             if found is None and not create:
                 raise NotFound(f"there is no model {model}", fix="register it first")
@@ -156,6 +156,7 @@ class HeadStore:
                     failure = error
                     # A store that says Conflict has made sure of it: however often others change the head, ours is not in it.
                     doubtful = doubtful or not isinstance(error, Conflict)
+                    unsure = unsure or isinstance(error, DeadlineExceeded)
             # Look at once, while the head remembers this write if it landed, and again after a pause, for a head as
             # fresh as can be. A write that timed out may land between the two, so look for all of them each time.
             seen = base.generation
@@ -169,12 +170,12 @@ class HeadStore:
                 if seen == base.generation and now.generation > seen:
                     if doubtful and now.generation > seen + REMEMBERED_WRITES:
                         raise _unknown_outcome(model, "it was changed too often meanwhile")
-                    doubtful = False
+                    doubtful = unsure = False
                 seen = now.generation
             stuck = seen == base.generation
             if time.monotonic() > give_up or (stuck and isinstance(failure, DataLoss)):
                 if stuck:
-                    raise (_unknown_outcome(model, failure.message) if results else failure) from failure
+                    raise (_unknown_outcome(model, failure.message) if unsure else failure) from failure
                 raise Conflict(
                     f"other writers of {model} were faster for {self._patience_s:g} s", fix="try again"
                 ) from failure

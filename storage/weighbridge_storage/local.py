@@ -113,6 +113,11 @@ class LocalStore(ObjectStore):
         with self._reading(key) as file:
             return os.fstat(file).st_size
 
+    def modified_ms(self, key: str) -> int:
+        """See `ObjectStore.modified_ms`."""
+        with self._reading(key) as file:
+            return os.fstat(file).st_mtime_ns // 1_000_000
+
     def read_range(self, key: str, start: int, length: int) -> bytes:
         """See `ObjectStore.read_range`."""
         with self._reading(key) as file:

@@ -27,9 +27,14 @@ NUMBERED_FOLDERS = ("versions", "incoming", "leases")
 
 _NODE = re.compile(r"([0-9]{16,19})-[0-9a-f]{32}")
 _NUMBER = re.compile(r"(?!0{12})[0-9]{12}")
-_MODEL_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
+MODEL_PART_PATTERN = "^[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?$"
+"""Of either half of a model's name, as JSON Schema and regular expressions write it; `ModelName` has more rules."""
+REF_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
+"""Of refs; numbers of versions are such names too."""
+
+_MODEL_PART = re.compile(MODEL_PART_PATTERN)
 _TWO_PARTS = re.compile(r"[^/]*/[^/]*")
-_REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_REF = re.compile(REF_PATTERN)
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 

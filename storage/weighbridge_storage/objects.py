@@ -88,6 +88,14 @@ class ObjectStore(ABC):
         """
 
     @abstractmethod
+    def modified_ms(self, key: str) -> int:
+        """When an object was written, by the store's clock: in milliseconds since 1970 UTC. Some stores round down to seconds.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+
+    @abstractmethod
     def read_range(self, key: str, start: int, length: int) -> bytes:
         """``length`` bytes of an object from byte ``start`` on.
 

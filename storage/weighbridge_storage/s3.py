@@ -66,6 +66,10 @@ class S3Store(ObjectStore):
         """See `ObjectStore.size`."""
         return self._reads.head(self._name(key), f"reading the size of {key}").size
 
+    def modified_ms(self, key: str) -> int:
+        """See `ObjectStore.modified_ms`."""
+        return self._reads.head(self._name(key), f"reading the time of {key}").modified_ms
+
     def read_range(self, key: str, start: int, length: int) -> bytes:
         """See `ObjectStore.read_range`."""
         return self._reads.read_range(self._name(key), start, length, f"reading a part of {key}")

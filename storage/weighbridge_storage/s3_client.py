@@ -35,11 +35,13 @@ class Found:
         size: in bytes.
         etag: opaque; with the quotes that the server puts around it.
         write_id: of the write that made it; empty if that was not one of ours.
+        modified_ms: when it was written, by the server's clock, in milliseconds since 1970 UTC; a whole number of seconds.
     """
 
     size: int
     etag: str
     write_id: str
+    modified_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,12 @@ class S3Client:
     def head(self, name: str) -> Found:
         """Size, etag and write id of an object."""
         response = self._s3.head_object(Bucket=self._bucket, Key=name)
-        return Found(response["ContentLength"], response["ETag"], response["Metadata"].get(WRITE_ID, ""))
+        return Found(
+            response["ContentLength"],
+            response["ETag"],
+            response["Metadata"].get(WRITE_ID, ""),
+            round(response["LastModified"].timestamp() * 1000),
+        )
 
     def get(self, name: str) -> dict[str, Any]:
         """An object: ``Body`` is a stream, which compares the bytes with the server's checksum if there is one."""

@@ -21,6 +21,8 @@ _CONTAINERS = {
     "builtins.list": list,
     "builtins.set": set,
 }
+_MOST_MARKS = 1000
+"""Containers within each other: Python's own pickler gives up before that."""
 SIZE = "torch.Size"
 OTHER_DTYPES = (
     *("complex32", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"),
@@ -141,6 +143,8 @@ class _Machine:
                 stack.append(from_bytes(data[position : position + 2], "little"))
                 position += 2
             elif op == 0x28:  # MARK
+                if len(marks) == _MOST_MARKS:
+                    raise ValueError(f"more than {_MOST_MARKS} containers within each other")
                 marks.append(stack)
                 stack = []
             elif op == 0x7D:  # EMPTY_DICT

@@ -133,6 +133,14 @@ from weighbridge.cli.running import Command, needs_extra
     help="Send Hugging Face's clients to S3 itself for large files, by URLs that are valid for an hour.",
 )
 @click.option(
+    "--http-host",
+    "http_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name by which the HTTP face may be asked; can be given several times, * for any. Addresses, names without a dot, and those "
+    "that end in .local, .internal, .svc or .cluster.local are allowed in any case.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -157,6 +165,7 @@ def serve_command(
     scratch: Path | None,
     exports: Path | None,
     redirect_downloads: bool,
+    http_hosts: tuple[str, ...],
     log_level: str,
 ) -> None:
     """Run the service."""
@@ -179,6 +188,7 @@ def serve_command(
         collect_every=collect_every,
         grace_seconds=grace_seconds,
         redirect_downloads=redirect_downloads,
+        http_hosts=http_hosts,
     )
     ctx.exit(run(config, grpc, http, log_level))
 

@@ -1,0 +1,132 @@
+"""Named checks of a service: what must be well for new work to be sent to it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from weighbridge.checks import Check, CheckStatus
+from weighbridge.errors import NotFound
+from weighbridge.sizes import readable_size
+from weighbridge_service.clock import unix_ms
+from weighbridge_service.health.monitor import NamedCheck
+from weighbridge_service.memory_plan import check_budget, check_images, check_limits
+from weighbridge_service.service import Weighbridge
+from weighbridge_storage.memory_limits import DiskReading, read_disk
+from weighbridge_storage.objects import ObjectStore
+from weighbridge_storage.s3_settings import is_s3
+
+STORE_REACHABLE = "store-reachable"
+STORE_WRITABLE = "store-writable"
+CLOCK = "clock"
+DISK_ROOM = "disk-room"
+MEMORY_ROOM = "memory-room"
+
+_LEAST_DISK = 256 << 20
+"""Bytes: below that there is no room on a disk."""
+_LITTLE_DISK = 0.05
+"""Part of a disk below which it is nearly full."""
+
+
+class StoreChecks:
+    """Checks of one store. What they write there they remove again.
+
+    Args:
+        store: which one.
+        replica: tells this process from others over the same store; a component of a key.
+        most_offset_ms: by how much clocks of replicas and of the store may differ before versions are lost under their readers, or
+            given up under their trainers.
+    """
+
+    def __init__(self, store: ObjectStore, replica: str, most_offset_ms: int) -> None:
+        self._store = store
+        self._prefix = f"probe/{replica}"
+        self._most_offset_ms = most_offset_ms
+
+    def reachable(self) -> Check:
+        """Whether the store answers."""
+        with suppress(NotFound):
+            self._store.size(f"{self._prefix}-none")
+        return Check(STORE_REACHABLE, CheckStatus.OK, "it answers")
+
+    def writable(self) -> Check:
+        """Whether the store takes an object."""
+        key = f"{self._prefix}-written"
+        self._store.put(key, b"", mode="overwrite")
+        self._store.delete(key)
+        return Check(STORE_WRITABLE, CheckStatus.OK, "it takes objects")
+
+    def clock(self) -> Check:
+        """Whether this process's clock and the store's say the same."""
+        key = f"{self._prefix}-dated"
+        begun = unix_ms()
+        self._store.put(key, b"", mode="overwrite")
+        ended = unix_ms()
+        modified = self._store.modified_ms(key)
+        self._store.delete(key)
+        return check_clock((begun, ended), modified, self._most_offset_ms)
+
+
+def check_clock(written_ms: tuple[int, int], modified_ms: int, most_ms: int) -> Check:
+    """Whether two clocks agree.
+
+    Args:
+        written_ms: when the writing of an object began and ended by this process's clock, in milliseconds since 1970 UTC.
+        modified_ms: when it was written by the store's clock; some stores count in seconds, and round down.
+        most_ms: by how much they may differ.
+    """
+    first, last = written_ms
+    offset = max(first - (modified_ms + 999), modified_ms - last, 0)
+    what = f"it and the store's clock differ by {offset / 1000:.1f} s; {most_ms / 1000:g} s are the most"
+    fix = "set the clocks of all machines by NTP"
+    if offset > most_ms:
+        return Check(CLOCK, CheckStatus.FAIL, what, fix)
+    if offset > most_ms // 4:
+        return Check(CLOCK, CheckStatus.WARN, what, fix)
+    return Check(CLOCK, CheckStatus.OK, what)
+
+
+def check_disk(disk: DiskReading) -> Check:
+    """Whether there is room on a disk."""
+    what = f"{disk.folder} has {readable_size(disk.available)} of {readable_size(disk.size)} free"
+    fix = "make room, or let fewer versions be kept: weighbridge retention MODEL --keep-last N"
+    if disk.available < _LEAST_DISK:
+        return Check(DISK_ROOM, CheckStatus.FAIL, what, fix)
+    if disk.available < disk.size * _LITTLE_DISK:
+        return Check(DISK_ROOM, CheckStatus.WARN, what, fix)
+    return Check(DISK_ROOM, CheckStatus.OK, what)
+
+
+def worst(checks: list[Check]) -> Check:
+    """The one of several checks that stands worst; the first of them if several do."""
+    order = list(CheckStatus)
+    return max(checks, key=lambda check: order.index(check.status))
+
+
+def checks_of(service: Weighbridge) -> list[NamedCheck]:
+    """All checks of a service."""
+    config = service.config
+    most_offset_ms = min(config.grace.quarter_ms, round(config.open_lease * 1000) // 2)
+    store = StoreChecks(service.catalog.store, service.intake.home.boot, most_offset_ms)
+    folders = {config.scratch_folder} if is_s3(config.store) else {config.scratch_folder, Path(config.store)}
+
+    def disk_room() -> Check:
+        return worst([check_disk(read_disk(folder)) for folder in folders])
+
+    def memory_room() -> Check:
+        report = service.memory()
+        return worst(
+            [
+                check_limits(report.reading, report.needs),
+                check_budget(report.budget, report.memory),
+                check_images(report.waiting, report.holdings),
+            ]
+        )
+
+    return [
+        NamedCheck(STORE_REACHABLE, store.reachable, every=5.0, patience=10.0),
+        NamedCheck(STORE_WRITABLE, store.writable, every=60.0, patience=15.0),
+        NamedCheck(CLOCK, store.clock, every=300.0, patience=15.0),
+        NamedCheck(DISK_ROOM, disk_room, every=10.0, patience=10.0),
+        NamedCheck(MEMORY_ROOM, memory_room, every=5.0, patience=10.0),
+    ]

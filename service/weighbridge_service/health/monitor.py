@@ -1,0 +1,154 @@
+"""Monitor of named checks: each runs in the background, and probes are told what it found last.
+
+An orchestrator kills what does not answer its probes in time, so no answer waits for a check: one that has not ended when it should have
+counts as failed, and says for how long nothing has come. Each check has a thread of its own; a store that hangs holds up its own checks and
+no others.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from weighbridge.checks import Check, CheckStatus
+from weighbridge.errors import WeighbridgeError
+
+log = logging.getLogger(__name__)
+
+_FAILED_EVERY = 1.0
+"""Seconds after which a check that failed is run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCheck:
+    """A check that is run again and again.
+
+    Attributes:
+        name: by which it is asked for; lower-case words joined by hyphens.
+        run: looks, and may take as long as it likes. A WeighbridgeError that it raises is a failure.
+        every: seconds from the end of one run to the next.
+        patience: seconds after which a run that has not ended counts as failed.
+    """
+
+    name: str
+    run: Callable[[], Check]
+    every: float
+    patience: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What is known of a check at one moment.
+
+    Attributes:
+        found: what its last run found; None before the first has ended.
+        running_since: when the run that is under way began, in seconds of the monotonic clock; None if none is.
+    """
+
+    found: Check | None = None
+    running_since: float | None = None
+
+
+def finding(check: NamedCheck, observed: Observation, now: float) -> Check:
+    """What a check says at a moment.
+
+    Args:
+        check: which one.
+        observed: what is known of it.
+        now: the moment, in seconds of the monotonic clock.
+    """
+    if observed.running_since is not None:
+        waited = now - observed.running_since
+        if waited > check.patience:
+            return Check(
+                check.name,
+                CheckStatus.FAIL,
+                f"no answer for {waited:.0f} s",
+                "see whether what it looks at is there, and can be reached from this machine",
+            )
+    if observed.found is None:
+        return Check(check.name, CheckStatus.FAIL, "it has not been looked at yet", "ask again in a second")
+    return observed.found
+
+
+class Monitor:
+    """Runs checks until it is closed. Thread-safe.
+
+    Args:
+        checks: which ones; their names differ.
+    """
+
+    def __init__(self, checks: Iterable[NamedCheck]) -> None:
+        self._checks = {check.name: check for check in checks}
+        self._observed = {name: Observation() for name in self._checks}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, seconds: float = 0.0) -> None:
+        """Begin to look.
+
+        Args:
+            seconds: how long to wait for the end of each check's first run.
+        """
+        first = [threading.Event() for _ in self._checks]
+        for check, ended in zip(self._checks.values(), first, strict=True):
+            thread = threading.Thread(
+                target=self._watch, args=(check, ended), name=f"check-{check.name}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+        deadline = time.monotonic() + seconds
+        for ended in first:
+            ended.wait(max(deadline - time.monotonic(), 0.0))
+
+    def findings(self) -> list[Check]:
+        """What each check says now, in the order in which they were given. Waits for nothing."""
+        with self._lock:
+            observed = dict(self._observed)
+        now = time.monotonic()
+        return [finding(check, observed[name], now) for name, check in self._checks.items()]
+
+    def close(self) -> None:
+        """End; a run that is under way goes on by itself."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(0.1)
+
+    def _watch(self, check: NamedCheck, ended: threading.Event) -> None:
+        while not self._stopping.is_set():
+            self._note(check.name, replace(self._observed[check.name], running_since=time.monotonic()))
+            found = _run(check)
+            self._log(self._observed[check.name].found, found)
+            self._note(check.name, Observation(found))
+            ended.set()
+            failed = found.status is CheckStatus.FAIL
+            self._stopping.wait(min(check.every, _FAILED_EVERY) if failed else check.every)
+
+    def _note(self, name: str, observed: Observation) -> None:
+        with self._lock:
+            self._observed[name] = observed
+
+    def _log(self, before: Check | None, after: Check) -> None:
+        """Say it once when a check begins to fail, and when it is well again."""
+        failed = before is not None and before.status is CheckStatus.FAIL
+        if after.status is CheckStatus.FAIL and not failed:
+            log.error("%s", after)
+        elif failed and after.status is not CheckStatus.FAIL:
+            log.info("%s", after)
+
+
+def _run(check: NamedCheck) -> Check:
+    try:
+        found = check.run()
+    except WeighbridgeError as error:
+        return Check(check.name, CheckStatus.FAIL, error.message, error.fix)
+    except Exception as error:
+        log.exception("the check %s broke", check.name)
+        return Check(
+            check.name, CheckStatus.FAIL, f"the check itself broke: {error!r}", "see the service's log"
+        )
+    return replace(found, name=check.name)
