@@ -13,19 +13,26 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks import cuts, history, models, nodes, ranks
+from benchmarks import cuts, history, models, nodes, processes, ranks
 from benchmarks.cases import Case, Figures, run_case
 from benchmarks.counted_service import CountingStore, Counts
 from benchmarks.peer_process import measure
 from benchmarks.peers import BY_NAME
 from benchmarks.processes import Service
 from benchmarks.report import cases_table
+from tests.forked import forked_python
 from tests.raw_clients import tiny_folder
 from weighbridge import TrainerClient
 from weighbridge.boxes import Box
 from weighbridge_storage.local import LocalStore
 
 SIZE = 0.004
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a benchmark begin with everything imported, which is most of what they would do otherwise."""
+    monkeypatch.setattr(processes, "python", forked_python)
 
 
 def expected_bytes(config: dict[str, object]) -> int:
@@ -67,6 +74,7 @@ def test_tensors_of_a_small_pool_differ_and_each_generation_has_others() -> None
     assert len({tensor.view(torch.int16).numpy().tobytes() for tensor in tensors}) == len(tensors)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("cut", "lane"), [("columns", "grpc"), ("contiguous", "local")])
 def test_bytes_that_are_reported_are_those_of_the_model_and_of_the_version(
     tmp_path: Path, cut: str, lane: str
@@ -98,6 +106,7 @@ def test_bytes_that_are_reported_are_those_of_the_model_and_of_the_version(
     assert json.loads(json.dumps(figures.to_json()))["bytes"]["pulled"] == nbytes
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_push_to_two_nodes_moves_each_byte_once_and_most_of_them_by_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +186,7 @@ def test_history_is_measured_at_both_ends_of_it(tmp_path: Path) -> None:
     assert "open" in history.table("versions", versions)
 
 
+@pytest.mark.usefixtures("forked")
 def test_all_ranks_of_all_processes_push_one_version(tmp_path: Path) -> None:
     pushed, before = ranks.measure(tmp_path, 6, 2, 2, "grpc")
     assert before > 0

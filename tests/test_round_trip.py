@@ -1,12 +1,14 @@
 """HF -> service -> Megatron ranks -> push -> HF: is every bit where it belongs, at every parallelism?
 
-The ranks change every weight before they push, so that nothing left over in a reused image could pass for pushed.
+The ranks change every weight before they push, so that nothing left over in a reused image could pass for pushed. A job runs every
+family, one after the other, for its start takes longer than they do.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +36,6 @@ PARALLELS = [Parallel(tp, pp, dp) for tp, pp, dp in itertools.product((1, 2, 4),
 # how megatron-core names what it holds: layers stacked, one key a layer, and the halves of SwiGLU apart
 KEYS: list[dict[str, Any] | None] = [None, {"non_homogeneous_layers": True}, {"singleton_local_shards": True}]
 LANES = ["local", "grpc"]
-CASES = [
-    pytest.param(
-        family, tied, parallel, KEYS[number % len(KEYS)], number % 2 == 1, lane,
-        id=f"{family}-{'tied' if tied else 'untied'}-tp{parallel.tp}pp{parallel.pp}dp{parallel.dp}-"
-        f"{next(iter(KEYS[number % len(KEYS)] or ['stacked']))}{'-padded' if number % 2 else ''}-{lane}",
-    )
-    for number, ((family, tied), parallel) in enumerate(itertools.product(FAMILIES, PARALLELS))
-    # in turn over cuts and keys, and the other way round for the next family
-    for lane in [LANES[(number // 3 + number // len(PARALLELS)) % 2]]
-]  # fmt: skip
 TOLERANCE = 1e-4
 PADDED_VOCABULARY = 144
 
@@ -55,21 +47,59 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
         yield running
 
 
+@dataclass(frozen=True)
+class Imported:
+    """A model's name in the service, its imported version, and the transformers model that it was made from."""
+
+    name: str
+    number: int
+    model: PreTrainedModel
+
+
 @pytest.fixture(scope="module")
-def models(service: RunningService, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
-    """Every family's model, imported once: its name, its transformers model, and the imported version."""
+def models(
+    service: RunningService, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, bool], Imported]:
+    """Every family's model."""
     found = {}
-    trainer = TrainerClient(service.address)
-    for family, tied in FAMILIES:
-        config = tiny_config(family, tied=tied)
-        model = tiny_model(config, seed=len(found))
-        folder = tmp_path_factory.mktemp(family)
-        model.save_pretrained(folder)
-        name = f"tests/{family}-{'tied' if tied else 'untied'}"
-        trainer.register_model(name, folder)
-        version = trainer.push_folder(name, folder).wait(timeout=60)
-        found[family, tied] = (name, model, version.number)
+    with TrainerClient(service.address) as trainer:
+        for family, tied in FAMILIES:
+            model = tiny_model(tiny_config(family, tied=tied), seed=len(found))
+            folder = tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder)
+            name = f"tests/{family}-{'tied' if tied else 'untied'}"
+            trainer.register_model(name, folder)
+            number = trainer.push_folder(name, folder).wait(timeout=60).number
+            found[family, tied] = Imported(name, number, model)
     return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one job, as a rank needs to know it."""
+
+    name: str
+    imported: int
+    config: PretrainedConfig
+    metadata: dict[str, Any] | None
+    padded: int | None
+    lane: str
+
+
+def _cases(parallel: Parallel, models: Iterable[Imported]) -> list[Case]:
+    """A job's models. Every three of family, sizes of the cut, keys, padding and lane meet in some job."""
+    job = PARALLELS.index(parallel)
+    return [
+        Case(
+            model.name,
+            model.number,
+            model.model.config,
+            KEYS[(turn + job) % len(KEYS)],
+            PADDED_VOCABULARY if (turn + job + job // 2) % 2 else None,
+            LANES[(turn // 2 + job // 3) % len(LANES)],
+        )
+        for turn, model in enumerate(models)
+    ]
 
 
 def _batch(vocab_size: int) -> Tensor:
@@ -77,83 +107,55 @@ def _batch(vocab_size: int) -> Tensor:
 
 
 def _rank(
-    rank: int,
-    address: str,
-    name: str,
-    imported: int,
-    config: PretrainedConfig,
-    parallel: Parallel,
-    metadata: dict[str, Any] | None,
-    padded: int | None,
-    lane: str,
-    run: str,
-) -> tuple[Tensor | None, int, int]:
-    """What a trainer does: restore, compute, change every weight, push."""
-    model = build_model(config, parallel, padded_vocab_size=padded)
-    shards = model.sharded_state_dict(metadata=metadata)
-    with TrainerClient(address, run=run, lane=lane) as trainer:
-        trainer.restore(name, shards, version=imported)
-        logits = forward_logits(model, _batch(config.vocab_size), parallel)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.neg_()
-        handle = trainer.push(name, shards, step=1, rank=rank, world_size=parallel.world_size)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()  # the shards have been copied out: this must not be seen
-        return logits, handle.wait(timeout=60).number, handle.stream_bytes
+    rank: int, address: str, run: str, parallel: Parallel, cases: Sequence[Case]
+) -> list[tuple[Tensor | None, int, int]]:
+    """What a trainer does with each model: restore, compute, change every weight, push."""
+    found = []
+    for case in cases:
+        model = build_model(case.config, parallel, padded_vocab_size=case.padded)
+        shards = model.sharded_state_dict(metadata=case.metadata)
+        with TrainerClient(address, run=run, lane=case.lane) as trainer:
+            trainer.restore(case.name, shards, version=case.imported)
+            logits = forward_logits(model, _batch(case.config.vocab_size), parallel)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.neg_()
+            handle = trainer.push(case.name, shards, step=1, rank=rank, world_size=parallel.world_size)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()  # the shards have been copied out: this must not be seen
+            found.append((logits, handle.wait(timeout=60).number, handle.stream_bytes))
+    return found
 
 
-@pytest.mark.parametrize(("family", "tied", "parallel", "metadata", "pad", "lane"), CASES)
+@pytest.mark.parametrize("parallel", PARALLELS, ids=lambda each: f"tp{each.tp}pp{each.pp}dp{each.dp}")
 def test_weights_go_to_megatron_and_back_bit_for_bit(
     service: RunningService,
-    models: dict[tuple[str, bool], Any],
-    family: str,
-    tied: bool,
+    models: dict[tuple[str, bool], Imported],
     parallel: Parallel,
-    metadata: dict[str, Any] | None,
-    pad: bool,
-    lane: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    name, original, imported = models[family, tied]
-    padded = PADDED_VOCABULARY if pad else None
-    results = run_ranks(
-        parallel,
-        _rank,
-        service.address,
-        name,
-        imported,
-        original.config,
-        parallel,
-        metadata,
-        padded,
-        lane,
-        request.node.name,
-    )
+    cases = _cases(parallel, models.values())
+    results = run_ranks(parallel, _rank, service.address, request.node.name, parallel, cases)
+    for index, (case, imported) in enumerate(zip(cases, models.values(), strict=True)):
+        original = imported.model
+        with torch.no_grad():
+            expected = original(_batch(original.config.vocab_size)).logits.float()
+        found = [of_rank[index] for of_rank in results]
+        logits = [each for each, _, _ in found if each is not None]
+        assert len(logits) == parallel.tp * parallel.dp
+        for each in logits:
+            assert (each - expected).abs().max() < TOLERANCE, case
 
-    with torch.no_grad():
-        expected = original(_batch(original.config.vocab_size)).logits.float()
-    logits = [logits for logits, _, _ in results if logits is not None]
-    assert len(logits) == parallel.tp * parallel.dp
-    for found in logits:
-        assert (found - expected).abs().max() < TOLERANCE
+        [number] = {number for _, number, _ in found}
+        _assert_negated(service, case, number, original)
 
-    numbers = {number for _, number, _ in results}
-    assert len(numbers) == 1
-    number = numbers.pop()
-    _assert_negated(service, name, number, original, lane)
-
-    whole = sum(t.numel() * t.element_size() for t in _weights(original).values())
-    hidden, itemsize = original.config.hidden_size, 4
-    padding = (
-        (PADDED_VOCABULARY - original.config.vocab_size) * hidden * itemsize * (1 if tied else 2)
-        if pad
-        else 0
-    )
-    assert (
-        sum(pushed for _, _, pushed in results) == whole + padding
-    )  # each parameter once, whatever the replicas
+        whole = sum(t.numel() * t.element_size() for t in _weights(original).values())
+        rows = 0 if case.padded is None else case.padded - original.config.vocab_size
+        matrices = 1 if original.config.tie_word_embeddings else 2
+        padding = rows * original.config.hidden_size * 4 * matrices
+        # each parameter once, whatever the replicas
+        assert sum(pushed for _, _, pushed in found) == whole + padding, case
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -164,31 +166,34 @@ def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return state
 
 
-def _assert_negated(
-    service: RunningService, name: str, number: int, original: PreTrainedModel, lane: str
-) -> None:
+def _assert_negated(service: RunningService, case: Case, number: int, original: PreTrainedModel) -> None:
     expected = {key: -tensor for key, tensor in _weights(original).items()}
-    with EngineClient(service.address, lane=lane) as engine:
-        pulled = dict(engine.pull(name, number))
+    with EngineClient(service.address, lane=case.lane) as engine:
+        pulled = dict(engine.pull(case.name, number))
     assert pulled.keys() == expected.keys()
     for key, tensor in pulled.items():
-        assert torch.equal(tensor, expected[key]), key
-    folder = Path(service.service.config.store) / "models" / name / "versions" / f"{number:012d}"
+        assert torch.equal(tensor, expected[key]), (case, key)
+    folder = Path(service.service.config.store) / "models" / case.name / "versions" / f"{number:012d}"
     loaded = _weights(AutoModelForCausalLM.from_pretrained(folder))
+    assert loaded.keys() == expected.keys()
     for key, tensor in loaded.items():
-        assert torch.equal(tensor, expected[key]), key
+        assert torch.equal(tensor, expected[key]), (case, key)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_tensor_parallel_slices_are_those_of_the_models_own_plan(
-    service: RunningService, models: dict[tuple[str, bool], Any], family: str, tied: bool, size: int
+    service: RunningService, models: dict[tuple[str, bool], Imported], family: str, tied: bool, size: int
 ) -> None:
     """Eight heads, four key-value heads: at eight ranks each key-value head is on two of them."""
-    name, original, imported = models[family, tied]
+    imported = models[family, tied]
+    original = imported.model
     state = _weights(original)
     with EngineClient(service.address) as engine:
-        ranks = [dict(engine.pull(name, imported, TensorParallel(size, rank))) for rank in range(size)]
+        ranks = [
+            dict(engine.pull(imported.name, imported.number, TensorParallel(size, rank)))
+            for rank in range(size)
+        ]
     for key, whole in state.items():
         found = [rank[key] for rank in ranks]
         module = key.rpartition(".")[0].rpartition(".")[2]

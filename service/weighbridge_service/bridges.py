@@ -15,7 +15,6 @@ from weighbridge.errors import InvalidArgument, LayoutError, WeighbridgeError
 from weighbridge_service.families import Family, Rule, family_of
 from weighbridge_service.families.rules import WHOLE, Shape
 from weighbridge_service.relations import Link
-from weighbridge_service.tracing import trace
 
 _FIELD = re.compile(r"\{(layer|expert)(?:\+(\d+))?\}")
 _INDEXED = re.compile(r"^(.+)\[(.+)\]$")
@@ -159,6 +158,8 @@ class Bridge:
                 raise InvalidArgument(
                     f"by config.json {entry.name} would have {math.prod(entry.shape)} elements, more than {limit}"
                 )
+            from weighbridge_service.tracing import trace  # imports torch: a service answers before it has
+
             found = trace(
                 entry.name,
                 entry.shape,
