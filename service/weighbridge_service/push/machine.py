@@ -162,6 +162,10 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
             return replace(state, digested=state.digested | {file}, nonfinite=state.nonfinite + nonfinite)
         case on.Uploaded(file):
             return replace(state, uploaded=state.uploaded | {file})
+        case on.PerhapsUnchanged(file):
+            return replace(state, perhaps_unchanged=state.perhaps_unchanged | {file})
+        case on.DigestsUploaded(file):
+            return replace(state, digests_uploaded=state.digests_uploaded | {file})
         case on.SampleCompared():
             return replace(state, compared=True)
         case on.ReplicasTold(ranks):
@@ -246,7 +250,7 @@ def _advance(state: PushState, now: Moment) -> _Step | None:
                 return after, tuple(do.CloseStream(rank) for rank in sorted(sealing))
             if state.complete_here:
                 return _to(state, Phase.SEALED), (do.CloseWriter(None),)
-        case Phase.SEALED if state.confirmed:
+        case Phase.SEALED if state.confirmed_at is not None and now.seconds < state.confirmed_at + _LOOK:
             state = replace(state, ready_ms=now.unix_ms, received_bytes=_bytes_of(state))
             return _to(state, Phase.READY), (do.Remember(state.declarations.known_set), do.Supersede())
         case Phase.READY if state.verified_here and state.all_handed_in:
@@ -321,11 +325,17 @@ def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
     if not state.claimed:
         yield do.Claim(), 0.0
     else:
-        for file in sorted(state.digested - state.uploaded):
+        for file in sorted(state.filled - state.uploaded - (state.perhaps_unchanged - state.digested)):
             yield do.Upload(file), 0.0
+        for file in sorted(state.digested - state.digests_uploaded):
+            yield do.UploadDigests(file), 0.0
     if state.memory_held_at is not None:
         yield do.ProbeMemory(), 0.0
-    if phase is Phase.SEALED and (share.alone or state.owners_complete):
+    # where nobody else is waited for, as soon as the last byte is here, so that the last rank to seal need not wait for it
+    filled_alone = share.alone and phase is Phase.FILLING and state.filled_here
+    if (filled_alone and state.confirmed_at is None) or (
+        phase is Phase.SEALED and (share.alone or state.owners_complete)
+    ):
         yield do.Confirm(), 0.0
     if share.alone and phase is Phase.VERIFIED and state.uploaded_here:
         yield do.WriteManifestAndPublish(), 0.0
@@ -454,7 +464,7 @@ def _head_said(state: PushState, said: on.HeadSaid, now: Moment) -> _Step:
         )
     match said.effect:
         case do.Confirm():  # a store that is away is no reason not to become ready
-            return replace(state, confirmed=True), ()
+            return replace(state, confirmed_at=now.seconds), ()
         case do.FindOut() if state.settling is not None:
             return _not_found_out(state, state.settling, now)
         case do.LookAtHead(closing):
