@@ -291,8 +291,10 @@ def _start(state: PushState, effects: _Effects, now: Moment) -> _Step:
 
 
 def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
-    """What is to be done in this state, and from when on."""
+    """What is to be done in this state, and from when on; first what ranks wait for."""
     share, phase = state.share, state.phase
+    if _is_to_be_confirmed(state):
+        yield do.Confirm(), 0.0
     if share is not None and state.image:
         for file in sorted(state.filled - state.digested):
             yield do.Digest(file), 0.0
@@ -331,14 +333,18 @@ def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
             yield do.UploadDigests(file), 0.0
     if state.memory_held_at is not None:
         yield do.ProbeMemory(), 0.0
-    # where nobody else is waited for, as soon as the last byte is here, so that the last rank to seal need not wait for it
-    filled_alone = share.alone and phase is Phase.FILLING and state.filled_here
-    if (filled_alone and state.confirmed_at is None) or (
-        phase is Phase.SEALED and (share.alone or state.owners_complete)
-    ):
-        yield do.Confirm(), 0.0
     if share.alone and phase is Phase.VERIFIED and state.uploaded_here:
         yield do.WriteManifestAndPublish(), 0.0
+
+
+def _is_to_be_confirmed(state: PushState) -> bool:
+    """Whether head.json is to be read before the version can be ready."""
+    share = state.share
+    if share is None or state.gave_up or state.settling is not None:
+        return False
+    if state.phase is Phase.FILLING:  # ahead, so that the last rank to seal does not wait for it
+        return share.alone and state.filled_here and state.confirmed_at is None
+    return state.phase is Phase.SEALED and (share.alone or state.owners_complete)
 
 
 def _wanted_of_replicas(state: PushState) -> Iterator[tuple[Awaited, float]]:
