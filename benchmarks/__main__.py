@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import processes, report
-from benchmarks.cases import Case, Figures, run_case
+from benchmarks import against, processes, report
+from benchmarks.cases import Case, Figures, run_in_turn
 from benchmarks.clients import ClientError
 from benchmarks.cuts import CUTS
 from benchmarks.plot import plot_cases
@@ -42,6 +42,12 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--device", default="cpu", choices=("cpu", "cuda"), help="where clients' tensors lie (default cpu)"
     )
+    options.add_argument(
+        "--against",
+        type=Path,
+        metavar="DIR",
+        help="measure in turn with another checkout, and print the ratios",
+    )
     options.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
     options.add_argument("--folder", type=Path, help="where stores are made (default: a temporary folder)")
     options.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
@@ -52,24 +58,35 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write; 1 if a case failed or bytes were not the same."""
     args = parser().parse_args(arguments)
-    found: list[Figures] = []
+    checkouts = [None] if args.against is None else [None, args.against.resolve()]
+    found: list[list[Figures]] = []
     failures: list[str] = []
     cases = itertools.product(args.gb, args.clients, args.cuts, args.lane, [args.device])
     for case in itertools.starmap(Case, cases):
         print(f"{case.gigabytes:g} GB, {case.clients} clients, {case.cut}, {case.lane} ...", file=sys.stderr)
         try:
             with tempfile.TemporaryDirectory(dir=args.folder, prefix="weighbridge-bench-") as name:
-                found.append(run_case(case, args.rounds, Path(name)))
+                found.append(run_in_turn(case, args.rounds, Path(name).resolve(), checkouts))
         except (ClientError, OSError, RuntimeError) as error:
             failures.append(f"{case}: {error}")
-    print(report.cases_table(found))
+    ours = [figures for figures, *_ in found]
+    theirs = [figures for _, *others in found for figures in others]
+    compared = [against.Compared(*pair) for pair in zip(ours, theirs, strict=False)]
+    print(report.cases_table(ours))
+    if compared:
+        print(f"\n{args.against}:\n{report.cases_table(theirs)}\n\n{against.tables(compared)}")
     for failure in failures:
         print(failure)
     if args.json is not None:
-        report.write_json(args.json, cases=[figures.to_json() for figures in found], failures=failures)
-    if args.plot is not None and found:
-        plot_cases(found, args.plot)
-    return int(bool(failures) or any(figures.verified is False for figures in found))
+        report.write_json(
+            args.json,
+            cases=[figures.to_json() for figures in ours],
+            against=[each.to_json() for each in compared],
+            failures=failures,
+        )
+    if args.plot is not None and ours:
+        plot_cases(ours, args.plot)
+    return int(bool(failures) or any(figures.verified is False for figures in (*ours, *theirs)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
@@ -43,6 +44,11 @@ class Clients:
         self.pids = [process.pid for process in running]
         self.nbytes = [int(answer["bytes"]) for answer in self._answers()]
         self.starts = [memory_of(pid).proportional for pid in self.pids]
+
+    @property
+    def processor_seconds(self) -> float:
+        """Seconds that all of them have computed so far."""
+        return sum(map(processes.processor_seconds, self.pids))
 
     def start(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
         """Let all clients do something, beginning at one moment; their answers."""
@@ -87,7 +93,7 @@ class Clients:
 
 
 @contextmanager
-def clients(spec: ClientSpec, servers: Sequence[str] = ()) -> Iterator[Clients]:
+def clients(spec: ClientSpec, servers: Sequence[str] = (), checkout: Path | None = None) -> Iterator[Clients]:
     """As many clients as the spec says, one for each rank; they are ended when the context is left.
 
     Each may use its share of the cores, as ranks on one host are set up.
@@ -95,6 +101,7 @@ def clients(spec: ClientSpec, servers: Sequence[str] = ()) -> Iterator[Clients]:
     Args:
         spec: what they are.
         servers: for each rank, the service that it uses; by default that of the spec.
+        checkout: whose code they run; by default, the same as this process.
     """
     threads = str(max(len(os.sched_getaffinity(0)) // spec.clients, 1))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
@@ -103,6 +110,8 @@ def clients(spec: ClientSpec, servers: Sequence[str] = ()) -> Iterator[Clients]:
         for rank in range(spec.clients):
             server = servers[rank] if servers else spec.server
             text = json.dumps(asdict(replace(spec, rank=rank, server=server)))
-            process = processes.python("-m", "benchmarks.client_process", text, environment=environment)
+            process = processes.python(
+                "-m", "benchmarks.client_process", text, environment=environment, checkout=checkout
+            )
             running.append(stack.enter_context(process))
         yield Clients(running)

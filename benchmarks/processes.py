@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from types import FrameType
 
 MEMORY_RESERVE = 3 << 30
 _STOP_SECONDS = 60.0
+_PACKAGES = ("", "clients", "storage", "service")
+"""Folders of a checkout in which its packages are."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,22 @@ def end_tidily() -> None:
 
 
 @contextmanager
-def python(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A Python process with its standard input and output as pipes; is ended when the context is left."""
+def python(
+    *arguments: str, environment: Mapping[str, str] | None = None, checkout: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A Python process with its standard input and output as pipes; is ended when the context is left.
+
+    Args:
+        arguments: of the interpreter.
+        environment: of the process; by default, that of this one.
+        checkout: whose code it runs; by default, the same as this process.
+    """
     command = [sys.executable, "-W", "ignore", *arguments]
+    if checkout is not None:
+        path = os.pathsep.join(str(checkout / folder) for folder in _PACKAGES)
+        environment = {**(os.environ if environment is None else environment), "PYTHONPATH": path}
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=checkout
     )
     try:
         yield process
@@ -58,6 +73,12 @@ def python(*arguments: str, environment: Mapping[str, str] | None = None) -> Ite
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+def processor_seconds(pid: int) -> float:
+    """Seconds that a process has computed so far, on all its threads."""
+    # the clock that clock_getcpuclockid(3) makes of a process
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
@@ -75,7 +96,11 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def service(
-    folder: Path, model_bytes: int, *options: str, program: Sequence[str] = ("-m", "weighbridge")
+    folder: Path,
+    model_bytes: int,
+    *options: str,
+    program: Sequence[str] = ("-m", "weighbridge"),
+    checkout: Path | None = None,
 ) -> Iterator[Service]:
     """A service over a store in a folder, a new one if there is none.
 
@@ -87,6 +112,7 @@ def service(
         model_bytes: of the part of the model that the service puts together.
         options: of the command line, besides those that all services get.
         program: what Python runs.
+        checkout: whose code it runs; by default, the same as this process.
     """
     available = _available_memory() - MEMORY_RESERVE - model_bytes * 5 // 4
     budget = max(model_bytes * 11 // 10, min(model_bytes * 22 // 10, available))
@@ -96,16 +122,16 @@ def service(
         *("--memory-budget", str(budget), "--grace", "1", "--collect-every", "0"),
         *options,
     )
-    with python(*arguments) as process:
+    with python(*arguments, checkout=checkout) as process:
         line = first_line(process)
         grpc, http = (line.split(f"{face} on ")[1].split(",")[0] for face in ("gRPC", "HTTP"))
         yield Service(grpc, http, process.pid)
 
 
 @contextmanager
-def raw_grpc_server() -> Iterator[str]:
+def raw_grpc_server(checkout: Path | None = None) -> Iterator[str]:
     """The address of a server of `benchmarks.raw_grpc`."""
-    with python("-m", "benchmarks.raw_grpc") as process:
+    with python("-m", "benchmarks.raw_grpc", checkout=checkout) as process:
         yield first_line(process)
 
 

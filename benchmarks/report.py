@@ -23,9 +23,11 @@ _COLUMNS = (
     ("stream s", "stream"),
     ("/raw", "stream_to_raw"),
     ("durable s", "durable"),
+    ("cpu s", "push_processor"),
     ("pull s", "pull"),
     ("/copy", "pull_to_copy"),
     ("/raw", "pull_to_raw"),
+    ("cpu s", "pull_processor"),
     ("view s", "view"),
 )
 
@@ -63,13 +65,13 @@ def cases_table(all_figures: Sequence[Figures]) -> str:
     """Times and ratios of each case, and below them bytes and memory."""
     times = table(
         ["GB, clients, cut, lane", *(heading for heading, _ in _COLUMNS)],
-        ([_name(f), *(_value(f, name) for _, name in _COLUMNS)] for f in all_figures),
+        ([name_of(f), *(_value(f, name) for _, name in _COLUMNS)] for f in all_figures),
     )
     sizes = table(
         ["", "model MB", "pushed MB", "pulled MB", "same bytes", *("service MB", "trainer MB", "engine MB", "together MB")],
         (
             [
-                _name(f),
+                name_of(f),
                 *(_megabytes(f.nbytes.get(name)) for name in ("model", "pushed", "pulled")),
                 {True: "yes", False: "NO", None: "-"}[f.verified],
                 *(_megabytes(f.memory.get(name)) for name in ("service", "trainer", "engine", "together")),
@@ -80,7 +82,8 @@ def cases_table(all_figures: Sequence[Figures]) -> str:
     return f"{times}\n\n{sizes}"
 
 
-def _name(figures: Figures) -> str:
+def name_of(figures: Figures) -> str:
+    """The case, and the lanes that were taken."""
     case = figures.case
     return f"{case.gigabytes:g}, {case.clients}, {case.cut}, {'+'.join(sorted(figures.lanes)) or case.lane}"
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks import cuts, history, models, nodes, processes, ranks
-from benchmarks.cases import Case, Figures, run_case
+from benchmarks import against, cuts, history, models, nodes, processes, ranks
+from benchmarks.cases import Case, Figures, run_case, run_in_turn
 from benchmarks.counted_service import CountingStore, Counts
 from benchmarks.peer_process import measure
 from benchmarks.peers import BY_NAME
@@ -125,6 +125,57 @@ def test_ratios_are_those_of_rounds() -> None:
     assert figures.median("held") == 4.0
     assert figures.ratio("held_to_copy") == 2.0
     assert figures.ratio("pull_to_raw") is None
+
+
+def test_two_checkouts_are_measured_in_the_same_rounds(tmp_path: Path) -> None:
+    case = Case(SIZE, 1, "contiguous", "local")
+    ours, theirs = run_in_turn(case, 2, tmp_path, [None, Path(__file__).parents[1]], warm_up=1)
+    compared = against.Compared(ours, theirs)
+    assert {
+        "held",
+        "ready",
+        "durable",
+        "push_processor",
+        "pull",
+        "pull_processor",
+        "copy",
+    } <= compared.rounds.keys()
+    for name, ratios in compared.rounds.items():
+        assert [ratio * second for ratio, second in zip(ratios, theirs.seconds[name], strict=True)] == (
+            pytest.approx(ours.seconds[name])
+        )
+    assert ours.verified is theirs.verified is True
+    assert f"{SIZE:g}, 1, contiguous, local" in against.tables([compared])
+    assert set(json.loads(json.dumps(compared.to_json()))["ratios"]) == set(compared.rounds)
+
+
+def test_a_process_runs_the_code_of_the_checkout_that_is_named(tmp_path: Path) -> None:
+    for folder, package in (
+        ("clients", "weighbridge"),
+        ("storage", "weighbridge_storage"),
+        ("", "benchmarks"),
+    ):
+        (tmp_path / folder / package).mkdir(parents=True)
+        (tmp_path / folder / package / "__init__.py").touch()
+    code = "import weighbridge, weighbridge_storage, benchmarks as b; print(weighbridge.__path__, weighbridge_storage.__path__, b.__path__)"
+    with processes.python("-c", code, checkout=tmp_path) as process:
+        found = processes.first_line(process)
+    assert found.count(str(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("rounds", "low", "high"), [(3, 1, 3), (6, 1, 6), (10, 2, 9), (20, 6, 15), (30, 10, 21)]
+)
+def test_the_interval_of_a_median_is_that_of_printed_tables(rounds: int, low: int, high: int) -> None:
+    ratio = against.Ratio.of(range(rounds, 0, -1))
+    assert (ratio.median, ratio.low, ratio.high, ratio.rounds) == ((rounds + 1) / 2, low, high, rounds)
+
+
+def test_processor_time_of_another_process_is_what_it_says_itself() -> None:
+    code = "import sys, time; list(range(10**6)); print(time.process_time(), flush=True); sys.stdin.read()"
+    with processes.python("-c", code) as process:
+        said = float(processes.first_line(process))
+        assert said <= processes.processor_seconds(process.pid) < said + 1
 
 
 @pytest.mark.parametrize("name", ["safetensors save_file", "DCP HF writer"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,13 @@ from weighbridge_storage.digests import (
 from weighbridge_storage.local import LocalStore
 from weighbridge_storage.manifest import Manifest
 from weighbridge_storage.names import ModelName
-from weighbridge_storage.version_writing import write_weights
+from weighbridge_storage.version_writing import (
+    Written,
+    copy_weights,
+    differs_from,
+    write_block_digests,
+    write_weights,
+)
 
 MIB = 1 << 20
 FLOATS = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F16", "BF16", "F32", "F64", "C64")
@@ -184,26 +191,43 @@ def test_integers_have_no_non_finite_elements() -> None:
 # -- in a store -------------------------------------------------------------------------------------------------------
 
 
+FILE = "model.safetensors"
+NAME = ModelName("acme", "smol")
+
+
+def version_of(files: FilesLayout, data: np.ndarray) -> Manifest:
+    """Version 1, of one file."""
+    written = Written.of({FILE: digest_file(files, FILE, data, goes_on)})
+    return Manifest(NAME, 1, 0, "", 0, written.files, written.tensors)
+
+
 def test_block_digests_lie_beside_the_file_and_a_file_of_the_parent_is_copied(tmp_path: Path) -> None:
     files, data = model()
-    name = ModelName("acme", "smol")
-    digests = digest_file(files, "model.safetensors", data, goes_on)
+    digests = digest_file(files, FILE, data, goes_on)
     folders = [tmp_path / "models/acme/smol/versions" / f"{number:012d}" for number in (1, 2)]
-    store = LocalStore(tmp_path)
-    written = write_weights(store, name, 1, "model.safetensors", data, digests, None, goes_on)
-    assert written.files == {"model.safetensors": digests.entry}
-    assert written.tensors == digests.tensors
-    parent = Manifest(name, 1, 0, "", 0, written.files, written.tensors)
-    # what is copied is what lies there, whatever the caller has
-    assert (
-        write_weights(store, name, 2, "model.safetensors", np.zeros_like(data), digests, parent, goes_on)
-        == written
-    )
-    store.close()
+    parent = version_of(files, data)
+    with closing(LocalStore(tmp_path)) as store:
+        assert not copy_weights(store, NAME, 2, FILE, digests, parent), "it is not there"
+        write_weights(store, NAME, 1, FILE, data, goes_on)
+        assert copy_weights(store, NAME, 2, FILE, digests, parent)
+        other = digest_file(files, FILE, np.roll(data, 1), goes_on)
+        assert not copy_weights(store, NAME, 2, FILE, other, parent), "it is not the same"
+        for number in (1, 2):
+            write_block_digests(store, NAME, number, FILE, digests)
     for folder in folders:
-        assert (folder / "model.safetensors").read_bytes() == data.tobytes()
-        assert (folder / "model.safetensors.blake3").read_bytes() == digests.blocks
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "model.safetensors",
-            "model.safetensors.blake3",
-        ]
+        assert (folder / FILE).read_bytes() == data.tobytes()
+        assert (folder / f"{FILE}.blake3").read_bytes() == digests.blocks
+        assert sorted(path.name for path in folder.iterdir()) == [FILE, f"{FILE}.blake3"]
+
+
+def test_a_file_differs_for_certain_if_one_of_its_tensors_does() -> None:
+    files, data = model()
+    parent = version_of(files, data)
+    assert not differs_from(parent, FILE, data, goes_on)
+    assert differs_from(parent, "another.safetensors", data, goes_on)
+    assert differs_from(parent, FILE, data[:-1], goes_on)
+    for place in (p for p in files.layout.placements if p.nbytes):
+        for byte in (place.offset, place.offset + place.nbytes - 1):
+            changed = data.copy()
+            changed[byte] ^= 1
+            assert differs_from(parent, FILE, changed, goes_on)

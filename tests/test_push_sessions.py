@@ -135,7 +135,9 @@ def test_a_pool_recovers_from_a_system_without_threads(monkeypatch: pytest.Monke
     pool.stop()
 
 
-@pytest.mark.parametrize("kind", [do.Digest, do.Confirm, do.Upload, do.WriteManifestAndPublish])
+@pytest.mark.parametrize(
+    "kind", [do.Digest, do.Confirm, do.Upload, do.UploadDigests, do.WriteManifestAndPublish]
+)
 def test_an_effect_that_cannot_be_begun_is_tried_again(
     tmp_path: Path, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, kind: type[do.Effect]
 ) -> None:

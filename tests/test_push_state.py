@@ -77,7 +77,7 @@ LIMITS = Limits(receive_timeout=300.0, image_wait=60.0, lease=120.0, attempts=3)
 FILES = ("a", "b", "c")
 STORE = (
     do.Claim, do.Renew, do.LookAtHead, do.Confirm, do.FindOut, do.TellReplicas, do.HearReplicas, do.HandIn,
-    do.CollectHandIns, do.Upload, do.WriteManifestAndPublish,
+    do.CollectHandIns, do.Upload, do.UploadDigests, do.WriteManifestAndPublish,
 )  # fmt: skip
 """Effects that need the object store."""
 
@@ -211,7 +211,7 @@ class World:
             assert self.published.get(number) == state.agreed.claim
         if do.WriteManifestAndPublish() in state.running:
             assert state.agreed is not None
-            wanted = {(state.agreed.claim, file) for file in FILES}
+            wanted = {(state.agreed.claim, file + part) for file in FILES for part in ("", ".blake3")}
             assert wanted <= self.uploaded.get(number, set()), "published before everything is in the store"
             assert state.verified_here or not state.share.files  # type: ignore[union-attr]
         if state.phase not in FINAL:
@@ -297,9 +297,16 @@ class World:
             case do.CompareSample():
                 return on.SampleCompared()
             case do.Upload(file):
-                assert file in state.digested
+                assert file in state.filled, "uploaded before it is complete"
+                if file not in state.digested and self.dice.random() < 0.5:
+                    assert file not in state.perhaps_unchanged, "it has no digests yet"
+                    return on.PerhapsUnchanged(file)
                 self.uploaded.setdefault(number, set()).add((agreed.claim, file))
                 return on.Uploaded(file)
+            case do.UploadDigests(file):
+                assert file in state.digested
+                self.uploaded.setdefault(number, set()).add((agreed.claim, f"{file}.blake3"))
+                return on.DigestsUploaded(file)
             case do.HandOver(to):
                 self.take_over(to, push, agreed)
                 return on.HandedOver(to)
@@ -787,23 +794,58 @@ def test_a_replica_that_hears_that_a_version_is_published_looks_at_the_head_at_o
     assert look in effects
 
 
-def ready_alone(limits: Limits = LIMITS) -> PushState:
-    """A version that one replica alone has received from one rank."""
+def filled_alone(limits: Limits = LIMITS) -> tuple[PushState, tuple[do.Effect, ...]]:
+    """A version of which one replica alone has got all bytes from one rank, which has not sealed; and what that has led to."""
     home = Home("host0:1", "boot0")
     opened = Version("acme/m", 1, VersionState.OPEN, ranks=1, create_time_ms=1)
     state = PushState.begin(opened, home, limits, None, 120.0, NOW)
-    for event in (
-        on.Declared(0, "c0", "d0"),
-        on.Planned(planned((0,))),
-        on.ImageGranted(),
-        on.FilesFilled(frozenset(FILES)),
-        on.RankWhole(0),
-        on.SealAsked(0),
-        on.HeadSaid(do.Confirm(), on.Verdict.OPEN),
-    ):
+    for event in (on.Declared(0, "c0", "d0"), on.Planned(planned((0,))), on.ImageGranted(), on.RankWhole(0)):
+        state, _ = step(state, event, NOW)
+    return step(state, on.FilesFilled(frozenset(FILES)), NOW)
+
+
+def ready_alone(limits: Limits = LIMITS) -> PushState:
+    """A version that one replica alone has received from one rank."""
+    state, _ = filled_alone(limits)
+    for event in (on.HeadSaid(do.Confirm(), on.Verdict.OPEN), on.SealAsked(0)):
         state, _ = step(state, event, NOW)
     assert state.phase is Phase.READY
     return state
+
+
+def test_a_rank_that_seals_soon_after_the_last_byte_does_not_wait_for_the_store() -> None:
+    state, effects = filled_alone()
+    assert do.Confirm() in effects
+    state, _ = step(state, on.HeadSaid(do.Confirm(), on.Verdict.OPEN), NOW)
+    assert state.phase is Phase.FILLING
+    state, effects = step(state, on.SealAsked(0), NOW)
+    assert state.phase is Phase.READY
+    assert do.Confirm() not in effects
+
+
+def test_what_the_head_said_long_before_the_last_rank_seals_does_not_count() -> None:
+    state, _ = filled_alone()
+    state, _ = step(state, on.HeadSaid(do.Confirm(), on.Verdict.OPEN), NOW)
+    later = Moment(NOW.seconds + 2, NOW.unix_ms + 2000)
+    state, effects = step(state, on.SealAsked(0), later)
+    assert state.phase is Phase.SEALED
+    assert do.Confirm() in effects
+    state, _ = step(state, on.HeadSaid(do.Confirm(), on.Verdict.OPEN), later)
+    assert state.phase is Phase.READY
+
+
+def test_a_file_is_uploaded_beside_its_digests_unless_these_are_needed_to_tell_whether_it_has_changed() -> (
+    None
+):
+    state, _ = filled_alone()
+    state, effects = step(state, on.Claimed(), NOW)
+    assert {do.Upload(file) for file in FILES} <= set(effects)
+    state, effects = step(state, on.PerhapsUnchanged("a"), NOW)
+    assert do.Upload("a") not in effects
+    state, effects = step(state, on.Uploaded("b"), NOW)
+    assert do.UploadDigests("b") not in effects
+    state, effects = step(state, on.Digested("a", 0), NOW)
+    assert {do.Upload("a"), do.UploadDigests("a")} <= set(effects)
 
 
 def test_what_went_wrong_for_a_while_is_not_said_any_more_when_it_is_over() -> None:
@@ -826,6 +868,7 @@ def test_a_push_that_cannot_find_out_how_it_ended_does_not_ask_for_ever() -> Non
         on.SampleCompared(),
         *(on.Digested(file, 0) for file in FILES),
         *(on.Uploaded(file) for file in FILES),
+        *(on.DigestsUploaded(file) for file in FILES),
         on.EffectFailed(do.WriteManifestAndPublish(), Unavailable("the store is away")),
     ):
         state, effects = step(state, event, NOW)

@@ -26,7 +26,13 @@ from weighbridge_storage.entries import OpenEntry
 from weighbridge_storage.local import LocalStore
 from weighbridge_storage.manifest import FileEntry, Manifest, TensorEntry
 from weighbridge_storage.names import ModelName, version_prefix
-from weighbridge_storage.version_writing import write_manifest, write_side_files, write_weights
+from weighbridge_storage.version_writing import (
+    Written,
+    write_block_digests,
+    write_manifest,
+    write_side_files,
+    write_weights,
+)
 
 NAMES = {"float32": "F32", "int64": "I64", "uint8": "U8"}
 
@@ -292,7 +298,9 @@ def test_the_worked_example_is_what_is_written(tmp_path: Path) -> None:
     with closing(LocalStore(tmp_path / "store")) as store:
         store.put("config", b"{}\n", mode="create")
         digests = digest_file(files, "model.safetensors", data, lambda: None)
-        written = write_weights(store, name, 3, "model.safetensors", data, digests, None, lambda: None)
+        write_weights(store, name, 3, "model.safetensors", data, lambda: None)
+        write_block_digests(store, name, 3, "model.safetensors", digests)
+        written = Written.of({"model.safetensors": digests})
         written |= write_side_files(store, name, 3, files, {"config.json": "config"})
         write_manifest(store, name, entry, written)
         folder = tmp_path / "store" / version_prefix(name, 3)

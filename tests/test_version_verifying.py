@@ -18,7 +18,13 @@ from weighbridge_storage.entries import OpenEntry
 from weighbridge_storage.local import LocalStore
 from weighbridge_storage.names import ModelName, version_prefix
 from weighbridge_storage.version_verifying import verify_version
-from weighbridge_storage.version_writing import Written, write_manifest, write_side_files, write_weights
+from weighbridge_storage.version_writing import (
+    Written,
+    write_block_digests,
+    write_manifest,
+    write_side_files,
+    write_weights,
+)
 
 MIB = 1 << 20
 MODEL = ModelName("acme", "smol")
@@ -42,7 +48,9 @@ def written(store: LocalStore) -> Written:
     body = np.random.default_rng(5).integers(0, 256, file.nbytes - len(file.header), dtype=np.uint8)
     data = np.concatenate([np.frombuffer(file.header, np.uint8), body])
     digests = digest_file(files, FILE, data, lambda: None)
-    found = write_weights(store, MODEL, 1, FILE, data, digests, None, lambda: None)
+    write_weights(store, MODEL, 1, FILE, data, lambda: None)
+    write_block_digests(store, MODEL, 1, FILE, digests)
+    found = Written.of({FILE: digests})
     store.put("config", b"{}", mode="create")
     found |= write_side_files(store, MODEL, 1, files, {"config.json": "config"})
     write_manifest(store, MODEL, OpenEntry(1, "r", 1, "", 1, 0, 0, "", 0), found)

@@ -20,6 +20,7 @@ from weighbridge.errors import (
 )
 from weighbridge.layouts import TensorSpec
 from weighbridge.resources import REF_LATEST, REF_LIVE, Model, Verification, Version, VersionState
+from weighbridge_service.clock import unix_ms
 from weighbridge_service.models import (
     RegisteredModel,
     files_key,
@@ -450,7 +451,9 @@ class Catalog:
         durable = known is not None and known.version.state is VersionState.DURABLE
         entry = history.find(number)
         if entry is not None:
-            found = known.version if known is not None and durable else _from_entry(name, entry)
+            found = _from_entry(name, entry)
+            if known is not None and known.version.state.visible:
+                found = _durable(known.version)
             return replace(found, state=VersionState.RETIRED, error=_RETIRED) if entry.retired else found
         if durable and history.is_gone(number):
             raise _deleted(name, number)
@@ -544,6 +547,13 @@ def _invisible(name: ModelName, head: Head, number: int) -> Version | None:
     if failed is None:
         return None
     return Version(model=str(name), number=number, state=VersionState.FAILED, error=failed.reason)
+
+
+def _durable(version: Version) -> Version:
+    """A version that is part of history; its session may not have heard of that yet."""
+    if version.state is VersionState.DURABLE:
+        return version
+    return replace(version, state=VersionState.DURABLE, durable_time_ms=unix_ms())
 
 
 def _from_entry(name: ModelName, entry: VersionEntry) -> Version:

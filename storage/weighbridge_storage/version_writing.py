@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import xxhash
+
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 from weighbridge.safetensors_files import INDEX_FILE, FilesLayout
 from weighbridge_storage import strict_json
@@ -47,6 +49,14 @@ class Written:
 
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
+
+    @staticmethod
+    def of(digests: Mapping[str, FileDigests]) -> Written:
+        """Files of weights with these digests, by name."""
+        return Written(
+            {name: each.entry for name, each in digests.items()},
+            {name: tensor for each in digests.values() for name, tensor in each.tensors.items()},
+        )
 
     def to_json(self, claim: str) -> bytes:
         """As text for other replicas of the service; ``claim`` says under which agreement they were written."""
@@ -88,17 +98,53 @@ class Written:
 NOTHING_WRITTEN = Written({}, {})
 
 
+def differs_from(parent: Manifest, name: str, data: ByteArray, go_on: Callable[[], None]) -> bool:
+    """Whether a file is certainly not the same as in another version; quickly, if one of its first tensors is another.
+
+    Args:
+        parent: the manifest of the other version.
+        name: of the file.
+        data: its bytes, header included.
+        go_on: is called now and then; what it raises ends this.
+    """
+    before = parent.files.get(name)
+    if before is None or before.size != len(data):
+        return True
+    for tensor in sorted((t for t in parent.tensors.values() if t.file == name), key=lambda t: t.offset):
+        go_on()
+        part = data[tensor.offset : tensor.offset + tensor.nbytes]
+        if xxhash.xxh3_128_hexdigest(part.data) != tensor.xxh3_128:
+            return True
+    return False
+
+
+def copy_weights(
+    store: ObjectStore, model: ModelName, number: int, name: str, digests: FileDigests, parent: Manifest
+) -> bool:
+    """Have the store copy one file of weights from another version, if it is the same there; whether it has.
+
+    Args:
+        store: where to.
+        model: whose version.
+        number: which version.
+        name: of the file.
+        digests: what `digest_file` made of its bytes.
+        parent: the manifest of the other version.
+    """
+    before = parent.files.get(name)
+    if before is None or not before.same_content(digests.entry):
+        return False
+    try:
+        store.copy(version_key(parent.model, parent.version, name), version_key(model, number, name))
+    except NotFound:  # it was deleted since
+        return False
+    return True
+
+
 def write_weights(
-    store: ObjectStore,
-    model: ModelName,
-    number: int,
-    name: str,
-    data: ByteArray,
-    digests: FileDigests,
-    parent: Manifest | None,
-    go_on: Callable[[], None],
-) -> Written:
-    """Write one file of weights and its block digests; a file that the parent has, too, is copied by the store.
+    store: ObjectStore, model: ModelName, number: int, name: str, data: ByteArray, go_on: Callable[[], None]
+) -> None:
+    """Write one file of weights.
 
     Args:
         store: where to.
@@ -106,29 +152,20 @@ def write_weights(
         number: which version.
         name: of the file.
         data: its bytes, header included.
-        digests: what `digest_file` made of these bytes.
-        parent: the manifest of a version whose files may be the same; None if there is none.
         go_on: is called now and then; what it raises ends the writing.
 
     Raises:
         ResourceExhausted: no room; the same call can be repeated.
     """
-    key = version_key(model, number, name)
-    before = parent.files.get(name) if parent is not None else None
-    same = before is not None and before.same_content(digests.entry)
-    if parent is None or not same or not _copied(store, parent, name, key):
-        # overwrite: an attempt before this one may have got as far as here
-        store.put(key, _pieces(data, go_on), mode="overwrite")
+    # overwrite: an attempt before this one may have got as far as here
+    store.put(version_key(model, number, name), _pieces(data, go_on), mode="overwrite")
+
+
+def write_block_digests(
+    store: ObjectStore, model: ModelName, number: int, name: str, digests: FileDigests
+) -> None:
+    """Write the block digests of one file of weights. Raises as `write_weights`."""
     store.put(blocks_key(model, number, name), digests.blocks, mode="overwrite")
-    return Written({name: digests.entry}, digests.tensors)
-
-
-def _copied(store: ObjectStore, parent: Manifest, name: str, key: str) -> bool:
-    try:
-        store.copy(version_key(parent.model, parent.version, name), key)
-    except NotFound:  # it was deleted since
-        return False
-    return True
 
 
 def _pieces(data: ByteArray, go_on: Callable[[], None]) -> Iterator[memoryview]:

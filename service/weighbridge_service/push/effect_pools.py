@@ -139,7 +139,7 @@ class EffectPools:
                 return self._images
             case do.Digest() | do.CompareSample():
                 return self._digests
-            case do.Upload():
+            case do.Upload() | do.UploadDigests():
                 return self._uploads
             case do.Claim() | do.Renew():
                 return self._leases

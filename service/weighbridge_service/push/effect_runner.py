@@ -71,13 +71,12 @@ class EffectRunner:
         self._post = post
         self._request: VersionRequest | None = None
         self._digests: dict[str, FileDigests] = {}
-        self._written: dict[str, Written] = {}
         self._handed_in: dict[int, Written] = {}
 
     @property
     def written(self) -> Written:
-        """The files of this replica that are in the store."""
-        return _all_of(self._written.values())
+        """The files of this replica, once they are in the store."""
+        return Written.of(self._digests)
 
     def take_hand_in(self, replica: int, written: Written) -> None:
         """Another replica has uploaded these files."""
@@ -113,6 +112,9 @@ class EffectRunner:
                 return on.SampleCompared()
             case do.Upload(file):
                 return self._upload(file)
+            case do.UploadDigests(file):
+                self._publisher.upload_digests(file, self._digests[file])
+                return on.DigestsUploaded(file)
             case do.LookAtHead(closing):
                 return self._publisher.look(effect, closing=closing)
             case do.Confirm() | do.FindOut():
@@ -143,8 +145,8 @@ class EffectRunner:
                 self._hand_over(to, state, agreed)
                 return on.HandedOver(to)
             case do.WriteManifestAndPublish():
-                parts = self._written if agreed.alone else self._handed_in
-                self._publisher.publish(agreed, _all_of(parts.values()))
+                written = self.written if agreed.alone else _all_of(self._handed_in.values())
+                self._publisher.publish(agreed, written)
                 if state.told:
                     self._clear_exchange(state)
                 return on.Published()
@@ -175,7 +177,7 @@ class EffectRunner:
     def forget(self) -> None:
         """Drop what nobody asks for once the push has ended: its session is kept for a while, and digests are large."""
         self.writer = None
-        self._digests, self._written, self._handed_in = {}, {}, {}
+        self._digests, self._handed_in = {}, {}
         self._publisher.forget()
 
     def _held(self) -> Image:
@@ -202,8 +204,8 @@ class EffectRunner:
         image = self._held()
         with image.lease():
             data = image.read_only_buffers[file]
-            self._written[file] = self._publisher.upload(file, data, self._digests[file], self._go_on)
-        return on.Uploaded(file)
+            is_there = self._publisher.upload(file, data, self._digests.get(file), self._go_on)
+        return on.Uploaded(file) if is_there else on.PerhapsUnchanged(file)
 
     def _missing(self, state: PushState) -> list[str]:
         """What has not come, a line for each thing."""

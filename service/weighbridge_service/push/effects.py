@@ -97,7 +97,14 @@ class Digest(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class Upload(Awaited):
-    """Put a file into the object store, or have it copied from the version before. `Uploaded`."""
+    """Put a file into the object store, or have it copied from the version before. `Uploaded`, or `PerhapsUnchanged`."""
+
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class UploadDigests(Awaited):
+    """Put the block digests of a file into the object store. `DigestsUploaded`."""
 
     file: str
 

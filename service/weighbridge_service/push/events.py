@@ -181,6 +181,20 @@ class Uploaded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PerhapsUnchanged(Event):
+    """A file has no digests yet by which it can be told from that of the version before, and was not uploaded."""
+
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class DigestsUploaded(Event):
+    """The block digests of a file are in the object store."""
+
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
 class SampleCompared(Event):
     """The sample agrees with the checksums that came with it."""
 
@@ -314,8 +328,10 @@ def answered_by(event: Event) -> Awaited | None:
             return effect
         case Digested(file=file):
             return effects.Digest(file)
-        case Uploaded(file=file):
+        case Uploaded(file=file) | PerhapsUnchanged(file=file):
             return effects.Upload(file)
+        case DigestsUploaded(file=file):
+            return effects.UploadDigests(file)
         case HandedOver(to=to):
             return effects.HandOver(to)
         case _:

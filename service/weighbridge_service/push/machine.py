@@ -162,6 +162,10 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
             return replace(state, digested=state.digested | {file}, nonfinite=state.nonfinite + nonfinite)
         case on.Uploaded(file):
             return replace(state, uploaded=state.uploaded | {file})
+        case on.PerhapsUnchanged(file):
+            return replace(state, perhaps_unchanged=state.perhaps_unchanged | {file})
+        case on.DigestsUploaded(file):
+            return replace(state, digests_uploaded=state.digests_uploaded | {file})
         case on.SampleCompared():
             return replace(state, compared=True)
         case on.ReplicasTold(ranks):
@@ -246,7 +250,7 @@ def _advance(state: PushState, now: Moment) -> _Step | None:
                 return after, tuple(do.CloseStream(rank) for rank in sorted(sealing))
             if state.complete_here:
                 return _to(state, Phase.SEALED), (do.CloseWriter(None),)
-        case Phase.SEALED if state.confirmed:
+        case Phase.SEALED if state.confirmed_at is not None and now.seconds < state.confirmed_at + _LOOK:
             state = replace(state, ready_ms=now.unix_ms, received_bytes=_bytes_of(state))
             return _to(state, Phase.READY), (do.Remember(state.declarations.known_set), do.Supersede())
         case Phase.READY if state.verified_here and state.all_handed_in:
@@ -287,8 +291,10 @@ def _start(state: PushState, effects: _Effects, now: Moment) -> _Step:
 
 
 def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
-    """What is to be done in this state, and from when on."""
+    """What is to be done in this state, and from when on; first what ranks wait for."""
     share, phase = state.share, state.phase
+    if _is_to_be_confirmed(state):
+        yield do.Confirm(), 0.0
     if share is not None and state.image:
         for file in sorted(state.filled - state.digested):
             yield do.Digest(file), 0.0
@@ -321,14 +327,24 @@ def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
     if not state.claimed:
         yield do.Claim(), 0.0
     else:
-        for file in sorted(state.digested - state.uploaded):
+        for file in sorted(state.filled - state.uploaded - (state.perhaps_unchanged - state.digested)):
             yield do.Upload(file), 0.0
+        for file in sorted(state.digested - state.digests_uploaded):
+            yield do.UploadDigests(file), 0.0
     if state.memory_held_at is not None:
         yield do.ProbeMemory(), 0.0
-    if phase is Phase.SEALED and (share.alone or state.owners_complete):
-        yield do.Confirm(), 0.0
     if share.alone and phase is Phase.VERIFIED and state.uploaded_here:
         yield do.WriteManifestAndPublish(), 0.0
+
+
+def _is_to_be_confirmed(state: PushState) -> bool:
+    """Whether head.json is to be read before the version can be ready."""
+    share = state.share
+    if share is None or state.gave_up or state.settling is not None:
+        return False
+    if state.phase is Phase.FILLING:  # ahead, so that the last rank to seal does not wait for it
+        return share.alone and state.filled_here and state.confirmed_at is None
+    return state.phase is Phase.SEALED and (share.alone or state.owners_complete)
 
 
 def _wanted_of_replicas(state: PushState) -> Iterator[tuple[Awaited, float]]:
@@ -454,7 +470,7 @@ def _head_said(state: PushState, said: on.HeadSaid, now: Moment) -> _Step:
         )
     match said.effect:
         case do.Confirm():  # a store that is away is no reason not to become ready
-            return replace(state, confirmed=True), ()
+            return replace(state, confirmed_at=now.seconds), ()
         case do.FindOut() if state.settling is not None:
             return _not_found_out(state, state.settling, now)
         case do.LookAtHead(closing):

@@ -31,8 +31,11 @@ from weighbridge_storage.objects import ByteArray, ObjectStore
 from weighbridge_storage.version_reading import read_manifest
 from weighbridge_storage.version_writing import (
     Written,
+    copy_weights,
+    differs_from,
     discard_version,
     publish_version,
+    write_block_digests,
     write_manifest,
     write_side_files,
     write_weights,
@@ -119,11 +122,35 @@ class Publisher:
         """Drop what was read of the version before."""
         self.__dict__.pop("_parent", None)
 
-    def upload(self, file: str, data: ByteArray, digests: FileDigests, go_on: Callable[[], None]) -> Written:
-        """Put a file of weights into the store. See `write_weights`."""
-        return write_weights(
-            self.store, self.model.name, self.entry.number, file, data, digests, self._parent, go_on
+    def upload(
+        self, file: str, data: ByteArray, digests: FileDigests | None, go_on: Callable[[], None]
+    ) -> bool:
+        """Put a file of weights into the store, or have it copied from the version before if it is the same there.
+
+        Args:
+            file: its name.
+            data: its bytes, header included.
+            digests: of these bytes; None as long as they are not made.
+            go_on: raises if this is not wanted any more.
+
+        Returns:
+            Whether it is there. If not, digests are needed to tell it from that of the version before.
+        """
+        name, number, parent = self.model.name, self.entry.number, self._parent
+        if parent is not None and digests is None and not differs_from(parent, file, data, go_on):
+            return False
+        copied = (
+            parent is not None
+            and digests is not None
+            and copy_weights(self.store, name, number, file, digests, parent)
         )
+        if not copied:
+            write_weights(self.store, name, number, file, data, go_on)
+        return True
+
+    def upload_digests(self, file: str, digests: FileDigests) -> None:
+        """Put the block digests of a file of weights into the store."""
+        write_block_digests(self.store, self.model.name, self.entry.number, file, digests)
 
     def publish(self, agreed: Agreement, written: Written) -> None:
         """Write the side files and the manifest, and make the version part of history.

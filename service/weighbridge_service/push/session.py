@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -202,18 +202,13 @@ class PushSession:
             self._show(after)
         with self._lock:
             self._state = after
-        for effect in effects:
-            try:
-                self._start(effect, after)
-            except Exception as error:  # the others must not suffer from it
-                log.exception("%s: %s could not be begun", after.name, effect)
-                if isinstance(effect, do.Awaited):
-                    self.post(on.EffectFailed(effect, Unavailable(f"{effect} could not be begun: {error!r}")))
+        self._start_all((effect for effect in effects if not isinstance(effect, do.Awaited)), after)
         if after.phase in FINAL and (after.agreed is None or after.agreed.alone):
             self._runner.forget()  # other replicas may still ask for their part
+        self._give_answers(after)  # before threads begin that would compete with those who wait for them
+        self._start_all((effect for effect in effects if isinstance(effect, do.Awaited)), after)
         if after.wake_at is not None:
             self._timers.wake(self._wake, after.wake_at)
-        self._give_answers(after)
 
     def _log(self, before: PushState, after: PushState) -> None:
         if after.phase is before.phase:
@@ -242,6 +237,15 @@ class PushSession:
         self._surroundings.show(self, after, changed=after.differs_from(before))
 
     # --- effects
+
+    def _start_all(self, effects: Iterable[do.Effect], state: PushState) -> None:
+        for effect in effects:
+            try:
+                self._start(effect, state)
+            except Exception as error:  # the others must not suffer from it
+                log.exception("%s: %s could not be begun", state.name, effect)
+                if isinstance(effect, do.Awaited):
+                    self.post(on.EffectFailed(effect, Unavailable(f"{effect} could not be begun: {error!r}")))
 
     def _start(self, effect: do.Effect, state: PushState) -> None:
         runner = self._runner

@@ -134,6 +134,8 @@ class PushState:
         whole, seal_asked, sealed: ranks of this replica whose stream is here, that have asked to be sealed, and that are.
         sealing_at: when a rank last asked.
         filled, digested, uploaded: files of this replica that are complete, have digests, and are in the store.
+        digests_uploaded: those whose block digests are in the store.
+        perhaps_unchanged: those that are uploaded only when they have digests: they may be the same in the version before.
         nonfinite: elements that are NaN or infinite, in the files that have digests.
         compared: whether the sample agrees.
         memory_held_at: since when another process can still write to the image although everything is here; None if none can.
@@ -144,7 +146,7 @@ class PushState:
         handed_in_here: whether other replicas can read what this one has uploaded.
         handed_in: replicas whose uploaded files are known.
         leave_until: until when the last steps are left to the replica that came last.
-        confirmed: whether the version was still open when everything was here.
+        confirmed_at: when head.json last said, with all bytes here, that the version was still open; None before that.
         publishing: whether a publication was ever begun by this replica.
         settling: what a publication has failed of, as long as it is not known whether it was made all the same.
         received_bytes: of tensors that have come.
@@ -180,6 +182,8 @@ class PushState:
     filled: frozenset[str] = frozenset()
     digested: frozenset[str] = frozenset()
     uploaded: frozenset[str] = frozenset()
+    digests_uploaded: frozenset[str] = frozenset()
+    perhaps_unchanged: frozenset[str] = frozenset()
     nonfinite: int = 0
     compared: bool = False
     memory_held_at: float | None = None
@@ -190,7 +194,7 @@ class PushState:
     handed_in_here: bool = False
     handed_in: frozenset[int] = frozenset()
     leave_until: float = 0.0
-    confirmed: bool = False
+    confirmed_at: float | None = None
     publishing: bool = False
     settling: WeighbridgeError | None = None
     received_bytes: int = 0
@@ -263,7 +267,6 @@ class PushState:
             sealed=share.ranks,
             filled=frozenset(share.files),
             compared=True,  # by the replica that has received the pieces
-            confirmed=True,
             received_bytes=sum(share.files.values()),
             ready_ms=ready_ms,
         )
@@ -279,12 +282,14 @@ class PushState:
         return self.declarations.agreed
 
     @property
+    def filled_here(self) -> bool:
+        """Whether all files of this replica are complete."""
+        return self.share is not None and self.filled == self.share.files.keys()
+
+    @property
     def complete_here(self) -> bool:
         """Whether all that this replica is to receive is here and its ranks have sealed."""
-        share = self.share
-        return (
-            share is not None and self.filled == share.files.keys() and len(self.sealed) == len(share.ranks)
-        )
+        return self.filled_here and self.share is not None and len(self.sealed) == len(self.share.ranks)
 
     @property
     def verified_here(self) -> bool:
@@ -293,8 +298,8 @@ class PushState:
 
     @property
     def uploaded_here(self) -> bool:
-        """Whether all files of this replica are in the store."""
-        return self.share is not None and self.uploaded == self.share.files.keys()
+        """Whether all files of this replica are in the store, with their block digests."""
+        return self.share is not None and self.uploaded == self.digests_uploaded == self.share.files.keys()
 
     @property
     def owners_complete(self) -> bool:
