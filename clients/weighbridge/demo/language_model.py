@@ -6,7 +6,10 @@ not imported, because it wants llama.cpp.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +55,12 @@ def convert_gguf(gguf: Path, folder: Path) -> tuple[PreTrainedModel, PreTrainedT
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
     be_quiet()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    ).eval()
-    # Not "legacy" is what transformers would do by itself for a tokenizer that says nothing, but for a warning.
-    read = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, legacy=False)
+    with _parsed_once():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        ).eval()
+        # Not "legacy" is what transformers would do by itself for a tokenizer that says nothing, but for a warning.
+        read = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, legacy=False)
     # It is read as a LlamaTokenizer, as which transformers 5 would make another one of the folder: one that splits as Llama does.
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=read.backend_tokenizer,
@@ -67,6 +71,19 @@ def convert_gguf(gguf: Path, folder: Path) -> tuple[PreTrainedModel, PreTrainedT
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model, tokenizer
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Let transformers parse a GGUF file once: for config, weights and tokenizer it does so four times, 2 s each."""
+    import gguf
+
+    parse = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(parse)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = parse
 
 
 def load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
