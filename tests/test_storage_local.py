@@ -10,6 +10,7 @@ import random
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -277,9 +278,11 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_object(root: Pa
         writer.join()
         left_over += any((root / ".tmp").glob("*/*"))
         store = LocalStore(root)
+        store.put("next", b"", mode="overwrite")
         assert not list((root / ".tmp").glob("*/*")), (
-            "what the dead left is removed when the next store opens"
+            "what the dead left is removed when the next store writes"
         )
+        store.delete("next")
         for key in store.list(""):
             assert key == "models/x/object"
             data, _ = store.get(key)
@@ -294,11 +297,42 @@ def test_opening_a_store_leaves_a_living_writers_files_alone(store: LocalStore, 
     def data() -> Iterator[bytes]:
         yield b"first"
         for _ in range(3):
-            LocalStore(root).close()
+            with closing(LocalStore(root)) as other:
+                other.put("b", b"", mode="overwrite")
         yield b"second"
 
     store.put("a", data(), mode="create")
     assert store.get("a")[0] == b"firstsecond"
+
+
+def test_a_store_that_is_only_read_is_left_as_it_is(root: Path) -> None:
+    (root / "models").mkdir(parents=True)
+    (root / "models/x").write_bytes(b"content")
+    with closing(LocalStore(root)) as store:
+        assert list(store.list("")) == ["models/x"]
+        assert store.get("models/x")[0] == b"content"
+        with pytest.raises(NotFound):
+            store.get("models/y")
+        assert store.discard_unfinished("", 0.0) == 0
+    assert os.listdir(root) == ["models"]
+
+
+def test_what_no_key_can_name_is_no_object(store: LocalStore, root: Path) -> None:
+    store.put("a/b/c", b"", mode="create")
+    deep = root.joinpath("a", *["d"] * 600)
+    deep.mkdir(parents=True)
+    for path in (
+        deep / "e",
+        root / "a" / os.fsdecode(b"\xff"),
+        root / "a/x\ny",
+        root / "a/x\\y",
+        root / "a/.hidden",
+    ):
+        path.write_bytes(b"")
+    (root / "a/f\ng").mkdir()
+    (root / "a/f\ng/object").write_bytes(b"")
+    assert list(store.list("")) == ["a/b/c"]
+    assert sorted(store.folders("a/")) == ["b", "d"]
 
 
 def test_closed_stores_hold_no_files(root: Path) -> None:

@@ -6,6 +6,8 @@ two hidden folders::
     .tmp/<uuid>/<uuid>   files being written; each opened store has its own sub-folder and holds a flock on it
     .locks/<00..ff>      flock files; a key's lock is chosen by its hash
 
+They are made with the first write: a store that is only read is left as it is, and may lie on a read-only file system.
+
 A write fills a temporary file, flushes it to the device, takes the key's lock, checks the condition, renames the file to
 its place and flushes the folder. Readers take no lock. All writers of one folder, in whichever process or on whichever
 host, must see each other's flocks, as they do on every local file system and on NFS.
@@ -21,6 +23,7 @@ import fcntl
 import mmap
 import os
 import stat
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +43,7 @@ from weighbridge_storage.objects import (
     check_key,
     check_prefix,
     error_for,
+    is_key,
     pieces_of,
 )
 
@@ -67,11 +71,11 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 class LocalStore(ObjectStore):
     """An object store in a folder, which is made if it is missing.
 
-    Any number of stores, threads and processes may use one folder. What a killed writer left in ``.tmp`` is removed when
-    the next store is opened on it; nobody else's files are.
+    Any number of stores, threads and processes may use one folder. What a killed writer left in ``.tmp`` is removed with
+    the first write of the next store; nobody else's files are.
 
     Raises:
-        Unavailable: the folder cannot be made, read or locked.
+        Unavailable: the folder cannot be made or read.
         ResourceExhausted: no room or file handles left.
     """
 
@@ -80,26 +84,19 @@ class LocalStore(ObjectStore):
             os.makedirs(root, exist_ok=True)
             self._root = os.open(os.path.realpath(root), _FOLDER_FLAGS)
             self._release_root = weakref.finalize(self, os.close, self._root)
-            self._locks = _ensure_folder(self._root, _LOCKS)
-            self._release_locks = weakref.finalize(self, os.close, self._locks)
-            temp_root = _ensure_folder(self._root, _TEMP)
-            try:
-                self._temp_name, self._temp = _claim_temp_folder(temp_root)
-            finally:
-                os.close(temp_root)
-            self._release_temp = weakref.finalize(self, os.close, self._temp)
         except OSError as error:
             raise error_for(error, f"opening the store in {os.fspath(root)}") from error
         self._flushed: set[str] = set()
+        self._hidden: _Hidden | None = None
+        self._hiding = threading.Lock()
 
     def close(self) -> None:
         """See `ObjectStore.close`. The folder for temporary files goes with it."""
-        if not self._release_temp.alive:
+        if not self._release_root.alive:
             return
-        with suppress(OSError):
-            os.rmdir(f"{_TEMP}/{self._temp_name}", dir_fd=self._root)
-        for release in (self._release_temp, self._release_locks, self._release_root):
-            release()
+        if self._hidden is not None:
+            self._hidden.close(self._root)
+        self._release_root()
 
     def get(self, key: str) -> tuple[bytes, str]:
         """See `ObjectStore.get`."""
@@ -165,10 +162,9 @@ class LocalStore(ObjectStore):
         what = f"writing {key}"
         temp = uuid.uuid4().hex
         try:
+            folder = self._writing().temp
             # Objects are never changed in place, so nobody gets permission to; a rename over them needs none.
-            file = os.open(
-                temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444, dir_fd=self._temp
-            )
+            file = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444, dir_fd=folder)
         except OSError as error:
             raise error_for(error, what) from error
         try:
@@ -179,7 +175,7 @@ class LocalStore(ObjectStore):
             self._install(temp, key, mode, what)
         except BaseException:
             with suppress(OSError):
-                os.unlink(temp, dir_fd=self._temp)
+                os.unlink(temp, dir_fd=folder)
             raise
         return etag
 
@@ -212,8 +208,9 @@ class LocalStore(ObjectStore):
         temp = uuid.uuid4().hex
         self.size(source)  # refuses what is no object: a link to a symbolic link would be one as well
         try:
+            own = self._writing().temp
             with self._folder_of(source) as (folder, name):
-                os.link(name, temp, src_dir_fd=folder, dst_dir_fd=self._temp, follow_symlinks=False)
+                os.link(name, temp, src_dir_fd=folder, dst_dir_fd=own, follow_symlinks=False)
         except _NOT_THERE as error:
             raise NotFound(f"there is no object {source}") from error
         except OSError as error:
@@ -227,7 +224,7 @@ class LocalStore(ObjectStore):
         finally:
             # Renaming a file onto another name of itself does nothing, and leaves both.
             with suppress(OSError):
-                os.unlink(temp, dir_fd=self._temp)
+                os.unlink(temp, dir_fd=own)
 
     def discard_unfinished(
         self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
@@ -241,8 +238,17 @@ class LocalStore(ObjectStore):
                     return _remove_stale(temp_root)
             finally:
                 os.close(temp_root)
+        except _NOT_THERE:
+            return 0
         except OSError as error:
             raise error_for(error, "removing what dead writers left") from error
+
+    def _writing(self) -> _Hidden:
+        """The hidden folders, for who is about to write."""
+        with self._hiding:
+            if self._hidden is None:
+                self._hidden = _Hidden(self._root)
+            return self._hidden
 
     def _install(self, temp: str, key: str, mode: PutMode, what: str) -> None:
         """Move a finished temporary file to its place if the condition holds."""
@@ -251,7 +257,7 @@ class LocalStore(ObjectStore):
                 with self._folder_of(key, make=True) as (folder, name):
                     with self._locked(key):
                         _check_condition(folder, name, key, mode)
-                        os.rename(temp, name, src_dir_fd=self._temp, dst_dir_fd=folder)
+                        os.rename(temp, name, src_dir_fd=self._writing().temp, dst_dir_fd=folder)
                     os.fsync(folder)
                 return
             except FileNotFoundError:
@@ -313,7 +319,7 @@ class LocalStore(ObjectStore):
         """Keep out all others who want to replace or remove this object."""
         name = f"{xxhash.xxh3_64_intdigest(key.encode()) % _LOCK_COUNT:02x}"
         flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock = os.open(name, flags, 0o666, dir_fd=self._locks)
+        lock = os.open(name, flags, 0o666, dir_fd=self._writing().locks)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
@@ -325,7 +331,11 @@ class LocalStore(ObjectStore):
             os.close(lock)
 
     def _entries(self, path: str) -> Sequence[tuple[str, bool]]:
-        """Names of the files and folders in a folder of the store, and which are folders; none if it is not there."""
+        """Names of the files and folders in a folder of the store, and which are folders; none if it is not there.
+
+        Others may have put anything there: what no key can name is no object of the store.
+        """
+        prefix = f"{path}/" if path else ""
         found = []
         try:
             with (
@@ -334,7 +344,10 @@ class LocalStore(ObjectStore):
             ):
                 for entry in entries:
                     is_folder = entry.is_dir(follow_symlinks=False)
-                    if not entry.name.startswith(".") and (is_folder or entry.is_file(follow_symlinks=False)):
+                    within = "/x" if is_folder else ""  # as a key of what may be in it
+                    if (is_folder or entry.is_file(follow_symlinks=False)) and is_key(
+                        prefix + entry.name + within
+                    ):
                         found.append((entry.name, is_folder))
         except _NOT_THERE:
             return []
@@ -343,12 +356,15 @@ class LocalStore(ObjectStore):
         return found
 
     def _walk(self, path: str) -> Iterator[str]:
-        for name, is_folder in self._entries(path):
-            key = f"{path}/{name}" if path else name
-            if is_folder:
-                yield from self._walk(key)
-            else:
-                yield key
+        rest = [path]
+        while rest:
+            path = rest.pop()
+            for name, is_folder in self._entries(path):
+                key = f"{path}/{name}" if path else name
+                if is_folder:
+                    rest.append(key)
+                else:
+                    yield key
 
     def _prune(self, key: str) -> None:
         """Remove the folders that an object's deletion left empty: other stores have none."""
@@ -361,6 +377,32 @@ class LocalStore(ObjectStore):
             except OSError:
                 return
             self._flushed.discard(path + "/")
+
+
+class _Hidden:
+    """The hidden folders of a store that is written to.
+
+    Attributes:
+        locks: descriptor of the folder of locks.
+        temp: descriptor of this store's own folder for temporary files.
+    """
+
+    def __init__(self, root: int) -> None:
+        self.locks = _ensure_folder(root, _LOCKS)
+        self._release_locks = weakref.finalize(self, os.close, self.locks)
+        temp_root = _ensure_folder(root, _TEMP)
+        try:
+            self._name, self.temp = _claim_temp_folder(temp_root)
+        finally:
+            os.close(temp_root)
+        self._release_temp = weakref.finalize(self, os.close, self.temp)
+
+    def close(self, root: int) -> None:
+        """Remove the folder for temporary files, and give the descriptors back."""
+        with suppress(OSError):
+            os.rmdir(f"{_TEMP}/{self._name}", dir_fd=root)
+        self._release_temp()
+        self._release_locks()
 
 
 def _ensure_folder(parent: int, name: str) -> int:

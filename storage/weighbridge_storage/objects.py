@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -149,7 +150,8 @@ class ObjectStore(ABC):
     def list(self, prefix: str) -> Iterator[str]:
         """All keys that begin with ``prefix``, in no promised order.
 
-        Keys that are written or deleted meanwhile may or may not be among them.
+        Keys that are written or deleted meanwhile may or may not be among them. What others have put there under names that are no
+        keys (`check_key`) is passed over.
         """
 
     @abstractmethod
@@ -219,6 +221,13 @@ def check_key(key: str) -> str:
                 "keys do not start or end with a slash",
             )
     return key
+
+
+def is_key(text: str) -> bool:
+    """Whether an object can have this key."""
+    with suppress(InvalidArgument):
+        return check_key(text) == text
+    return False
 
 
 def check_prefix(prefix: str) -> str:

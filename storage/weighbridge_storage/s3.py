@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from weighbridge.errors import InvalidArgument
 from weighbridge_storage.names import shown
@@ -21,6 +20,7 @@ from weighbridge_storage.objects import (
     check_folder_prefix,
     check_key,
     check_prefix,
+    is_key,
 )
 from weighbridge_storage.s3_client import S3Client
 from weighbridge_storage.s3_errors import S3_ERRORS, s3_error
@@ -86,7 +86,7 @@ class S3Store(ObjectStore):
             raise s3_error(error, f"signing a URL of {key}") from error
 
     def list(self, prefix: str) -> Iterator[str]:
-        """See `ObjectStore.list`. Objects whose names could not be keys are passed over."""
+        """See `ObjectStore.list`."""
         return self._list(check_prefix(prefix))
 
     def folders(self, prefix: str) -> Iterator[str]:
@@ -130,7 +130,7 @@ class S3Store(ObjectStore):
         try:
             for name in self._client.list(self._prefix + prefix):
                 key = name.removeprefix(self._prefix)
-                if _is_key(key):
+                if is_key(key):
                     yield key
         except S3_ERRORS as error:
             raise s3_error(error, f"listing {shown(prefix)}") from error
@@ -139,13 +139,7 @@ class S3Store(ObjectStore):
         try:
             for name in self._client.folders(self._prefix + prefix):
                 folder = name[len(self._prefix + prefix) : -1]
-                if _is_key(folder):
+                if is_key(folder):
                     yield folder
         except S3_ERRORS as error:
             raise s3_error(error, f"listing {shown(prefix)}") from error
-
-
-def _is_key(text: str) -> bool:
-    with suppress(InvalidArgument):
-        return check_key(text) == text
-    return False
