@@ -87,7 +87,7 @@ class Clients:
 
 
 @contextmanager
-def clients(spec: ClientSpec, servers: Sequence[str] = ()) -> Iterator[Clients]:
+def clients(spec: ClientSpec, servers: Sequence[str] = (), lanes: Sequence[str] = ()) -> Iterator[Clients]:
     """As many clients as the spec says, one for each rank; they are ended when the context is left.
 
     Each may use its share of the cores, as ranks on one host are set up.
@@ -95,6 +95,7 @@ def clients(spec: ClientSpec, servers: Sequence[str] = ()) -> Iterator[Clients]:
     Args:
         spec: what they are.
         servers: for each rank, the service that it uses; by default that of the spec.
+        lanes: likewise the lane.
     """
     threads = str(max(len(os.sched_getaffinity(0)) // spec.clients, 1))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
@@ -102,7 +103,8 @@ def clients(spec: ClientSpec, servers: Sequence[str] = ()) -> Iterator[Clients]:
         running = []
         for rank in range(spec.clients):
             server = servers[rank] if servers else spec.server
-            text = json.dumps(asdict(replace(spec, rank=rank, server=server)))
+            lane = lanes[rank] if lanes else spec.lane
+            text = json.dumps(asdict(replace(spec, rank=rank, server=server, lane=lane)))
             process = processes.python("-m", "benchmarks.client_process", text, environment=environment)
             running.append(stack.enter_context(process))
         yield Clients(running)

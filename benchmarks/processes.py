@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -107,6 +108,13 @@ def raw_grpc_server() -> Iterator[str]:
     """The address of a server of `benchmarks.raw_grpc`."""
     with python("-m", "benchmarks.raw_grpc") as process:
         yield first_line(process)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has taken so far, without its children."""
+    # the name, in parentheses, may have spaces in it
+    fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _available_memory() -> int:
