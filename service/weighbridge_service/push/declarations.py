@@ -17,6 +17,7 @@ from weighbridge.errors import (
 from weighbridge.resources import Version
 from weighbridge_service.push.push_plan import PreparedPush
 from weighbridge_service.push.replica_placement import numbered
+from weighbridge_service.ranges import RangeSet
 from weighbridge_storage.entries import OpenEntry
 
 
@@ -38,12 +39,12 @@ class Home:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What one rank holds, and the replica to which it pushes.
+    """What one rank holds, and its replica.
 
     Attributes:
         client_id: the declaring process.
         digest: of its layout.
-        home: the replica to which it pushes.
+        home: the replica where it has declared.
     """
 
     client_id: str
@@ -98,9 +99,16 @@ class Agreement:
     claim: str
 
     def home_of(self, rank: int) -> Home:
-        """The replica to which a rank pushes."""
+        """The replica where a rank declares, and to which it pushes what belongs to that one's files."""
         spread = self.prepared.spread
         return self.homes[0 if spread is None else spread.homes[rank]]
+
+    def routes(self, rank: int) -> Mapping[Home, RangeSet]:
+        """Which parts of a rank's stream are pushed to which replica; a part may be wanted by several."""
+        spread = self.prepared.spread
+        if spread is None:
+            return {self.homes[0]: RangeSet([(0, self.prepared.streams[rank].nbytes)])}
+        return {self.homes[number]: meant for number, meant in spread.routes.get(rank, {}).items()}
 
     def share_of(self, home: Home) -> Share:
         """The part of one replica."""
@@ -114,28 +122,10 @@ class Agreement:
         return Share(me, files, ranks, frozenset(spread.owners.values()), alone=False)
 
     def check_claim(self, claim: str) -> None:
-        """Raise FailedPrecondition if another replica passes bytes on under another agreement, or where there are no others."""
+        """Raise FailedPrecondition if a rank of another replica pushes under another agreement, or where there are no others."""
         if self.prepared.spread is None or claim != self.claim:
             raise FailedPrecondition(
                 "two replicas do not agree on who pushes what", fix="push the step again"
-            )
-
-    def check_forwarded(self, home: Home, claim: str, rank: int, start: int, end: int) -> None:
-        """Raise FailedPrecondition if a range of a rank's stream is not routed to a replica by others.
-
-        Args:
-            home: the replica.
-            claim: the sender's agreement.
-            rank: whose stream.
-            start: first byte of the range.
-            end: one past its last.
-        """
-        self.check_claim(claim)
-        spread = self.prepared.spread
-        routed = None if spread is None else spread.routes.get(rank, {}).get(self.homes.index(home))
-        if self.home_of(rank) == home or routed is None or not routed.covers(start, end):
-            raise FailedPrecondition(
-                f"bytes {start} to {end} of rank {rank} are not to be passed on to the replica {home}"
             )
 
     @property

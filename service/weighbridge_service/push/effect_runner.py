@@ -18,7 +18,6 @@ from weighbridge_service.push.image_allocator import ImageAllocator, VersionRequ
 from weighbridge_service.push.image_writer import ImageWriter
 from weighbridge_service.push.publisher import Publisher
 from weighbridge_service.push.replica_exchange import Exchange
-from weighbridge_service.push.replica_relay import Relay
 from weighbridge_service.push.state import PushState
 from weighbridge_storage.digests import FileDigests, digest_file
 from weighbridge_storage.images import Image
@@ -36,14 +35,12 @@ class EffectRunner:
         model: the registration under which the version was opened.
         publisher: of the version.
         exchange: with other replicas.
-        relay: of bytes to other replicas.
         allocator: gives images.
         successors: other replicas that may take the version over.
         go_on: raises if what takes long is not wanted any more.
         post: takes the events of the data plane.
 
     Attributes:
-        relay: as given.
         writer: the data plane; None before there is an image.
         image: what the version's files are put together in; None before that, and when it was released.
     """
@@ -53,13 +50,11 @@ class EffectRunner:
         model: RegisteredModel,
         publisher: Publisher,
         exchange: Exchange,
-        relay: Relay,
         allocator: ImageAllocator,
         successors: Successors,
         go_on: Callable[[], None],
         post: Callable[[Sequence[on.Event]], None],
     ) -> None:
-        self.relay = relay
         self.writer: ImageWriter | None = None
         self.image: Image | None = None
         self._model = model
@@ -160,7 +155,7 @@ class EffectRunner:
         image = self._request.take({each.client_id for each in state.declarations.here.values()})
         try:
             home = state.declarations.home
-            self.writer = ImageWriter(state.name, agreed, home, image, self.relay, self._post)
+            self.writer = ImageWriter(state.name, agreed, home, image, self._post)
         except BaseException:
             image.release()
             raise
@@ -210,11 +205,10 @@ class EffectRunner:
         missing = [f"rank {rank} has not declared" for rank in state.declarations.absent]
         if state.share is None:
             return missing
-        for rank in sorted(state.share.ranks):
-            if self.writer is None:
-                missing.append(f"rank {rank} has no stream yet")
-            elif rank not in state.whole:
-                missing += self.writer.missing(rank)
+        if self.writer is None:
+            missing += [f"rank {rank} has no stream yet" for rank in sorted(state.share.ranks)]
+        else:
+            missing += self.writer.missing_of_all()
         if state.memory_held_at is not None:
             missing.append("a process can still write to the memory of files that have arrived")
         missing += [f"rank {rank} has not sealed" for rank in sorted(state.share.ranks - state.sealed)]

@@ -39,7 +39,7 @@ class FilesFilled(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankWhole(Event):
-    """All bytes of a rank's stream are in their place, or on their way to the replica that wants them."""
+    """All bytes of a rank's stream that belong to files of this replica are in their place."""
 
     rank: int
 
@@ -51,7 +51,7 @@ class MemoryHeld(Event):
 
 @dataclass(frozen=True, slots=True)
 class SealAsked(Event):
-    """A rank says that it has pushed everything; what it pushed for other replicas has arrived there."""
+    """A rank says that it has pushed everything; what it pushed to other replicas has arrived there."""
 
     rank: int
 

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from weighbridge.errors import (
@@ -27,7 +27,7 @@ from weighbridge_service.clock import unix_ms
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.models import RegisteredModel
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Declarations, Home, alone_at
+from weighbridge_service.push.declarations import Agreement, Declarations, Home, alone_at
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.handover import HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator
@@ -38,7 +38,6 @@ from weighbridge_service.push.publisher import Publisher, give_up
 from weighbridge_service.push.push_plan import nothing_to_push
 from weighbridge_service.push.registry import Registry
 from weighbridge_service.push.replica_exchange import Exchange
-from weighbridge_service.push.replica_relay import Peers, Relay
 from weighbridge_service.push.session import PushSession, now
 from weighbridge_service.push.standbys import Standbys
 from weighbridge_service.push.state import VISIBLE, Limits, PushState, check_owned, not_all_declared, why_lost
@@ -78,6 +77,9 @@ class Declared:
         stream_bytes: length of the stream.
         retry_after_ms: above 0, there is no answer yet: ask again after so many milliseconds.
         absent: then, ranks that have not declared.
+        routes: which parts of the stream are pushed where: addresses of replicas, empty for this one, and their ranges. Empty if all
+            of it is pushed here.
+        claim: what the replicas have agreed on, if there are several.
     """
 
     layout_needed: bool = False
@@ -85,6 +87,8 @@ class Declared:
     stream_bytes: int = 0
     retry_after_ms: int = 0
     absent: Sequence[int] = ()
+    routes: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    claim: str = ""
 
 
 Pieces = Iterator[tuple[int, memoryview, int]]
@@ -140,7 +144,6 @@ class Intake:
         self._max_receiving = config.max_receiving
         self._allocator = ImageAllocator(images, self.standbys)
         self._registry = registry
-        self._peers = Peers(config.peer_patience)
         self._pools = EffectPools()
         self._timers = Timers()
         self._openings = [threading.Lock() for _ in range(_OPENINGS)]
@@ -259,7 +262,6 @@ class Intake:
             model=model,
             publisher=Publisher(store, heads, model, entry, self.home),
             exchange=Exchange(store, model.name, entry.number, self.home),
-            relay=Relay(self._peers, str(model.name), entry.number),
             allocator=self._allocator,
             successors=self._successors,
             mappings=self._mappings,
@@ -361,8 +363,7 @@ class Intake:
         patience = min(seconds, _LONG_POLL) if may_wait else 0.0
         agreed = session.declare(rank, client_id, digest, patience)
         if agreed is not None:
-            prepared = agreed.prepared
-            return Declared(assigned=prepared.assigned[rank], stream_bytes=prepared.streams[rank].nbytes)
+            return _to_push(agreed, self.home, rank)
         if may_wait and seconds < _LONG_POLL:
             raise not_all_declared(session.state)
         declarations = session.state.declarations
@@ -377,8 +378,8 @@ class Intake:
         writer = self._find(name, number).writer_for(rank, client_id)
         return self._take(pieces, partial(writer.write, rank))
 
-    def take_forwarded(self, name: str, number: int, rank: int, claim: str, pieces: Pieces) -> int:
-        """Take ranges of a rank's stream that another replica passes on; how many bytes came.
+    def write_of_other(self, name: str, number: int, rank: int, claim: str, pieces: Pieces) -> int:
+        """Take pieces of the stream of a rank that has declared at another replica; how many bytes came.
 
         Raises:
             Unavailable: no rank has declared here yet; try again.
@@ -389,8 +390,8 @@ class Intake:
         if session is None:
             still_open(self._catalog.head(model_name), number)
             raise Unavailable(f"no rank of {name}@{number} has come to {self.home} yet", fix="try again")
-        writer = session.writer_for_replica(rank, claim)
-        return self._take(pieces, partial(writer.write_forwarded, claim, rank))
+        writer = session.writer_for_other(rank, claim)
+        return self._take(pieces, partial(writer.write_of_other, claim, rank))
 
     def _take(self, pieces: Pieces, write: Callable[[int, memoryview, int], None]) -> int:
         count = 0
@@ -552,11 +553,20 @@ class Intake:
 
     def stop(self) -> None:
         """Leave what is not done as it is; waits for what is being done."""
-        self._peers.close()
         self._timers.stop()
         self._pools.stop(_STOP_SECONDS)
         for session in self._registry.all():
             session.stop()
+
+
+def _to_push(agreed: Agreement, home: Home, rank: int) -> Declared:
+    """What a rank of a replica is to push, and where."""
+    prepared = agreed.prepared
+    assigned, nbytes = prepared.assigned[rank], prepared.streams[rank].nbytes
+    if agreed.alone:
+        return Declared(assigned=assigned, stream_bytes=nbytes)
+    routes = {"" if to == home else to.address: list(ranges) for to, ranges in agreed.routes(rank).items()}
+    return Declared(assigned=assigned, stream_bytes=nbytes, routes=routes, claim=agreed.claim)
 
 
 def _opened(model: RegisteredModel, entry: OpenEntry) -> Version:

@@ -25,7 +25,7 @@ class PreparedPush:
         transfer: from the streams, in buffers named like the ranks, to the files.
         fills: how many bytes the streams bring to each file.
         grantable: for each rank, the parts of its stream that its own process may write to the image of its replica: all that
-            belongs to files of that replica and of no other. The rest is streamed to it.
+            belongs to files of that replica and of no other. The rest is streamed.
         spread: who writes which file, if the ranks push to several replicas of the service; None otherwise.
     """
 

@@ -131,7 +131,8 @@ class PushState:
         image_by: when it stops waiting for an image.
         share: this replica's part, once there is an agreement.
         image: whether there is an image.
-        whole, seal_asked, sealed: ranks of this replica whose stream is here, that have asked to be sealed, and that are.
+        whole, seal_asked, sealed: ranks of this replica of whose stream all is here that belongs here, that have asked to be sealed,
+            and that are.
         sealing_at: when a rank last asked.
         filled, digested, uploaded: files of this replica that are complete, have digests, and are in the store.
         nonfinite: elements that are NaN or infinite, in the files that have digests.
@@ -308,7 +309,7 @@ class PushState:
             return False
         if replica in self.share.owners:
             return replica not in self.stored_at
-        # what its ranks had to pass on has arrived once its part is complete
+        # what its ranks had to push has arrived once its part is complete
         return replica not in self.complete_at and self.phase in INCOMPLETE
 
     @property
