@@ -13,7 +13,7 @@ from weighbridge_service.models import RegisteredModel
 from weighbridge_service.push import effects as do
 from weighbridge_service.push import events as on
 from weighbridge_service.push.declarations import Agreement, Declaration, Home, numbers_of
-from weighbridge_service.push.handover import HandedVersion, Successors
+from weighbridge_service.push.handover import HandedShare, HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator, VersionRequest
 from weighbridge_service.push.image_writer import ImageWriter
 from weighbridge_service.push.publisher import Publisher
@@ -222,9 +222,18 @@ class EffectRunner:
             raise DeadlineExceeded("there was no time left")
         declared = state.declarations.declared
         ranks = [(declared[rank].client_id, declared[rank].digest) for rank in sorted(declared)]
-        entry = self._publisher.entry
-        handed = HandedVersion(self._model, entry, agreed.claim, state.ready_ms, ranks)
-        self._successors.hand_over(to, handed, seconds)
+        entry, spread, share = self._publisher.entry, agreed.prepared.spread, None
+        if spread is not None and state.share is not None:
+            share = HandedShare(state.share.me, agreed.homes, spread.owners, agreed.handovers)
+        handed = HandedVersion(self._model, entry, agreed.claim, state.ready_ms, ranks, share)
+        memory_wait = (
+            seconds / 2 / max(len(state.successors), 1)
+        )  # the rest is for reading, and for the next ones
+        try:
+            self._successors.hand_over(to, handed, seconds, memory_wait)
+        except (DeadlineExceeded, Unavailable):
+            if not self._publisher.is_held_by(to):  # its answer may be lost
+                raise
 
     def _tell(self, here: Mapping[int, Declaration]) -> on.Event:
         for digest in {declaration.digest for declaration in here.values()}:

@@ -114,6 +114,21 @@ class ReplicaLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ShareMoved(Event):
+    """Another replica, or this one beside its own, has the share of a replica that leaves.
+
+    Attributes:
+        replica: the number of the share.
+        to: who has it.
+        handovers: how often it was handed over by then.
+    """
+
+    replica: int
+    to: Home
+    handovers: int
+
+
+@dataclass(frozen=True, slots=True)
 class SaidPublished(Event):
     """Another replica says that the version is part of history."""
 
@@ -261,7 +276,7 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True)
 class HandedOver(Event):
-    """Another replica has all bytes, and owns the version from now on.
+    """Another replica has all bytes that this one has, and owns the version, or this one's share of it, from now on.
 
     Attributes:
         to: which one.

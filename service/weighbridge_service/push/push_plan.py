@@ -96,19 +96,20 @@ def prepare_push(
     )
 
 
-def nothing_to_push(files: FilesLayout, ranks: int) -> PreparedPush:
+def nothing_to_push(files: FilesLayout, ranks: int, spread: Spread | None = None) -> PreparedPush:
     """The plan of a push whose bytes are all in their files: no rank has anything to push any more.
 
     Args:
         files: what was written.
         ranks: how many ranks have pushed it.
+        spread: who writes which file, if several replicas do.
     """
     empty = Layout.stream((), ())
     fills = {file.name: 0 for file in files.files}
     for placement in files.layout.placements:
         fills[placement.buffer] += placement.nbytes
     transfer = Transfer(Plan(empty, files.layout, (), ()), scatter=True)
-    return PreparedPush({}, dict.fromkeys(range(ranks), empty), transfer, fills, {})
+    return PreparedPush({}, dict.fromkeys(range(ranks), empty), transfer, fills, {}, spread)
 
 
 def _grantable(rank: int, nbytes: int, spread: Spread | None) -> RangeSet:

@@ -445,6 +445,11 @@ class PushSession:
             self._runner.take_hand_in(replica, written)
         self.post(on.ReplicaSaid(replica, handed_in))
 
+    def holds(self, file: str) -> bool:
+        """Whether a file is in this replica's image."""
+        image = self._runner.image
+        return image is not None and file in image.sizes
+
     def own_file(self, file: str) -> tuple[ByteArray, Lease]:
         """A file of this replica's, for other replicas, and what keeps its bytes there.
 
@@ -468,6 +473,10 @@ class PushSession:
     def abort(self, reason: str) -> None:
         """Give the version up. Raises FailedPrecondition if it is visible."""
         self.ask(answer_abort, _ABORT_SECONDS, on.Aborted(reason))
+
+    def wait_finished(self, seconds: float) -> bool:
+        """Whether nothing is to be done any more, at once or within ``seconds``."""
+        return self.ask(lambda state: None if state.unfinished else True, seconds) is not None
 
     def name_waits(self) -> str:
         """What it waits for, in words."""
