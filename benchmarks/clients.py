@@ -93,7 +93,12 @@ class Clients:
 
 
 @contextmanager
-def clients(spec: ClientSpec, servers: Sequence[str] = (), checkout: Path | None = None) -> Iterator[Clients]:
+def clients(
+    spec: ClientSpec,
+    servers: Sequence[str] = (),
+    lanes: Sequence[str] = (),
+    checkout: Path | None = None,
+) -> Iterator[Clients]:
     """As many clients as the spec says, one for each rank; they are ended when the context is left.
 
     Each may use its share of the cores, as ranks on one host are set up.
@@ -101,6 +106,7 @@ def clients(spec: ClientSpec, servers: Sequence[str] = (), checkout: Path | None
     Args:
         spec: what they are.
         servers: for each rank, the service that it uses; by default that of the spec.
+        lanes: likewise the lane.
         checkout: whose code they run; by default, the same as this process.
     """
     threads = str(max(len(os.sched_getaffinity(0)) // spec.clients, 1))
@@ -109,7 +115,8 @@ def clients(spec: ClientSpec, servers: Sequence[str] = (), checkout: Path | None
         running = []
         for rank in range(spec.clients):
             server = servers[rank] if servers else spec.server
-            text = json.dumps(asdict(replace(spec, rank=rank, server=server)))
+            lane = lanes[rank] if lanes else spec.lane
+            text = json.dumps(asdict(replace(spec, rank=rank, server=server, lane=lane)))
             process = processes.python(
                 "-m", "benchmarks.client_process", text, environment=environment, checkout=checkout
             )

@@ -1,7 +1,9 @@
 """``python -m benchmarks.nodes``: a push of eight ranks to one service, next to the same push to two services, one on each "node".
 
-Both take place on one machine, in turn, round by round. A node is a service with a socket of its own, and the half of the ranks that push
-to it. Ratios are medians of the rounds' ratios: two services to one.
+All take place on one machine, in turn, round by round. A node is a service with a socket of its own, and the half of the ranks that push
+to it. Two services are compared with one to which the same bytes go by the same lanes: where pipeline stages lie on nodes, all by
+shared memory; where every tensor lies on both nodes, half of them by gRPC, from ranks that have no lane, as if on another machine.
+Ratios are medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from weighbridge.local_lane import GRPC, LOCAL
 
 FILES = 16
 """In which the model is laid out."""
-CUTS = ("stages", "contiguous")
+CUTS = {"stages": "one", "contiguous": "half away"}
+"""How the model is cut, and which push to one service has as many bytes by each lane as the one to two."""
+JUDGED = ("held", "ready")
 GOAL = 1.2
 _GRACE_SECONDS = 1.1
 _WARM_UP = 3
@@ -40,34 +44,48 @@ class Figures:
         cut: one of `CUTS`.
         lane: the lane that clients asked for.
         ranks: trainer ranks.
-        nbytes: of the model; ``local`` and ``streamed`` of one push to two services, of all ranks together.
-        seconds: one value for each round: ``held`` of the rank that was held longest, ``ready`` from the first byte that was read
-            until the last rank has heard that the version is ready, ``durable`` likewise; of ``one`` service and of ``two``.
+        model_bytes: of the model.
+        nbytes: of one push, of all ranks together, by the services that it went to: ``local``, by shared memory, and ``streamed``.
+        seconds: likewise, one value for each round: ``held`` of the rank that was held longest, ``ready`` from the first byte that
+            was read until the last rank has heard that the version is ready, ``durable`` likewise, and ``cpu``, processor time of
+            all ranks and services from the start of the push until it was durable.
     """
 
     cut: str
     lane: str
     ranks: int
-    nbytes: dict[str, int] = field(default_factory=dict)
+    model_bytes: int = 0
+    nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def note(self, services: str, name: str, seconds: float) -> None:
         """Add a round's time."""
         self.seconds.setdefault(services, {}).setdefault(name, []).append(seconds)
 
-    def ratio(self, name: str) -> float:
-        """Two services to one: the median of the rounds' ratios."""
-        pairs = zip(self.seconds["two"][name], self.seconds["one"][name], strict=True)
-        return statistics.median(two / one for two, one in pairs)
+    def ratio(self, name: str, to: str) -> float:
+        """Two services to another way: the median of the rounds' ratios."""
+        pairs = zip(self.seconds["two"][name], self.seconds[to][name], strict=True)
+        return statistics.median(two / other for two, other in pairs)
+
+    @property
+    def others(self) -> list[str]:
+        """What two services were compared with."""
+        return [services for services in self.seconds if services != "two"]
 
     @property
     def names(self) -> list[str]:
         """Names of the times."""
-        return list(self.seconds["one"])
+        return list(self.seconds["two"])
+
+    @property
+    def verdict(self) -> dict[str, float]:
+        """What is judged, as ratios to the push with the same bytes by the same lanes."""
+        return {name: self.ratio(name, CUTS[self.cut]) for name in JUDGED}
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values, each round by itself."""
-        return {**asdict(self), "ratios": {name: self.ratio(name) for name in self.names}, "goal": GOAL}
+        ratios = {to: {name: self.ratio(name, to) for name in self.names} for to in self.others}
+        return {**asdict(self), "ratios": ratios, "verdict": self.verdict, "goal": GOAL}
 
 
 def run(gigabytes: float, ranks: int, cut: str, lane: str, rounds: int, folder: Path) -> Figures:
@@ -91,11 +109,11 @@ def run(gigabytes: float, ranks: int, cut: str, lane: str, rounds: int, folder: 
     config = models.write_config(described, folder / "hf")
     specs = models.hugging_face_specs(config)
     models.write_specs(specs, folder / "specs.json")
-    total = figures.nbytes["model"] = sum(spec.nbytes for spec in specs)
+    total = figures.model_bytes = sum(spec.nbytes for spec in specs)
     program = ("-m", "benchmarks.many_files", str(total // FILES))
     with processes.raw_grpc_server() as raw, ExitStack() as stack:
 
-        def group(name: str, services: int) -> tuple[Clients, TrainerClient]:
+        def group(name: str, services: int, away: int) -> _Group:
             options = ("--advertise", "127.0.0.1:0") if services > 1 else ()
             running = [
                 stack.enter_context(
@@ -108,28 +126,54 @@ def run(gigabytes: float, ranks: int, cut: str, lane: str, rounds: int, folder: 
             admin.set_retention(MODEL, Retention(keep_last=1))
             spec = ClientSpec("trainer", "", raw, str(folder / "specs.json"), cut, lane, ranks, 0)
             servers = [running[rank * services // ranks].grpc for rank in range(ranks)]
-            return stack.enter_context(clients(spec, servers)), admin
+            lanes = [lane] * (ranks - away) + [GRPC] * away
+            trainers = stack.enter_context(clients(spec, servers, lanes))
+            return _Group(trainers, admin, (*trainers.pids, *(each.pid for each in running)))
 
-        groups = {"one": group("one", 1), "two": group("two", NODES)}
+        groups = {"one": group("one", 1, 0), "two": group("two", NODES, 0)}
+        if CUTS[cut] == "half away":
+            groups["half away"] = group("half", 1, ranks // 2)
         for number in range(_WARM_UP + rounds):
             order = list(groups) if number % 2 else list(groups)[::-1]
             for name in order:
-                trainers, admin = groups[name]
-                pushed = trainers.start("push", step=number + 1)
-                _make_room(admin)
+                cpu, pushed = groups[name].push(number + 1)
                 if number >= _WARM_UP:
-                    _note(figures, name, pushed)
+                    _note(figures, name, pushed, cpu)
     return figures
 
 
-def _note(figures: Figures, services: str, pushed: list[dict[str, Any]]) -> None:
+@dataclass(frozen=True)
+class _Group:
+    """One way to push, with its processes.
+
+    Attributes:
+        trainers: the ranks.
+        admin: a client of a service.
+        pids: of ranks and services.
+    """
+
+    trainers: Clients
+    admin: TrainerClient
+    pids: tuple[int, ...]
+
+    def push(self, step: int) -> tuple[float, list[dict[str, Any]]]:
+        """Push a step; processor seconds, and what the ranks say."""
+        before = sum(map(processes.cpu_seconds, self.pids))
+        pushed = self.trainers.start("push", step=step)
+        spent = sum(map(processes.cpu_seconds, self.pids)) - before
+        _make_room(self.admin)
+        return spent, pushed
+
+
+def _note(figures: Figures, services: str, pushed: list[dict[str, Any]], cpu: float) -> None:
     first_byte = min(each["first_byte"] for each in pushed)
     figures.note(services, "held", max(each["held"] for each in pushed))
     figures.note(services, "ready", max(each["ready"] for each in pushed) - first_byte)
     figures.note(services, "durable", max(each["durable"] for each in pushed) - first_byte)
-    if services == "two":
-        local = sum(each["local_bytes"] for each in pushed)
-        figures.nbytes |= {"local": local, "streamed": sum(each["bytes"] for each in pushed) - local}
+    figures.note(services, "cpu", cpu)
+    local = sum(each["local_bytes"] for each in pushed)
+    streamed = sum(each["bytes"] for each in pushed) - local
+    figures.nbytes[services] = {"local": local, "streamed": streamed}
 
 
 def _make_room(admin: TrainerClient) -> None:
@@ -143,12 +187,28 @@ def table(found: list[Figures]) -> str:
     """Times and ratios for people."""
     rows = []
     for figures in found:
-        share = figures.nbytes["local"] / max(figures.nbytes["local"] + figures.nbytes["streamed"], 1)
-        for name in figures.names:
-            one, two = (statistics.median(figures.seconds[each][name]) for each in ("one", "two"))
-            what = f"{figures.cut}, {figures.lane}, {share:.0%} by shared memory: {name}"
-            rows.append([what, report.seconds(one), report.seconds(two), f"{figures.ratio(name):.2f}"])
-    return report.table(["", "one service s", "two s", "ratio"], rows)
+        for to in figures.others:
+            judged = to == CUTS[figures.cut]
+            for name in figures.names:
+                one, two = (statistics.median(figures.seconds[each][name]) for each in (to, "two"))
+                ratio = figures.ratio(name, to)
+                meets = ("yes" if ratio <= GOAL else "no") if judged and name in JUDGED else ""
+                shares = (f"{_local_share(figures.nbytes[each]):.0%}" for each in (to, "two"))
+                what = f"{figures.cut}, {figures.lane}, to {to}: {name}"
+                rows.append([what, *shares, report.seconds(one), report.seconds(two), f"{ratio:.2f}", meets])
+    headings = ["", "by shared memory", "of two", "one service s", "two s", "ratio", f"<= {GOAL}"]
+    return report.table(headings, rows)
+
+
+def _local_share(nbytes: dict[str, int]) -> float:
+    return nbytes["local"] / max(sum(nbytes.values()), 1)
+
+
+def verdict(found: list[Figures]) -> str:
+    """One line: whether the goal is met, and by what."""
+    said = [f"{each.cut} {name} {ratio:.2f}" for each in found for name, ratio in each.verdict.items()]
+    met = all(ratio <= GOAL for each in found for ratio in each.verdict.values())
+    return f"goal of {GOAL} {'met' if met else 'missed'}: {', '.join(said)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -171,6 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         except (ClientError, OSError, RuntimeError) as error:
             failures.append(f"{cut}: {error}")
     print(table(found))
+    print(verdict(found))
     for failure in failures:
         print(failure)
     if args.json is not None:

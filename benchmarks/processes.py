@@ -135,6 +135,13 @@ def raw_grpc_server(checkout: Path | None = None) -> Iterator[str]:
         yield first_line(process)
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has taken so far, without its children."""
+    # the name, in parentheses, may have spaces in it
+    fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _available_memory() -> int:
     lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     fields = dict(line.split(":") for line in lines)

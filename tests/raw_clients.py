@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
 import numpy as np
 from transformers import PretrainedConfig
 
@@ -17,6 +18,7 @@ from tests.reference import tiny_config
 from weighbridge import dtypes, rpc, wire
 from weighbridge.boxes import Box
 from weighbridge.engine import EngineClient
+from weighbridge.errors import Unavailable
 from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge.v1 import (
     checkpoint_service_pb2,
@@ -136,7 +138,7 @@ def mapped_files(arrays: Mapping[str, np.ndarray]) -> dict[str, FileBytes]:
 
 
 class RawClient:
-    """Calls as a trainer makes them, one by one. Raises the service's errors; never tries again."""
+    """Calls as a trainer makes them, one by one. Raises the service's errors; tries again only where another replica has not begun."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -145,6 +147,8 @@ class RawClient:
         self.models = model_service_pb2_grpc.ModelServiceStub(self.channel)
         self.checkpoints = checkpoint_service_pb2_grpc.CheckpointServiceStub(self.channel)
         self.weights = weight_service_pb2_grpc.WeightServiceStub(self.channel)
+        self.answers: dict[tuple[int, int], Any] = {}
+        self._others: dict[str, grpc.Channel] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +156,8 @@ class RawClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.channel.close()
+        for channel in (self.channel, *self._others.values()):
+            channel.close()
 
     def call(self, method: Any, request: Any, seconds: float = 20.0) -> Any:
         """Any call; of a stream, all responses."""
@@ -172,7 +177,7 @@ class RawClient:
         self, model: str, number: int, layout: Layout, *, rank: int = 0, space: Any = wire.HUGGING_FACE,
         seconds: float = 20.0,
     ) -> list[int]:  # fmt: skip
-        """Declare a layout; indexes of the shards to push."""
+        """Declare a layout; indexes of the shards to push. The answer is kept in ``answers``, by number and rank."""
         message = wire.layout_to_proto(layout, space)
         return self.declare_message(model, number, message, layout.digest, rank=rank, seconds=seconds)
 
@@ -188,6 +193,7 @@ class RawClient:
             left = max(deadline - time.monotonic(), 0.1)
             response = self.call(self.checkpoints.DeclareLayout, request, left)
             if not response.retry_after_ms:
+                self.answers[number, rank] = response
                 return list(response.assigned)
             time.sleep(response.retry_after_ms / 1000)
 
@@ -200,11 +206,46 @@ class RawClient:
         rank: int = 0,
         damage: bool = False,
     ) -> None:
-        """Push pieces; with ``damage``, the last one does not agree with its checksum."""
-        with rpc.translated_errors(self.address):
-            self.checkpoints.Push(
-                self.messages(model, number, pieces, rank=rank, damage=damage), timeout=20.0
-            )
+        """Push pieces to where they belong; with ``damage``, the last one does not agree with its checksum."""
+        answer = self.answers.get((number, rank))
+        if answer is None or not answer.routes:
+            with rpc.translated_errors(self.address):
+                self.checkpoints.Push(
+                    self.messages(model, number, pieces, rank=rank, damage=damage), timeout=20.0
+                )
+            return
+        for route in answer.routes:
+            parts = _within(pieces, [(each.start, each.end) for each in route.ranges])
+            self.push_to(route.address, answer.claim, model, number, parts, rank=rank)
+
+    def push_to(
+        self,
+        address: str,
+        claim: str,
+        model: str,
+        number: int,
+        pieces: Sequence[tuple[int, bytes]],
+        *,
+        rank: int,
+    ) -> None:
+        """Push pieces to another replica, or with an empty address to this one, once it receives the version."""
+        stub, header = (
+            self.checkpoints,
+            pb.PushHeader(model=model, number=number, rank=rank, client_id=self.client_id),
+        )
+        if address:
+            channel = self._others.setdefault(address, rpc.open_channel(address))
+            stub = checkpoint_service_pb2_grpc.CheckpointServiceStub(channel)
+            header = pb.PushHeader(model=model, number=number, rank=rank, claim=claim)
+        patience = rpc.Patience(20.0)
+        while True:
+            try:
+                with rpc.translated_errors(address or self.address):
+                    stub.Push(_messages(header, pieces, damage=False), timeout=20.0)
+                return
+            except Unavailable:
+                if not address or not patience.wait():
+                    raise
 
     def messages(
         self,
@@ -216,12 +257,8 @@ class RawClient:
         damage: bool = False,
     ) -> Iterator[Any]:
         """The messages of a push."""
-        yield pb.PushRequest(
-            header=pb.PushHeader(model=model, number=number, rank=rank, client_id=self.client_id)
-        )
-        for i, (offset, data) in enumerate(pieces):
-            wrong = damage and i == len(pieces) - 1
-            yield pb.PushRequest(offset=offset, data=data, checksum=rpc.checksum(data) ^ wrong)
+        header = pb.PushHeader(model=model, number=number, rank=rank, client_id=self.client_id)
+        return _messages(header, pieces, damage=damage)
 
     def received(self, model: str, number: int, rank: int = 0) -> list[tuple[int, int]]:
         """What has arrived of a rank's stream."""
@@ -240,6 +277,26 @@ class RawClient:
         self.push(model, number, cut(stream_of(arrays, layout, self.declare(model, number, layout))))
         self.seal(model, number)
         return number
+
+
+def _messages(header: Any, pieces: Sequence[tuple[int, bytes]], *, damage: bool) -> Iterator[Any]:
+    yield pb.PushRequest(header=header)
+    for i, (offset, data) in enumerate(pieces):
+        wrong = damage and i == len(pieces) - 1
+        yield pb.PushRequest(offset=offset, data=data, checksum=rpc.checksum(data) ^ wrong)
+
+
+def _within(
+    pieces: Sequence[tuple[int, bytes]], ranges: Sequence[tuple[int, int]]
+) -> list[tuple[int, bytes]]:
+    """What of some pieces lies in these ranges."""
+    found = []
+    for offset, data in pieces:
+        for start, stop in ranges:
+            begin, end = max(offset, start), min(offset + len(data), stop)
+            if begin < end:
+                found.append((begin, data[begin - offset : end - offset]))
+    return found
 
 
 def pulled(engine: EngineClient, model: str, version: str | int = "latest") -> dict[str, bytes]:

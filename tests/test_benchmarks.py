@@ -112,11 +112,28 @@ def test_a_push_to_two_nodes_moves_each_byte_once_and_most_of_them_by_shared_mem
 ) -> None:
     monkeypatch.setattr(nodes, "_WARM_UP", 0)
     figures = nodes.run(SIZE, 2, "stages", "auto", 1, tmp_path)
-    moved = figures.nbytes["local"] + figures.nbytes["streamed"]
-    assert moved == figures.nbytes["model"]
-    assert figures.nbytes["local"] > 0.8 * moved
-    assert set(json.loads(json.dumps(figures.to_json()))["ratios"]) == {"held", "ready", "durable"}
+    moved = sum(figures.nbytes["two"].values())
+    assert moved == figures.model_bytes
+    assert figures.nbytes["two"]["local"] > 0.8 * moved
+    written = json.loads(json.dumps(figures.to_json()))
+    assert set(written["ratios"]) == {"one"}
+    assert set(written["ratios"]["one"]) == {"held", "ready", "durable", "cpu"}
     assert "stages, auto" in nodes.table([figures])
+    assert nodes.verdict([figures]).startswith("goal of 1.2 ")
+
+
+@pytest.mark.parametrize(("held", "met"), [(1.1, "met"), (1.3, "missed")])
+def test_two_nodes_are_judged_by_the_push_with_as_many_bytes_by_each_lane(held: float, met: str) -> None:
+    figures = nodes.Figures("contiguous", "auto", 8)
+    for services, seconds in (("one", 0.1), ("half away", 1.0), ("two", held)):
+        for name in nodes.JUDGED:
+            figures.note(services, name, seconds)
+        figures.nbytes[services] = {"local": 1, "streamed": 1}
+    assert f"goal of 1.2 {met}: contiguous held {held:.2f}, contiguous ready {held:.2f}" == nodes.verdict(
+        [figures]
+    )
+    rows = nodes.table([figures]).splitlines()
+    assert [row.split()[-1] for row in rows if "to half away" in row] == ["yes" if met == "met" else "no"] * 2
 
 
 def test_ratios_are_those_of_rounds() -> None:

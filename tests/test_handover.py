@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.raw_clients import Arrays, TinyModel, assert_equal, rows_layout, tiny_folder, whole_layout
+from tests.raw_clients import Arrays, TinyModel, assert_equal, tiny_folder, whole_layout
 from tests.services import RunningService, eventually, running_service
 from tests.test_memory_promises import Service
 from tests.test_ready_over_nodes import HeldStore, store_away
-from tests.test_spread_lanes import MODEL, push_all
+from tests.test_spread_lanes import MODEL
 from weighbridge import EngineClient, TrainerClient, wire
 from weighbridge.errors import AlreadyExists, Unavailable
 from weighbridge.layouts import Layout
@@ -215,10 +215,10 @@ def test_a_replica_that_ends_during_the_handover_is_named(
         number = push(leaving.address, source.arrays)
         take_over, stopped = dying.service.intake.take_over, threading.Event()
 
-        def die(sender: Home, version: HandedVersion, fill: Callable[..., None]) -> None:
+        def die(sender: Home, version: HandedVersion, *rest: Callable[..., Any]) -> None:
             threading.Thread(target=dying.grpc.stop, args=(0.0,)).start()
             stopped.wait(30)
-            take_over(sender, version, fill)
+            take_over(sender, version, *rest)
 
         dying.service.intake.take_over = die  # type: ignore[method-assign]
         with caplog.at_level(logging.WARNING):
@@ -255,9 +255,9 @@ def test_a_handover_that_is_repeated_changes_nothing_and_another_push_of_the_num
         sent: list[HandedVersion] = []
         take_over = staying.service.intake.take_over
 
-        def keep(sender: Home, version: HandedVersion, fill: Callable[..., None]) -> None:
+        def keep(sender: Home, version: HandedVersion, *rest: Callable[..., Any]) -> None:
             sent.append(version)
-            take_over(sender, version, fill)
+            take_over(sender, version, *rest)
 
         staying.service.intake.take_over = keep  # type: ignore[method-assign]
         assert leaving.service.intake.drain(4.0)
@@ -265,12 +265,12 @@ def test_a_handover_that_is_repeated_changes_nothing_and_another_push_of_the_num
         held_now = staying.service.images.holdings()
         home = leaving.service.intake.home
 
-        def never(files: object) -> None:
+        def never(*_files: object) -> bool:
             raise AssertionError("it is there")
 
-        take_over(home, version, never)
+        take_over(home, version, never, never)
         with pytest.raises(AlreadyExists):
-            take_over(home, replace(version, claim="another"), never)
+            take_over(home, replace(version, claim="another"), never, never)
         assert len(staying.service.images.holdings()) == len(held_now) == 1
         held.release()
         with EngineClient(staying.address) as engine:
@@ -306,21 +306,6 @@ def test_sigterm_ends_with_zero_after_a_handover_and_with_one_if_a_version_is_lo
             assert f"handed over to {staying.service.intake.home}" in said
             assert live(staying) == number
         held.release()
-
-
-def test_of_a_push_over_several_replicas_the_part_of_one_that_leaves_is_named(
-    tmp_path: Path, source: TinyModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    with replicas(tmp_path, source, 2) as running, ExitStack() as stack:
-        HeldStore(tmp_path / "store", source, [1])
-        clients = [stack.enter_context(TrainerClient(each.address)) for each in running]
-        number, _ = push_all(clients, source.arrays, rows_layout, 1)
-        for client in clients:
-            client.wait_for(MODEL, number, VersionState.READY, timeout=20)
-        with caplog.at_level(logging.WARNING):
-            assert not running[0].service.intake.drain(2.0)
-        assert f"{MODEL}@{number}" in caplog.text
-        assert "it is held by several replicas, each a part" in caplog.text
 
 
 # --- the directory -------------------------------------------------------------------------------------------------------

@@ -82,20 +82,9 @@ class Bench:
             for file in files:
                 image.buffers[file.name][: len(file.header)] = memoryview(file.header)
             self.images.append(image)
-            self.writers.append(
-                ImageWriter(NAME, self.agreed, home, image, self, self.events[which].extend)  # type: ignore[arg-type]
-            )
+            self.writers.append(ImageWriter(NAME, self.agreed, home, image, self.events[which].extend))
         for writer in self.writers:
             writer.begin()
-
-    # what a relay does
-
-    def send(self, claim: str, home: Home, rank: int, offset: int, data: memoryview) -> None:
-        target = self.writers[self.agreed.homes.index(home)]
-        target.write_forwarded(claim, rank, offset, data, rpc.checksum(data))
-
-    def stop(self) -> None:
-        pass
 
     # what ranks do
 
@@ -112,9 +101,16 @@ class Bench:
 
     def push(self, rank: int, pieces: Sequence[tuple[int, int]] = ()) -> None:
         stream = self.stream(rank)
+        own = self.agreed.home_of(rank)
         for start, end in pieces or [(0, len(stream))]:
-            data = memoryview(stream[start:end])
-            self.home_of(rank).write(rank, start, data, rpc.checksum(data))
+            for home, meant in self.agreed.routes(rank).items():
+                writer = self.writers[self.agreed.homes.index(home)]
+                for begin, stop in meant.within(start, end):
+                    data = memoryview(stream[begin:stop])
+                    if home == own:
+                        writer.write(rank, begin, data, rpc.checksum(data))
+                    else:
+                        writer.write_of_other(self.agreed.claim, rank, begin, data, rpc.checksum(data))
 
     def said(self, kind: type[on.Event], which: int = 0) -> list[Any]:
         return [event for event in self.events[which] if isinstance(event, kind)]
@@ -314,21 +310,33 @@ def test_a_grant_covers_what_belongs_to_the_ranks_own_replica_and_the_rest_is_st
         assert writer.end_grant(grant, complete=True) == parts.size
         assert 0 < parts.size < length
         assert writer.received(rank) == (list(parts), length)
-        with pytest.raises(FailedPrecondition, match="have not arrived"):
-            writer.check_whole(rank)
+        home = bench.agreed.home_of(rank)
+        assert bench.agreed.routes(rank)[home].size == parts.size, "cut by rows, no part is wanted by both"
+        writer.check_whole(rank)
     assert not bench.filled()
     for rank in range(RANKS):
         bench.push(rank, bench.agreed.prepared.grantable[rank].gaps(0, len(bench.stream(rank))))
-        bench.home_of(rank).check_whole(rank)
     bench.check()
 
 
 def test_replicas_take_only_the_ranges_that_are_routed_to_them() -> None:
     bench = Bench(replicas=2)
-    data = memoryview(bench.stream(0))
-    for claim, rank in (("wrong", 1), (bench.agreed.claim, 0)):
-        with pytest.raises(FailedPrecondition):
-            bench.writers[0].write_forwarded(claim, rank, 0, data, rpc.checksum(data))
+    agreed = bench.agreed
+    mine, others = (next(iter(agreed.routes(rank)[HOMES[0]])) for rank in (0, 1))
+    elsewhere = next(iter(agreed.routes(1)[HOMES[1]]))
+    for claim, rank, (start, end), match in (
+        ("wrong", 1, others, "do not agree"),
+        (agreed.claim, 0, mine, "has declared at this replica"),
+        (agreed.claim, 1, elsewhere, "do not belong to files of the replica one:1"),
+        (agreed.claim, 1, (0, len(bench.stream(1))), "do not belong"),
+    ):
+        data = memoryview(bench.stream(rank))[start:end]
+        with pytest.raises(FailedPrecondition, match=match):
+            bench.writers[0].write_of_other(claim, rank, start, data, rpc.checksum(data))
+    start, end = next(iter(agreed.routes(0)[HOMES[1]]))
+    data = memoryview(bench.stream(0))[start:end]
+    with pytest.raises(FailedPrecondition, match="do not belong"):
+        bench.writers[0].write(0, start, data, rpc.checksum(data))
     for rank in range(RANKS):
         bench.push(rank)
     bench.check()
@@ -338,9 +346,7 @@ def test_replicas_take_only_the_ranges_that_are_routed_to_them() -> None:
     assert routed is not None
     [(start, end), *_] = list(routed.routes[1][0])
     again = memoryview(bench.stream(1))[start:end]
-    bench.writers[0].write_forwarded(
-        bench.agreed.claim, 1, start, again, rpc.checksum(again)
-    )  # its answer was lost
+    bench.writers[0].write_of_other(agreed.claim, 1, start, again, rpc.checksum(again))  # its answer was lost
 
 
 def test_a_sample_finds_damage_and_names_rank_and_range() -> None:

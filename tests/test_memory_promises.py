@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,15 @@ _READY = re.compile(r"weighbridge serving gRPC on (\S+), HTTP on (http://\S+), s
 class Service:
     """``weighbridge serve`` in a process of its own."""
 
-    def __init__(self, store: Path, *options: str, group: Path | None = None) -> None:
+    def __init__(
+        self,
+        store: Path,
+        *options: str,
+        group: Path | None = None,
+        program: Sequence[str] = ("-m", "weighbridge"),
+    ) -> None:
         self.log = store.parent / "log"
-        command = [sys.executable, "-W", "ignore", "-m", "weighbridge", "serve", "--store", str(store)]
+        command = [sys.executable, "-W", "ignore", *program, "serve", "--store", str(store)]
         command += ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--local-socket", "off", *options]
         if group is not None:
             command = ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", *command]

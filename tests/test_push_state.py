@@ -58,7 +58,7 @@ from weighbridge_service.push.state import (
     version_of,
     waits_for,
 )
-from weighbridge_storage.entries import VersionEntry
+from weighbridge_storage.entries import OpenEntry, VersionEntry
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import (
     claim_version,
@@ -91,6 +91,14 @@ def planned(homes: tuple[int, ...]) -> PreparedPush:
     return PreparedPush({}, streams, None, fills, {}, spread)  # type: ignore[arg-type]
 
 
+def taken_agreement(agreed: Agreement, number: int, to: Home, ranks: int) -> Agreement:
+    """What a replica that takes a share over goes by: the same agreement, in which nothing is pushed any more."""
+    if agreed.prepared.spread is None:
+        return Agreement(planned((0,) * ranks), (to,), agreed.claim)
+    prepared = replace(agreed.prepared, spread=replace(agreed.prepared.spread, homes=(number,) * ranks))
+    return replace(agreed, prepared=prepared).moved(number, to, agreed.handovers.get(number, 0) + 1)
+
+
 @dataclass
 class Push:
     """One replica's part in a version, with what its owner would keep."""
@@ -106,13 +114,25 @@ class Push:
     def number(self) -> int:
         return self.state.opened.number
 
+    def clone(self) -> Push:
+        return replace(self, inflight=[*self.inflight], arrived={*self.arrived}, history=[*self.history])
+
 
 @dataclass
 class Replica:
     home: Home
     pushes: dict[int, Push] = field(default_factory=dict)
+    taken: list[Push] = field(default_factory=list)
     known: KnownSet | None = None
     boots: int = 0
+
+    @property
+    def parts(self) -> list[Push]:
+        """Its own parts in versions, and those that it has taken over beside them."""
+        return [*self.pushes.values(), *self.taken]
+
+    def parts_of(self, number: int) -> list[Push]:
+        return [part for part in self.parts if part.number == number]
 
 
 class World:
@@ -132,9 +152,10 @@ class World:
         self.handed: dict[int, set[tuple[str, int]]] = {}
         self.uploaded: dict[int, set[tuple[str, str]]] = {}
         self.published: dict[int, str] = {}
-        self.taken_over: set[tuple[Home, int]] = set()
+        self.taken_over: set[tuple[Home, int, int | None]] = set()
         self.fault_rate = self.dice.choice([0.0, 0.1, 0.4])
         self.unrest = self.dice.choice([0.0, 0.0, 0.1, 1.0])
+        self.pauses = [0.001, 0.01, 0.1, 0.3, 1.0, 5.0, 60.0]
 
     def clone(self) -> World:
         """The same world, for seeing what becomes of it."""
@@ -149,12 +170,8 @@ class World:
         other.replicas = [
             replace(
                 replica,
-                pushes={
-                    number: replace(
-                        push, inflight=[*push.inflight], arrived={*push.arrived}, history=[*push.history]
-                    )
-                    for number, push in replica.pushes.items()
-                },
+                pushes={number: push.clone() for number, push in replica.pushes.items()},
+                taken=[push.clone() for push in replica.taken],
             )
             for replica in self.replicas
         ]
@@ -173,7 +190,8 @@ class World:
             assert after.phase is before.phase
             assert all(isinstance(effect, do.Release) for effect in effects), effects
         if after.phase is Phase.HANDED_OVER:
-            assert (after.handed_to, push.number) in self.taken_over, "left with nobody who has it"
+            taken = (after.handed_to, push.number, after.share_number)
+            assert taken in self.taken_over, "left with nobody who has it"
         started = [effect for effect in effects if isinstance(effect, do.Awaited)]
         assert len(set(started)) == len(started)
         assert not set(started) & set(push.inflight), "it is under way"
@@ -188,7 +206,7 @@ class World:
                 case do.Remember(known):
                     replica.known = known
                 case do.Supersede():
-                    for other in list(replica.pushes.values()):
+                    for other in replica.parts:
                         if other.number < push.number:
                             self.post(replica, other, on.Superseded())
                 case do.GiveUp(error, unless_claimed):
@@ -328,20 +346,34 @@ class World:
         replica = next((each for each in self.replicas if each.home == to), None)
         if replica is None:
             raise Unavailable("it cannot be reached")
-        there = replica.pushes.get(push.number)
-        if there is not None:
-            check_owned(there.state, agreed.claim)
-        else:
-            state, ranks = push.state, push.state.declarations.declared
+        state, there = push.state, replica.parts_of(push.number)
+        number = state.share_number or 0
+        for each in there:
+            check_owned(each.state, agreed.claim)
+        if not any(agreed.alone or each.state.share_number == number for each in there):
+            ranks = state.declarations.declared
             sent = [(ranks[rank].client_id, ranks[rank].digest) for rank in range(len(ranks))]
-            opened = replace(state.opened)
-            declared = Declarations.taken_over(
-                opened, to, sent, planned(tuple(0 for _ in ranks)), agreed.claim
+            begun = PushState.taken_over(
+                replace(state.opened),
+                Declarations.taken_over(
+                    state.opened, to, sent, taken_agreement(agreed, number, to, len(ranks))
+                ),
+                number,
+                self.limits,
+                state.ready_ms,
+                self.now,
             )
-            begun = PushState.taken_over(opened, declared, self.limits, state.ready_ms, self.now)
-            replica.pushes[push.number] = part = Push(begun, arrived=set(ranks))
+            part = Push(begun, arrived=set(ranks))
+            if there:
+                replica.taken.append(part)
+                self.post(replica, part, on.Superseded())
+            else:
+                replica.pushes[push.number] = part
             self.post(replica, part, on.Tick())
-        self.taken_over.add((to, push.number))
+            moved = on.ShareMoved(number, to, agreed.handovers.get(number, 0) + 1)
+            for each in there:
+                self.post(replica, each, moved)
+        self.taken_over.add((to, push.number, state.share_number))
 
     def answer(self, replica: Replica, push: Push, effect: do.Awaited, *, store_away: bool = False) -> None:
         """Answer an effect that is under way: as it should be, with a failure, or with one although it was done."""
@@ -377,7 +409,7 @@ class World:
     # --- what can happen
 
     def some_push(self) -> tuple[Replica, Push] | None:
-        found = [(r, p) for r in self.replicas for p in r.pushes.values()]
+        found = [(r, p) for r in self.replicas for p in r.parts]
         unfinished = [each for each in found if each[1].state.unfinished]
         if unfinished and self.dice.random() < 0.9:
             return self.dice.choice(unfinished)
@@ -445,7 +477,9 @@ class World:
         parts = [
             (r, p)
             for r in self.replicas
-            if (p := r.pushes.get(push.number)) is not None and p.state.agreed == agreed
+            if (p := r.pushes.get(push.number)) is not None
+            and p.state.agreed is not None
+            and p.state.agreed.claim == agreed.claim
         ]
         if len(parts) < len(agreed.homes) or any(p.state.phase is not Phase.FILLING for _, p in parts):
             return
@@ -487,12 +521,34 @@ class World:
             return
         replica, push = found
         number = self.dice.randrange(len(agreed.homes))
-        other = next((r for r in self.replicas if r.home == agreed.homes[number]), None)
-        part = other.pushes.get(push.number) if other is not None else None
-        if other is None or self.dice.random() < 0.02 * self.unrest:
+        if self.dice.random() < 0.02 * self.unrest:
             self.post(replica, push, on.ReplicaLost(number, VersionFailed("a replica is gone")))
-        elif part is not None and part.state.agreed == agreed:
-            state = part.state
+        else:
+            self.hear(replica, push, number)
+
+    def hear(self, replica: Replica, push: Push, number: int) -> None:
+        """A replica hears how far one that has a share is, or that it is gone."""
+        agreed = push.state.agreed
+        assert agreed is not None
+        if not any(r.home == agreed.homes[number] for r in self.replicas):
+            self.post(replica, push, on.ReplicaLost(number, VersionFailed("a replica is gone")))
+            return
+        parts = [
+            (r, part)
+            for r in self.replicas
+            for part in r.parts_of(push.number)
+            if r is not replica
+            and part.state.agreed is not None
+            and (part.state.agreed.claim, part.state.share_number) == (agreed.claim, number)
+        ]
+        if not parts:
+            return
+        other, part = self.dice.choice(parts)
+        state = part.state
+        assert state.agreed is not None
+        self.post(replica, push, on.ShareMoved(number, other.home, state.agreed.handovers.get(number, 0)))
+        agreed = push.state.agreed
+        if agreed is not None and agreed.homes[number] == other.home:
             if state.phase is Phase.PUBLISHED:
                 self.post(replica, push, on.SaidPublished())
             elif state.phase in (Phase.FAILED, Phase.ABORTED):
@@ -501,14 +557,14 @@ class World:
                 self.post(replica, push, on.ReplicaSaid(number, handed_in=state.handed_in_here))
 
     def answer_some(self) -> None:
-        waiting = [(r, p, effect) for r in self.replicas for p in r.pushes.values() for effect in p.inflight]
+        waiting = [(r, p, effect) for r in self.replicas for p in r.parts for effect in p.inflight]
         if waiting:
             self.answer(*self.dice.choice(waiting))
 
     def tick(self) -> None:
-        self.advance(self.dice.choice([0.001, 0.01, 0.1, 0.3, 1.0, 5.0, 60.0]))
+        self.advance(self.dice.choice(self.pauses))
         for replica in self.replicas:
-            for push in list(replica.pushes.values()):
+            for push in replica.parts:
                 self.post(replica, push, on.Tick(self.dice.randrange(30), self.now.seconds - 1))
 
     def abort(self) -> None:
@@ -524,6 +580,7 @@ class World:
             replica = self.dice.choice(self.replicas)
             replica.boots += 1
             replica.pushes.clear()
+            replica.taken.clear()
             replica.known = None
             replica.home = Home(replica.home.address, f"{replica.home.boot.split('.')[0]}.{replica.boots}")
 
@@ -537,7 +594,7 @@ class World:
         if found is not None and self.dice.random() < (0.5 if found[1].state.phase in VISIBLE else 0.05):
             replica = found[0]
             others = tuple(each.home for each in self.replicas if each is not replica)
-            for push in list(replica.pushes.values()):
+            for push in replica.parts:
                 at = self.now.seconds + self.dice.choice([0.0, 1.0, 30.0])
                 self.post(replica, push, on.Draining(others, at, at + 30.0))
 
@@ -547,7 +604,7 @@ class World:
         if found is None:
             return
         replica, push = found
-        everything = [e for r in self.replicas for p in r.pushes.values() for e in p.history]
+        everything = [e for r in self.replicas for p in r.parts for e in p.history]
         told = (
             on.FilesFilled,
             on.SealAsked,
@@ -579,16 +636,7 @@ class World:
         replica, self.spread = self.replicas[0], False
         rate, self.fault_rate = self.fault_rate, 0.0
         ranks = self.dice.choice([1, 2])
-        self.head, entry = open_version(
-            self.head,
-            request_id="r0",
-            step=0,
-            run="r",
-            ranks=ranks,
-            now_ms=self.now.unix_ms,
-            lease_ms=round(self.limits.lease * 1000),
-        )
-        self.numbers[entry.number] = "r0"
+        entry = self.open_first(ranks)
         self.begin(replica, entry)
         push = replica.pushes[entry.number]
         for rank in range(ranks):
@@ -603,6 +651,47 @@ class World:
             self.post(replica, push, on.SealAsked(rank))
         self.answer_until(replica, push, Phase.READY)
         self.fault_rate = rate
+
+    def make_ready_at_all(self) -> None:
+        """A version to each of whose replicas a rank has pushed everything, without a fault on the way."""
+        rate, self.fault_rate = self.fault_rate, 0.0
+        entry = self.open_first(len(self.replicas))
+        parts = []
+        for rank, replica in enumerate(self.replicas):
+            self.begin(replica, entry)
+            push = replica.pushes[entry.number]
+            parts.append((replica, push))
+            self.post(replica, push, on.Declared(rank, f"c{rank}", f"d{rank}"))
+        while any(push.state.phase is not Phase.FILLING for _, push in parts):
+            self.advance(1.0)
+            for replica, push in parts:
+                self.post(replica, push, on.Tick())
+                for effect in list(push.inflight):
+                    self.answer(replica, push, effect)
+        for rank, (replica, push) in enumerate(parts):
+            push.arrived.update(range(len(parts)))
+            self.post(replica, push, on.FilesFilled(frozenset(FILES)))
+            self.post(replica, push, on.RankWhole(rank))
+            self.post(replica, push, on.SealAsked(rank))
+        for replica, push in parts:
+            for number in range(len(parts)):
+                self.post(replica, push, on.ReplicaSaid(number, handed_in=False))
+            self.answer_until(replica, push, Phase.READY)
+        self.fault_rate = rate
+
+    def open_first(self, ranks: int) -> OpenEntry:
+        """The first version, open in head.json."""
+        self.head, entry = open_version(
+            self.head,
+            request_id="r0",
+            step=0,
+            run="r",
+            ranks=ranks,
+            now_ms=self.now.unix_ms,
+            lease_ms=round(self.limits.lease * 1000),
+        )
+        self.numbers[entry.number] = "r0"
+        return entry
 
     def answer_until(self, replica: Replica, push: Push, phase: Phase) -> None:
         """Answer effects that lead to a phase, and no others."""
@@ -620,21 +709,21 @@ class World:
         """Something that can happen once no rank has anything to push any more."""
         unrest = self.unrest
         actions: list[tuple[float, Callable[[], None]]] = [
-            (10, self.answer_some), (2, self.tick), (2, self.drain), (2, self.nonsense), (unrest, self.abort),
-            (unrest, self.crash), (unrest, self.break_some),
+            (10, self.answer_some), (2, self.tick), (2, self.drain), (2, self.nonsense), (4, self.heartbeat),
+            (unrest, self.abort), (unrest, self.crash), (unrest, self.break_some),
         ]  # fmt: skip
         self.dice.choices([a for _, a in actions], [w for w, _ in actions])[0]()
 
     # --- that it ends
 
     def settle(self, *, store_away: bool) -> None:
-        """From here on no rank is heard of any more, and effects are answered: every push ends."""
+        """From here on no rank is heard of any more, but replicas hear each other, and effects are answered: every push ends."""
         self.fault_rate = 0.0
         for _ in range(3000):
-            waiting = [(r, p, e) for r in self.replicas for p in r.pushes.values() for e in p.inflight]
+            waiting = [(r, p, e) for r in self.replicas for p in r.parts for e in p.inflight]
             for replica, push, effect in waiting:
                 self.answer(replica, push, effect, store_away=store_away)
-            unfinished = [p.state for r in self.replicas for p in r.pushes.values() if p.state.unfinished]
+            unfinished = [p.state for r in self.replicas for p in r.parts if p.state.unfinished]
             if not unfinished:
                 break
             if waiting:
@@ -642,10 +731,13 @@ class World:
             wakes = [state.wake_at for state in unfinished if state.wake_at is not None]
             self.advance(max(min(wakes) - self.now.seconds, 10.0))
             for replica in self.replicas:
-                for push in list(replica.pushes.values()):
+                for push in replica.parts:
                     self.post(replica, push, on.Tick())
+                    agreed = push.state.agreed
+                    for number in range(0 if agreed is None else len(agreed.homes)):
+                        self.hear(replica, push, number)
         for replica in self.replicas:
-            for push in list(replica.pushes.values()):
+            for push in replica.parts:
                 assert not push.state.unfinished, (push.state.phase, list(waits_for(push.state)))
                 if push.state.gave_up:
                     self.post(replica, push, on.Superseded())
@@ -676,7 +768,7 @@ def test_every_order_of_events_keeps_all_promises_and_comes_to_an_end(batch: int
         try:
             for turn in range(STEPS):
                 world.act()
-                seen.update(p.state.phase for r in world.replicas for p in r.pushes.values())
+                seen.update(p.state.phase for r in world.replicas for p in r.parts)
                 if turn in looks:
                     for store_away in (False, True):
                         world.clone().settle(store_away=store_away)
@@ -690,20 +782,24 @@ def test_every_order_of_events_keeps_all_promises_and_comes_to_an_end(batch: int
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_a_version_that_is_ready_outlives_replicas_that_leave_in_every_order_of_events(batch: int) -> None:
-    """All ranks push to one replica, which leaves when the version is ready; those that take it over may leave, too, or end."""
+    """Replicas leave when the version is ready, be it that ranks have pushed to one or to each; those that take it over may leave, too."""
     seen: set[Phase] = set()
-    calm = 0
+    calm, shares = 0, 0
     for seed in range(FIRST_SEED + batch, FIRST_SEED + RUNS, BATCHES):
         world = World(seed)
         if len(world.replicas) == 1:
             continue
         if seed // BATCHES % 2:  # nothing goes wrong but that replicas leave
             world.fault_rate = world.unrest = 0.0
+            world.pauses.remove(60.0)  # long enough for a lease to end while its renewal is not answered
         try:
-            world.make_ready()
+            if seed // BATCHES % 4 < 2:
+                world.make_ready()
+            else:
+                world.make_ready_at_all()
             for turn in range(60):
                 world.act_when_ready()
-                seen.update(p.state.phase for r in world.replicas for p in r.pushes.values())
+                seen.update(p.state.phase for r in world.replicas for p in r.parts)
                 if turn == 30:
                     for store_away in (False, True):
                         world.clone().settle(store_away=store_away)
@@ -712,12 +808,14 @@ def test_a_version_that_is_ready_outlives_replicas_that_leave_in_every_order_of_
             if without_faults:
                 assert world.published, "lost although nothing went wrong"
                 calm += bool(world.taken_over)
+                shares += any(r.taken for r in world.replicas)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
     if RUNS >= 30 * BATCHES:
         assert Phase.HANDED_OVER in seen, "a run that does not come this far shows nothing"
         assert calm
+        assert shares
 
 
 def spread_push(homes: tuple[int, ...]) -> PushState:
@@ -834,11 +932,20 @@ def test_what_the_head_said_long_before_the_last_rank_seals_does_not_count() -> 
     assert state.phase is Phase.READY
 
 
+def test_what_is_left_when_all_bytes_are_here_waits_until_ranks_need_not_wait_any_more() -> None:
+    state, _ = filled_alone()
+    state, effects = step(state, on.Claimed(), NOW)
+    assert not [effect for effect in effects if isinstance(effect, do.Upload | do.Digest)]
+    ready = ready_alone()
+    assert {do.Digest(file) for file in FILES} <= ready.running
+    _, effects = step(ready, on.Claimed(), NOW)
+    assert {do.Upload(file) for file in FILES} <= set(effects)
+
+
 def test_a_file_is_uploaded_beside_its_digests_unless_these_are_needed_to_tell_whether_it_has_changed() -> (
     None
 ):
-    state, _ = filled_alone()
-    state, effects = step(state, on.Claimed(), NOW)
+    state, effects = step(ready_alone(), on.Claimed(), NOW)
     assert {do.Upload(file) for file in FILES} <= set(effects)
     state, effects = step(state, on.PerhapsUnchanged("a"), NOW)
     assert do.Upload("a") not in effects

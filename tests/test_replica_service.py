@@ -90,9 +90,9 @@ class Replica:
     def shared(self) -> Sequence[SharedPush]:
         return list(self.pushes)
 
-    def progress(self, model: str, number: int, claim: str) -> Progress | None:
-        key = (model, number, claim)
-        return next((p.progress for p in self.pushes if p.progress.key == key), self.ended)
+    def progress(self, model: str, number: int, claim: str) -> Sequence[Progress]:
+        there = [p.progress for p in self.pushes if p.progress.version == (model, number, claim)]
+        return there or ([] if self.ended is None else [self.ended])
 
     def heard(self, sender: Home, progress: Progress) -> None:
         self.told.append((sender, progress))
@@ -113,12 +113,14 @@ class Replica:
 
         return self.files[file], Lease(end)
 
-    def take_over(self, sender: Home, version: HandedVersion, go_on: Callable[[], bool]) -> None:
+    def take_over(
+        self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]
+    ) -> None:
         raise Unavailable(f"{version.key} of {sender} is not wanted")
 
     def share(self, stage: Stage, peers: Sequence[Replica], **fields: object) -> SharedPush:
         push = SharedPush(
-            Progress(*KEY, stage, **fields),  # type: ignore[arg-type]
+            Progress(*KEY, stage, 0, **fields),  # type: ignore[arg-type]
             tuple(peer.home for peer in peers),
         )
         self.pushes = [push]
@@ -175,7 +177,7 @@ def test_who_is_told_answers_how_far_it_is_itself(make: Callable[..., Replica]) 
 
 def test_of_another_agreement_nothing_is_answered(make: Callable[..., Replica]) -> None:
     asking, answering = make(), make()
-    answering.pushes = [SharedPush(Progress(KEY[0], KEY[1], "another claim", Stage.COMPLETE), ())]
+    answering.pushes = [SharedPush(Progress(KEY[0], KEY[1], "another claim", Stage.COMPLETE, 0), ())]
     asking.share(Stage.RECEIVING, [answering])
     eventually(lambda: answering.told)
     asking.news.set()
@@ -198,7 +200,7 @@ def test_how_a_version_ended_is_told_once_to_those_who_shared_it(make: Callable[
     asking, answering = make(), make()
     asking.share(Stage.RECEIVING, [answering])
     eventually(lambda: answering.told)
-    asking.ended = Progress(*KEY, Stage.FAILED, error="the disk is full")
+    asking.ended = Progress(*KEY, Stage.FAILED, 0, error="the disk is full")
     asking.pushes = []
     asking.news.set()
     eventually(lambda: Stage.FAILED in answering.stages(asking))
@@ -243,7 +245,7 @@ def test_a_replica_that_is_cut_off_is_gone_when_nothing_was_heard_for_long_enoug
     watching, stalled = make(), make()
     with Gate(stalled.home.address) as gate:
         stalled_home = Home(gate.address, "b")
-        watching.pushes = [SharedPush(Progress(*KEY, Stage.COMPLETE), (stalled_home,))]
+        watching.pushes = [SharedPush(Progress(*KEY, Stage.COMPLETE, 0), (stalled_home,))]
         gate.hold_after(0)
         eventually(lambda: watching.gone)
         assert watching.gone[0][0] == stalled_home
@@ -279,7 +281,7 @@ def test_a_replica_is_lost_if_it_is_refused_for_seconds_or_silent_for_long(
 def test_progress_survives_the_wire_and_what_a_later_release_says_is_passed_over() -> None:
     written = Written({"a.safetensors": FileEntry(7, "0" * 32, "0" * 64)}, {})
     for stage in Stage:
-        progress = Progress(*KEY, stage, written, "why")
+        progress = Progress(*KEY, stage, 3, 2, written, "why")
         assert progress_from_proto(progress_to_proto(progress, with_files=True)) == progress
     later = pb.VersionProgress(model="a/b", number=1, claim="c", stage=99)  # type: ignore[arg-type]
     assert progress_from_proto(later) is None
@@ -355,8 +357,11 @@ class Source:
         self.cache = BlockCache(tmp_path / "cache", 64 * MIB)
         self.durable = False
         self.error: WeighbridgeError | None = None
+        self.owner = owner
         files = PeerFiles(reader.links, self.cache, self.store)
-        self.file = files.open(MODEL, 3, CLAIM, {FILE: owner}, {FILE: nbytes}, self._is_durable)[FILE]
+        self.file = files.open(MODEL, 3, CLAIM, lambda _file: self.owner, {FILE: nbytes}, self._is_durable)[
+            FILE
+        ]
 
     def _is_durable(self) -> bool:
         if self.error is not None:
@@ -401,6 +406,21 @@ def test_reading_goes_on_from_the_store_at_the_same_offset_if_the_owner_ends_aft
     owner.stop()
     rest = np.asarray(source.file.read(2 * MIB, len(data) - 2 * MIB)).tobytes()
     assert first + rest == data.tobytes()
+
+
+def test_reading_goes_on_with_the_replica_that_has_taken_the_file_over(
+    make: Callable[..., Replica], data: np.ndarray, tmp_path: Path
+) -> None:
+    owner, successor, reader = make(), make(), make()
+    owner.files[FILE] = successor.files[FILE] = data
+    source = Source(tmp_path, owner.home, reader, len(data))
+    first = np.asarray(source.file.read(0, 2 * MIB)).tobytes()
+    owner.stop()
+    # it is heard of in a moment
+    threading.Timer(0.5, setattr, (source, "owner", successor.home)).start()
+    rest = np.asarray(source.file.read(2 * MIB, len(data) - 2 * MIB)).tobytes()
+    assert first + rest == data.tobytes()
+    assert successor.reads
 
 
 def test_reading_goes_on_from_the_store_if_the_owner_has_given_its_memory_away(

@@ -17,6 +17,7 @@ from tests.services import RunningService, running_service
 from tests.test_replicas import FILE_BYTES, LayoutOf, columns_layout, copies_layout, files_of, pipeline_layout
 from tests.test_resume import CuttingProxy
 from weighbridge import EngineClient, TrainerClient, wire
+from weighbridge.bulk import Connections
 from weighbridge.layouts import Layout
 from weighbridge.push_handle import PushReport
 from weighbridge.push_sources import ShardSource, StagingPool, TensorSource
@@ -151,6 +152,10 @@ def test_a_stream_that_breaks_beside_a_grant_is_resumed_with_what_was_to_be_stre
             for seed, each in enumerate(running)
         ]
         clients = [stack.enter_context(TrainerClient(proxy.address, lane="auto")) for proxy in proxies]
+        for client in clients:  # what goes to the other replica goes through its proxy, too
+            for proxy, each in zip(proxies, running, strict=True):
+                others = client._transport.replicas
+                others[each.service.intake.home.address] = Connections(proxy.address, 1)
         number, reports = push_all(clients, source.arrays, rows_layout, 1)
         assert [report.lane for report in reports] == ["mixed", "mixed"]
         assert sum(proxy.cuts for proxy in proxies) >= 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import random
 import threading
@@ -18,11 +17,12 @@ from weighbridge.lane_loans import WriteLoan
 from weighbridge.layouts import Layout
 from weighbridge.local_lane import GRPC, LOCAL, MIXED
 from weighbridge.push_handle import PushHandle, PushReport
+from weighbridge.push_routes import Route, routes_of, without
 from weighbridge.push_sources import OpenSource, ShardSource, StreamSource
 from weighbridge.striping import Striping
 from weighbridge.tensor_stream import Ranges
 from weighbridge.v1 import checkpoint_service_pb2 as pb
-from weighbridge.v1 import resources_pb2
+from weighbridge.v1 import checkpoint_service_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:
     from weighbridge.trainer import TrainerClient
@@ -80,11 +80,14 @@ class Pusher:
         try:
             number = client._call(client._checkpoints.OpenVersion, opening).version.number
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
-            assigned = self._declare(header, layout, space)
+            declared = self._declare(header, layout, space)
+            assigned = list(declared.assigned)
             chosen = layout.select(assigned)
             handle = PushHandle(client, model, number, chosen.nbytes)
             copying = time.monotonic()
-            delivery = self._copy_out(header, chosen, open_source(assigned, chosen))
+            delivery = self._copy_out(
+                header, chosen, open_source(assigned, chosen), routes_of(declared, rank)
+            )
             now = time.monotonic()
             arguments = (handle, header, delivery, (now - started, now - copying))
             # not a daemon: a trainer that ends after its last push must not lose it
@@ -115,8 +118,8 @@ class Pusher:
 
     def _declare(
         self, header: pb.PushHeader, layout: Layout, space: resources_pb2.TensorSpace.ValueType
-    ) -> list[int]:
-        """Say what the rank holds; gives the indexes of the shards that it is to push."""
+    ) -> pb.DeclareLayoutResponse:
+        """Say what the rank holds; gives what it is to push, and where."""
         client = self._client
         request = pb.DeclareLayoutRequest(
             model=header.model, number=header.number, rank=header.rank, client_id=header.client_id,
@@ -144,9 +147,11 @@ class Pusher:
                 request.ClearField("layout")  # it has arrived
                 time.sleep(response.retry_after_ms / 1000 * random.uniform(0.75, 1.25))  # not all at once
             else:
-                return list(response.assigned)
+                return response
 
-    def _copy_out(self, header: pb.PushHeader, stream: Layout, source: ShardSource) -> _Delivery:
+    def _copy_out(
+        self, header: pb.PushHeader, stream: Layout, source: ShardSource, routes: Sequence[Route]
+    ) -> _Delivery:
         """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""
         lane, why = self._client._transport.lane, ""
         loan: WriteLoan | None = None
@@ -164,13 +169,14 @@ class Pusher:
             if loan is not None:
                 loan.fill(source)
         except BaseException:
-            _Delivery(loan, staged, streamed, 0, why).give_up()
+            _Delivery(loan, staged, (), 0, why).give_up()
             raise
         finally:
             if staged is not source:
                 source.release()
         nbytes = stream.nbytes - sum(stop - start for start, stop in streamed)
-        return _Delivery(loan, staged, streamed, nbytes, why)
+        parts = [route.within(streamed) for route in routes]
+        return _Delivery(loan, staged, parts, nbytes, why)
 
     def _deliver(
         self,
@@ -184,7 +190,8 @@ class Pusher:
             if delivery.loan is not None:
                 delivery.loan.end(complete=True)
             if delivery.staged is not None:
-                self._stream(header, delivery.staged, delivery.streamed)
+                for route in delivery.routes:
+                    self._stream(header, delivery.staged, route)
             self._client._call(
                 self._client._checkpoints.SealRank,
                 pb.SealRankRequest(
@@ -226,31 +233,48 @@ class Pusher:
             with self._lock:
                 self._preparing.discard(model)
 
-    def _stream(self, header: pb.PushHeader, source: StreamSource, ranges: Ranges) -> None:
-        """Stream parts of the rank's bytes; where it breaks, ask what has arrived and go on from there."""
+    def _stream(self, header: pb.PushHeader, source: StreamSource, route: Route) -> None:
+        """Stream parts of the rank's bytes to one replica; where it breaks, ask what has arrived and go on from there."""
         client = self._client
-        missing = [(start, stop) for start, stop in ranges if start < stop]
+        connections = client._transport.connections_to(route.address)
+        missing = [(start, stop) for start, stop in route.ranges if start < stop]
         patience = rpc.Patience(client.retry_seconds)
         while missing:
             try:
-                with rpc.translated_errors(client.server):
+                with rpc.translated_errors(connections.server):
                     bulk.send(
                         "/weighbridge.v1.CheckpointService/Push",
-                        partial(_messages, header, source, missing),
-                        client._transport.connections,
+                        partial(_messages, route.header(header), source, missing),
+                        connections,
                         sum(end - start for start, end in missing),
                     )
                 return
             except WeighbridgeError as error:
                 if not patience.wait_after(error):
                     raise
-                state = client._call(
-                    client._checkpoints.GetPushState,
-                    pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank),
-                )
-                before, missing = missing, _without(ranges, [(r.start, r.end) for r in state.received])
+                before, missing = missing, self._missing(header, route, missing)
                 if missing != before:
                     patience.renew()
+
+    def _missing(self, header: pb.PushHeader, route: Route, before: Ranges) -> list[tuple[int, int]]:
+        """What has not arrived at a replica; as before, if another one than the rank's own does not say so.
+
+        Raises:
+            WeighbridgeError: the rank's own replica has given the version up, which is how one learns of another one's end, or
+                cannot be reached.
+        """
+        client = self._client
+        request = pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank)
+        state = client._call(client._checkpoints.GetPushState, request)
+        if route.address:
+            channel = client._transport.connections_to(route.address).channel(0)
+            stub = checkpoint_service_pb2_grpc.CheckpointServiceStub(channel)
+            try:
+                with rpc.translated_errors(route.address):
+                    state = stub.GetPushState(request, timeout=rpc.CALL_SECONDS)
+            except WeighbridgeError:
+                return list(before)
+        return without(route.ranges, [(r.start, r.end) for r in state.received])
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +284,14 @@ class _Delivery:
     Attributes:
         loan: the memory that they were written to; None if all go by gRPC.
         staged: a copy of what goes by gRPC; None if nothing does.
-        streamed: which parts of the stream that is.
+        routes: which parts of the stream go by gRPC, and where.
         local_bytes: how many were written to the memory.
         why_not_local: why they go by gRPC, if something else was wanted.
     """
 
     loan: WriteLoan | None
     staged: StreamSource | None
-    streamed: Ranges
+    routes: Sequence[Route]
     local_bytes: int
     why_not_local: str
 
@@ -294,16 +318,3 @@ def _messages(
         for start, stop in striping.messages(begin, end):
             data = source.read(start, stop)
             yield pieces.encode(pb.PushRequest(offset=start, checksum=rpc.checksum(data)), data)
-
-
-def _without(ranges: Ranges, received: Ranges) -> list[tuple[int, int]]:
-    """What of some ranges has not been received; both are sorted and disjoint."""
-    missing = []
-    for position, stop in ranges:
-        index = bisect.bisect_right(received, position, key=lambda each: each[1])
-        while position < stop:
-            begin, end = received[index] if index < len(received) else (stop, stop)
-            if position < begin:
-                missing.append((position, min(begin, stop)))
-            position, index = end, index + 1
-    return missing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from weighbridge import bulk, rpc
@@ -23,12 +23,14 @@ class Transport:
         retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
         lane: the local lane.
         connections: for streams.
+        replicas: for streams to other replicas of the service, by their addresses; see `connections_to`.
     """
 
     server: str
     retry_seconds: float
     lane: LocalLane
     connections: bulk.Connections
+    replicas: dict[str, bulk.Connections] = field(default_factory=dict)
 
     @staticmethod
     def make(
@@ -48,10 +50,18 @@ class Transport:
         weakref.finalize(transport, transport.lane.close).atexit = False
         return transport
 
+    def connections_to(self, address: str) -> bulk.Connections:
+        """Connections for streams to a replica of the service; the empty address stands for that of `server`."""
+        if not address:
+            return self.connections
+        made = bulk.Connections(address, self.connections.most)
+        return self.replicas.setdefault(address, made)  # one that is not used has connected to nothing
+
     def close(self) -> None:
         """Close all connections. Tensors that are views of a version stay valid until they are gone."""
         self.lane.close()
-        self.connections.close()
+        for connections in (self.connections, *self.replicas.values()):
+            connections.close()
 
 
 def find_lane(server: str) -> local_lane_pb2.GetLocalLaneResponse:

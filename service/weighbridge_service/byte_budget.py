@@ -3,9 +3,8 @@
 In flight is what has been taken out of an image or the store and not yet left, and what has come and is not yet in its place.
 Streams ask for room before they bring a message into memory, and give it back when it has gone. Who finds none waits. Room goes
 round: in each direction from connection to connection, and on a connection from stream to stream. No direction and no connection can
-take what the others need, so streams that do not get on hold their own share and leave the others theirs. Above all, what goes between
-replicas has a share of its own, and waits for nothing else: a push may have to wait until another replica has taken something from
-this one, and a pull until another replica has sent something.
+take what the others need, so streams that do not get on hold their own share and leave the others theirs. Above all, what replicas
+read from each other has a share of its own, and waits for nothing else: a pull may have to wait until another replica has sent something.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Direction(StrEnum):
     IN = "in"
     OUT = "out"
     REPLICAS = "replicas"
-    """Between replicas: passed on to this one, or read by another from an image of this one."""
+    """Read by another replica from an image of this one."""
 
 
 @dataclass(frozen=True, slots=True)

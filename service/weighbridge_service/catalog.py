@@ -259,18 +259,6 @@ class Catalog:
         """Versions for which this process has something to do yet."""
         return sum(snapshot.unfinished for snapshot in self._all_snapshots())
 
-    def wait_finished(self, seconds: float) -> bool:
-        """Wait until there is nothing to do any more; whether that was so in time."""
-        deadline = time.monotonic() + seconds
-        while True:
-            changes = self._changes_of(None)
-            if not self.unfinished:
-                return True
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            self._wait_for_change(None, changes, left)
-
     def _all_snapshots(self) -> list[VersionSnapshot]:
         with self._changed:
             return [snapshot for known in self._snapshots.values() for snapshot in known.values()]

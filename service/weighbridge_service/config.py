@@ -33,11 +33,11 @@ class ServiceConfig:
         local_socket: path of the Unix socket by which processes of this machine get at weights in shared memory; ``auto`` for one
             that only this user's processes can reach, ``off`` for none.
         receive_timeout: seconds without a word from any rank after which a version being received is given up.
-        advertise: ``host:port`` under which other replicas of the service reach this one's gRPC face; empty if ranks of one
-            version do not push to several replicas.
+        advertise: ``host:port`` under which other replicas of the service, and trainer ranks on other nodes, reach this one's gRPC face;
+            empty if ranks of one version do not push to several replicas.
         open_lease: seconds after which a version that is being received is taken for abandoned if no replica renews that; each does
             at half of it. Clocks of replicas must differ by less.
-        peer_patience: seconds for which another replica that cannot be reached is tried again.
+        peer_patience: seconds without a word from another replica after which it counts as gone.
         publish_attempts: how often making a version durable is tried.
         image_wait: seconds that a push waits for its turn and for room while all room for images is taken.
         max_receiving: versions of all models together that may be received at one time.
@@ -47,7 +47,7 @@ class ServiceConfig:
         http_hosts: names by which the HTTP face may be asked, besides addresses, this machine's own name, and names that no public DNS server
             answers for; ``*`` for any.
         grpc_workers: most threads for gRPC calls, made as needed; a quarter of them may be watches. Running pushes, pulls and
-            restores have as many again, each takes one, and so has what replicas pass on.
+            restores have as many again, each takes one, and so has what replicas read from each other.
     """
 
     store: Path | str

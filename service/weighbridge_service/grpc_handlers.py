@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -272,6 +272,11 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
             stream_bytes=declared.stream_bytes,
             retry_after_ms=declared.retry_after_ms,
             absent_ranks=declared.absent[:_MOST_NAMED],
+            routes=[
+                checkpoint_service_pb2.PushRoute(address=address, ranges=_to_proto(ranges))
+                for address, ranges in declared.routes.items()
+            ],
+            claim=declared.claim,
         )
 
     def Push(  # type: ignore[override]
@@ -283,10 +288,10 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         if first is None or not first.message.HasField("header"):
             raise InvalidArgument("the first message of a push has no header")
         header = first.message.header
-        with self._streams.admit(Direction.REPLICAS if header.claim else Direction.IN, context) as share:
+        with self._streams.admit(Direction.IN, context) as share:
             data = received(request_iterator, share)
             if header.claim:
-                count = self._intake.take_forwarded(
+                count = self._intake.write_of_other(
                     header.model, header.number, header.rank, header.claim, data
                 )
             else:
@@ -297,9 +302,8 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         self, request: checkpoint_service_pb2.GetPushStateRequest, context: grpc.ServicerContext
     ) -> checkpoint_service_pb2.GetPushStateResponse:
         ranges, total, sealed = self._intake.push_state(request.model, request.number, request.rank)
-        received = [checkpoint_service_pb2.ByteRange(start=start, end=end) for start, end in ranges]
         return checkpoint_service_pb2.GetPushStateResponse(
-            received=received, stream_bytes=total, sealed=sealed
+            received=_to_proto(ranges), stream_bytes=total, sealed=sealed
         )
 
     def SealRank(
@@ -341,6 +345,10 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         return checkpoint_service_pb2.DescribeShardsResponse(
             layout=wire.layout_to_proto(layout, wire.MEGATRON)
         )
+
+
+def _to_proto(ranges: Iterable[tuple[int, int]]) -> list[checkpoint_service_pb2.ByteRange]:
+    return [checkpoint_service_pb2.ByteRange(start=start, end=end) for start, end in ranges]
 
 
 class WeightHandlers(weight_service_pb2_grpc.WeightServiceServicer):

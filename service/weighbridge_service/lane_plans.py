@@ -1,7 +1,7 @@
 """Plans of the local lane as messages: where the shards of a stream lie in the files of a version.
 
 A rank writes to shared memory only what belongs to files of its own replica of the service; the plan of its grant leaves the rest of
-its stream out, and names the ranges that are to be streamed.
+its stream out, and names the ranges that are to be streamed, there or to other replicas.
 """
 
 from __future__ import annotations

@@ -228,13 +228,13 @@ class Serving:
         if elsewhere is None:
             return None
         number, claim = found.number, elsewhere.claim
-        sizes = {file: model.files.file_sizes[file] for file in elsewhere.owners}
+        sizes = {file: model.files.file_sizes[file] for file in elsewhere.files}
         files, sources = self._opened.get_or_make(
             (name, number, f"from {claim}"),
             lambda: (
                 model.files,
                 self._peer_files.open(
-                    name, number, claim, elsewhere.owners, sizes,
+                    name, number, claim, elsewhere.owner_of, sizes,
                     lambda: self._shared.is_durable(name, number, claim),
                 ),
             ),

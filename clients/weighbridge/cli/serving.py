@@ -95,8 +95,8 @@ from weighbridge.cli.running import Command, needs_extra
 @click.option(
     "--advertise",
     metavar="HOST:PORT",
-    help="Where other replicas over the same store reach this one's gRPC face (PORT may be 0 for that of --grpc). To be set if "
-    "trainer ranks push one version to several replicas, each to the one on its own node.",
+    help="Where other replicas over the same store, and trainer ranks on other nodes, reach this one's gRPC face (PORT may be 0 for "
+    "that of --grpc). To be set if trainer ranks push one version to several replicas, each to the one on its own node.",
 )
 @click.option(
     "--collect-every",

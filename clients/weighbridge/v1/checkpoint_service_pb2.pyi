@@ -120,12 +120,16 @@ class DeclareLayoutResponse(_message.Message):
     STREAM_BYTES_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     ABSENT_RANKS_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
     layout_needed: _builtins.bool
     """The service does not know this digest: call again with the layout."""
     stream_bytes: _builtins.int
     """Length of that stream."""
     retry_after_ms: _builtins.int
     """Above 0, there is no answer yet: make the same call again, without the layout, after so many milliseconds."""
+    claim: _builtins.str
+    """What the replicas have agreed on; empty if there are no routes."""
     @_builtins.property
     def assigned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indexes into the layout's shards, in the order in which they follow each other in the rank's stream."""
@@ -133,6 +137,12 @@ class DeclareLayoutResponse(_message.Message):
     @_builtins.property
     def absent_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Then, ranks that have not declared, the first 20 of them; none if something else is waited for."""
+
+    @_builtins.property
+    def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PushRoute]:
+        """Which parts of the stream are pushed where, if ranks push to several replicas of the service: each puts together some of the
+        files. A part may be wanted by several. If there are none, all of it is pushed to the replica that has answered.
+        """
 
     def __init__(
         self,
@@ -142,14 +152,42 @@ class DeclareLayoutResponse(_message.Message):
         stream_bytes: _builtins.int = ...,
         retry_after_ms: _builtins.int = ...,
         absent_ranks: _abc.Iterable[_builtins.int] | None = ...,
+        routes: _abc.Iterable[Global___PushRoute] | None = ...,
+        claim: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_ranks", b"absent_ranks", "assigned", b"assigned", "layout_needed", b"layout_needed", "retry_after_ms", b"retry_after_ms", "stream_bytes", b"stream_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_ranks", b"absent_ranks", "assigned", b"assigned", "claim", b"claim", "layout_needed", b"layout_needed", "retry_after_ms", b"retry_after_ms", "routes", b"routes", "stream_bytes", b"stream_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeclareLayoutResponse: _TypeAlias = DeclareLayoutResponse  # noqa: Y015
+
+@_typing.final
+class PushRoute(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of another replica; empty for the one that has answered."""
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___ByteRange]:
+        """Sorted and disjoint."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        ranges: _abc.Iterable[Global___ByteRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushRoute: _TypeAlias = PushRoute  # noqa: Y015
 
 @_typing.final
 class PushRequest(_message.Message):
@@ -199,9 +237,7 @@ class PushHeader(_message.Message):
     rank: _builtins.int
     client_id: _builtins.str
     claim: _builtins.str
-    """Only from one replica of the service to another, for parts of streams that belong to files which that one writes: what
-    the replicas have agreed on. There is no client then.
-    """
+    """Only at other replicas than the one where the rank has declared: the claim of the routes by which it pushes there."""
     def __init__(
         self,
         *,

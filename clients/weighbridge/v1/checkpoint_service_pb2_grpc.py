@@ -96,21 +96,22 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """The rank's stream: its assigned shards one behind the other. May break and be resumed anywhere.
+        """The rank's stream: its assigned shards one behind the other, or the parts of it that belong to this replica of the service. May
+        break and be resumed anywhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPushState(self, request, context):
-        """What has arrived of a rank's stream.
+        """What has arrived of a rank's stream at this replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SealRank(self, request, context):
-        """The rank has pushed everything. The last one makes the version ready.
+        """The rank has pushed everything, to all replicas. Is called where it has declared. The last one makes the version ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,11 +40,13 @@ class CheckpointServiceStub:
     once; otherwise when all ranks have declared, and the call waits for that for a few seconds at most.
     """
     Push: _grpc.StreamUnaryMultiCallable[_checkpoint_service_pb2.PushRequest, _checkpoint_service_pb2.PushResponse]
-    """The rank's stream: its assigned shards one behind the other. May break and be resumed anywhere."""
+    """The rank's stream: its assigned shards one behind the other, or the parts of it that belong to this replica of the service. May
+    break and be resumed anywhere.
+    """
     GetPushState: _grpc.UnaryUnaryMultiCallable[_checkpoint_service_pb2.GetPushStateRequest, _checkpoint_service_pb2.GetPushStateResponse]
-    """What has arrived of a rank's stream."""
+    """What has arrived of a rank's stream at this replica."""
     SealRank: _grpc.UnaryUnaryMultiCallable[_checkpoint_service_pb2.SealRankRequest, _checkpoint_service_pb2.SealRankResponse]
-    """The rank has pushed everything. The last one makes the version ready."""
+    """The rank has pushed everything, to all replicas. Is called where it has declared. The last one makes the version ready."""
     AbortVersion: _grpc.UnaryUnaryMultiCallable[_checkpoint_service_pb2.AbortVersionRequest, _checkpoint_service_pb2.AbortVersionResponse]
     """Gives a version up. It was never visible."""
     Restore: _grpc.UnaryStreamMultiCallable[_checkpoint_service_pb2.RestoreRequest, _checkpoint_service_pb2.RestoreResponse]
@@ -64,11 +66,13 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     once; otherwise when all ranks have declared, and the call waits for that for a few seconds at most.
     """
     Push: _aio.StreamUnaryMultiCallable[_checkpoint_service_pb2.PushRequest, _checkpoint_service_pb2.PushResponse]  # type: ignore[assignment]
-    """The rank's stream: its assigned shards one behind the other. May break and be resumed anywhere."""
+    """The rank's stream: its assigned shards one behind the other, or the parts of it that belong to this replica of the service. May
+    break and be resumed anywhere.
+    """
     GetPushState: _aio.UnaryUnaryMultiCallable[_checkpoint_service_pb2.GetPushStateRequest, _checkpoint_service_pb2.GetPushStateResponse]  # type: ignore[assignment]
-    """What has arrived of a rank's stream."""
+    """What has arrived of a rank's stream at this replica."""
     SealRank: _aio.UnaryUnaryMultiCallable[_checkpoint_service_pb2.SealRankRequest, _checkpoint_service_pb2.SealRankResponse]  # type: ignore[assignment]
-    """The rank has pushed everything. The last one makes the version ready."""
+    """The rank has pushed everything, to all replicas. Is called where it has declared. The last one makes the version ready."""
     AbortVersion: _aio.UnaryUnaryMultiCallable[_checkpoint_service_pb2.AbortVersionRequest, _checkpoint_service_pb2.AbortVersionResponse]  # type: ignore[assignment]
     """Gives a version up. It was never visible."""
     Restore: _aio.UnaryStreamMultiCallable[_checkpoint_service_pb2.RestoreRequest, _checkpoint_service_pb2.RestoreResponse]  # type: ignore[assignment]
@@ -103,7 +107,9 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_checkpoint_service_pb2.PushRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_service_pb2.PushResponse, _abc.Awaitable[_checkpoint_service_pb2.PushResponse]]:
-        """The rank's stream: its assigned shards one behind the other. May break and be resumed anywhere."""
+        """The rank's stream: its assigned shards one behind the other, or the parts of it that belong to this replica of the service. May
+        break and be resumed anywhere.
+        """
 
     @_abc_1.abstractmethod
     def GetPushState(
@@ -111,7 +117,7 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _checkpoint_service_pb2.GetPushStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_service_pb2.GetPushStateResponse, _abc.Awaitable[_checkpoint_service_pb2.GetPushStateResponse]]:
-        """What has arrived of a rank's stream."""
+        """What has arrived of a rank's stream at this replica."""
 
     @_abc_1.abstractmethod
     def SealRank(
@@ -119,7 +125,7 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _checkpoint_service_pb2.SealRankRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_service_pb2.SealRankResponse, _abc.Awaitable[_checkpoint_service_pb2.SealRankResponse]]:
-        """The rank has pushed everything. The last one makes the version ready."""
+        """The rank has pushed everything, to all replicas. Is called where it has declared. The last one makes the version ready."""
 
     @_abc_1.abstractmethod
     def AbortVersion(

@@ -560,7 +560,7 @@ class LanePlan(_message.Message):
     @_builtins.property
     def streamed(self) -> _containers.RepeatedCompositeFieldContainer[_checkpoint_service_pb2.ByteRange]:
         """Of a grant for writing: the ranges of the stream, sorted and disjoint, that no copy covers, because they belong to files of other
-        replicas of the service. They are pushed by CheckpointService. Empty where all of the stream can be written.
+        replicas of the service, too. They are pushed by CheckpointService, along the routes of the declaration. Empty where all of the stream can be written.
         """
 
     def __init__(

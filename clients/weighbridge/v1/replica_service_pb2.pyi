@@ -142,6 +142,8 @@ class VersionProgress(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     WRITTEN_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    HANDOVERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     claim: _builtins.str
@@ -151,6 +153,10 @@ class VersionProgress(_message.Message):
     """With PUSH_STAGE_WRITTEN, and only until it has been delivered: the files and their digests, as in the object incoming/.../written."""
     error: _builtins.str
     """With PUSH_STAGE_FAILED: why."""
+    share: _builtins.int
+    """Which part: the number of the replica whose part it was at first, in the order of the lowest rank that pushes to each."""
+    handovers: _builtins.int
+    """How often that part was handed over from one replica to another. Who has heard of a later handover passes this by."""
     def __init__(
         self,
         *,
@@ -160,10 +166,12 @@ class VersionProgress(_message.Message):
         stage: Global___PushStage.ValueType = ...,
         written: _builtins.bytes = ...,
         error: _builtins.str = ...,
+        share: _builtins.int = ...,
+        handovers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "error", b"error", "model", b"model", "number", b"number", "stage", b"stage", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "error", b"error", "handovers", b"handovers", "model", b"model", "number", b"number", "share", b"share", "stage", b"stage", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -244,6 +252,8 @@ class TakeOverRequest(_message.Message):
     READY_TIME_MS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     REGISTRATION_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    MEMORY_WAIT_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     entry: _builtins.bytes
     """The version's entry in head.json, as when it was opened: a JSON object (docs/formats.md)."""
@@ -251,6 +261,8 @@ class TakeOverRequest(_message.Message):
     """Names the agreement under which it was pushed, and is published."""
     ready_time_ms: _builtins.int
     """When it became ready, in milliseconds since 1970 UTC."""
+    memory_wait_ms: _builtins.int
+    """How long memory may be waited for."""
     @_builtins.property
     def sender(self) -> Global___Replica:
         """Who leaves, and gives the files."""
@@ -261,6 +273,10 @@ class TakeOverRequest(_message.Message):
 
     @_builtins.property
     def registration(self) -> Global___ModelRegistration: ...
+    @_builtins.property
+    def share(self) -> Global___HandedShare:
+        """What is handed over; absent if that is all of the version."""
+
     def __init__(
         self,
         *,
@@ -271,14 +287,96 @@ class TakeOverRequest(_message.Message):
         ready_time_ms: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankDeclaration] | None = ...,
         registration: Global___ModelRegistration | None = ...,
+        share: Global___HandedShare | None = ...,
+        memory_wait_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration", "sender", b"sender"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration", "sender", b"sender", "share", b"share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "entry", b"entry", "model", b"model", "ranks", b"ranks", "ready_time_ms", b"ready_time_ms", "registration", b"registration", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "entry", b"entry", "memory_wait_ms", b"memory_wait_ms", "model", b"model", "ranks", b"ranks", "ready_time_ms", b"ready_time_ms", "registration", b"registration", "sender", b"sender", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TakeOverRequest: _TypeAlias = TakeOverRequest  # noqa: Y015
+
+@_typing.final
+class HandedShare(_message.Message):
+    """One replica's part of a version that several hold together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OwnersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class HandoversEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    HOMES_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
+    HANDOVERS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The number of the replica whose part it was at first."""
+    @_builtins.property
+    def homes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
+        """Who has which part, by number."""
+
+    @_builtins.property
+    def owners(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """For each file of the version, the number of the part that it belongs to."""
+
+    @_builtins.property
+    def handovers(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """How often each part was handed over before, by number."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        homes: _abc.Iterable[Global___Replica] | None = ...,
+        owners: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        handovers: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handovers", b"handovers", "homes", b"homes", "number", b"number", "owners", b"owners"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandedShare: _TypeAlias = HandedShare  # noqa: Y015
 
 @_typing.final
 class TakeOverResponse(_message.Message):

@@ -71,9 +71,10 @@ class ReplicaServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TakeOver(self, request, context):
-        """A replica that leaves hands a version over that is ready and not durable. The called replica reads all files from the caller's image
-        (ReadFile), and answers when it has them and owns the version: it goes on to make it durable, under the same claim. It can be
-        repeated. Refused with UNAVAILABLE by a replica that leaves itself, and with RESOURCE_EXHAUSTED if it has no memory for the files.
+        """A replica that leaves hands a version over that is ready and not durable, or its part of one. The called replica reads all files of
+        it from the caller's image (ReadFile), tells the others that have a part, and answers: it owns the files now, and goes on to make
+        them durable, under the same claim. It can be repeated. Refused with FAILED_PRECONDITION by a replica that leaves itself, and with
+        RESOURCE_EXHAUSTED if it has no memory for the files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

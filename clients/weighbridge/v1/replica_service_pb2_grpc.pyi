@@ -42,9 +42,10 @@ class ReplicaServiceStub:
     if they are not yet, and with NOT_FOUND if the replica has no image of the file any more: a durable version is in the store.
     """
     TakeOver: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.TakeOverRequest, _replica_service_pb2.TakeOverResponse]
-    """A replica that leaves hands a version over that is ready and not durable. The called replica reads all files from the caller's image
-    (ReadFile), and answers when it has them and owns the version: it goes on to make it durable, under the same claim. It can be
-    repeated. Refused with UNAVAILABLE by a replica that leaves itself, and with RESOURCE_EXHAUSTED if it has no memory for the files.
+    """A replica that leaves hands a version over that is ready and not durable, or its part of one. The called replica reads all files of
+    it from the caller's image (ReadFile), tells the others that have a part, and answers: it owns the files now, and goes on to make
+    them durable, under the same claim. It can be repeated. Refused with FAILED_PRECONDITION by a replica that leaves itself, and with
+    RESOURCE_EXHAUSTED if it has no memory for the files.
     """
 
 @_typing.type_check_only
@@ -59,9 +60,10 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     if they are not yet, and with NOT_FOUND if the replica has no image of the file any more: a durable version is in the store.
     """
     TakeOver: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.TakeOverRequest, _replica_service_pb2.TakeOverResponse]  # type: ignore[assignment]
-    """A replica that leaves hands a version over that is ready and not durable. The called replica reads all files from the caller's image
-    (ReadFile), and answers when it has them and owns the version: it goes on to make it durable, under the same claim. It can be
-    repeated. Refused with UNAVAILABLE by a replica that leaves itself, and with RESOURCE_EXHAUSTED if it has no memory for the files.
+    """A replica that leaves hands a version over that is ready and not durable, or its part of one. The called replica reads all files of
+    it from the caller's image (ReadFile), tells the others that have a part, and answers: it owns the files now, and goes on to make
+    them durable, under the same claim. It can be repeated. Refused with FAILED_PRECONDITION by a replica that leaves itself, and with
+    RESOURCE_EXHAUSTED if it has no memory for the files.
     """
 
 class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -91,9 +93,10 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replica_service_pb2.TakeOverRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replica_service_pb2.TakeOverResponse, _abc.Awaitable[_replica_service_pb2.TakeOverResponse]]:
-        """A replica that leaves hands a version over that is ready and not durable. The called replica reads all files from the caller's image
-        (ReadFile), and answers when it has them and owns the version: it goes on to make it durable, under the same claim. It can be
-        repeated. Refused with UNAVAILABLE by a replica that leaves itself, and with RESOURCE_EXHAUSTED if it has no memory for the files.
+        """A replica that leaves hands a version over that is ready and not durable, or its part of one. The called replica reads all files of
+        it from the caller's image (ReadFile), tells the others that have a part, and answers: it owns the files now, and goes on to make
+        them durable, under the same claim. It can be repeated. Refused with FAILED_PRECONDITION by a replica that leaves itself, and with
+        RESOURCE_EXHAUSTED if it has no memory for the files.
         """
 
 def add_ReplicaServiceServicer_to_server(servicer: ReplicaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

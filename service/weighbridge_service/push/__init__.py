@@ -4,7 +4,7 @@ Values and decisions, without I/O; `models` uses the first three:
 
 - `declarations`: what ranks hold, to which replica they push, and the agreement that follows
 - `push_plan`: who pushes what, and where every byte goes
-- `replica_placement`: which replica puts which file together, and what has to cross over
+- `replica_placement`: which replica puts which file together, and which parts of streams go there
 - `events`, `effects`: what happens to a push, and what is to be done
 - `state`: a push at one moment, what everybody sees of it, what it waits for, what its ranks are answered
 - `machine`: the next state and its effects
@@ -18,7 +18,7 @@ Owners and I/O:
 - `effect_runner`, `effect_pools`, `timers`: carry effects out, and wake sessions
 - `image_writer`, `sample`: the data plane, and pieces of it that are compared again
 - `publisher`: what a push does in the object store
-- `replica_exchange`, `replica_relay`: what replicas tell each other, and bytes that they pass on
+- `replica_exchange`: what replicas tell each other by way of the store
 - `image_allocator`, `standbys`, `mappings`: memory, images that are mapped ahead of their versions, and who has which mapped
 
 The owners may import `catalog`, `models` and the storage; the faces (`grpc_handlers`, `lane_session`) import `intake`, and nothing in

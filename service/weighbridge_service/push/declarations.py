@@ -17,6 +17,7 @@ from weighbridge.errors import (
 from weighbridge.resources import Version
 from weighbridge_service.push.push_plan import PreparedPush
 from weighbridge_service.push.replica_placement import numbered
+from weighbridge_service.ranges import RangeSet
 from weighbridge_storage.entries import OpenEntry
 
 
@@ -38,12 +39,12 @@ class Home:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What one rank holds, and the replica to which it pushes.
+    """What one rank holds, and its replica.
 
     Attributes:
         client_id: the declaring process.
         digest: of its layout.
-        home: the replica to which it pushes.
+        home: the replica where it has declared.
     """
 
     client_id: str
@@ -88,54 +89,61 @@ class Agreement:
 
     Attributes:
         prepared: who pushes what, and where every byte goes.
-        homes: the replicas, by their numbers in `Spread`.
+        homes: who has the share of each replica, by the replicas' numbers in `Spread`; at first these themselves.
         claim: names this agreement in head.json. Replicas that derive the same agreement derive the same claim; another process
-            at one of their addresses derives another.
+            at one of their addresses derives another. It stays the same when a share is handed over.
+        handovers: how often each share was handed over, by number; those that never were are not there.
     """
 
     prepared: PreparedPush
     homes: Sequence[Home]
     claim: str
+    handovers: Mapping[int, int] = field(default_factory=dict)
 
     def home_of(self, rank: int) -> Home:
-        """The replica to which a rank pushes."""
+        """The replica where a rank declares, and to which it pushes what belongs to that one's files."""
         spread = self.prepared.spread
         return self.homes[0 if spread is None else spread.homes[rank]]
 
+    def routes(self, rank: int) -> Mapping[Home, RangeSet]:
+        """Which parts of a rank's stream are pushed to which replica; a part may be wanted by several."""
+        spread = self.prepared.spread
+        if spread is None:
+            return {self.homes[0]: RangeSet([(0, self.prepared.streams[rank].nbytes)])}
+        return {self.homes[number]: meant for number, meant in spread.routes.get(rank, {}).items()}
+
     def share_of(self, home: Home) -> Share:
-        """The part of one replica."""
+        """The part of one replica that none has handed anything over to."""
+        return self.share(self.homes.index(home))
+
+    def share(self, me: int) -> Share:
+        """The part of the replica with this number."""
         spread = self.prepared.spread
         if spread is None:
             ranks = frozenset(self.prepared.streams)
             return Share(0, dict(self.prepared.fills), ranks, frozenset((0,)), alone=True)
-        me = self.homes.index(home)
         files = {file: self.prepared.fills[file] for file in spread.files_of(me)}
         ranks = frozenset(rank for rank, number in enumerate(spread.homes) if number == me)
         return Share(me, files, ranks, frozenset(spread.owners.values()), alone=False)
 
+    def moved(self, number: int, to: Home, handovers: int) -> Agreement:
+        """After a share was handed over; the same if that was known, or a later handover is.
+
+        Args:
+            number: whose share.
+            to: who has it now.
+            handovers: how often it was handed over by then.
+        """
+        if not 0 <= number < len(self.homes) or handovers <= self.handovers.get(number, 0):
+            return self
+        homes = tuple(to if each == number else home for each, home in enumerate(self.homes))
+        return replace(self, homes=homes, handovers={**self.handovers, number: handovers})
+
     def check_claim(self, claim: str) -> None:
-        """Raise FailedPrecondition if another replica passes bytes on under another agreement, or where there are no others."""
+        """Raise FailedPrecondition if a rank of another replica pushes under another agreement, or where there are no others."""
         if self.prepared.spread is None or claim != self.claim:
             raise FailedPrecondition(
                 "two replicas do not agree on who pushes what", fix="push the step again"
-            )
-
-    def check_forwarded(self, home: Home, claim: str, rank: int, start: int, end: int) -> None:
-        """Raise FailedPrecondition if a range of a rank's stream is not routed to a replica by others.
-
-        Args:
-            home: the replica.
-            claim: the sender's agreement.
-            rank: whose stream.
-            start: first byte of the range.
-            end: one past its last.
-        """
-        self.check_claim(claim)
-        spread = self.prepared.spread
-        routed = None if spread is None else spread.routes.get(rank, {}).get(self.homes.index(home))
-        if self.home_of(rank) == home or routed is None or not routed.covers(start, end):
-            raise FailedPrecondition(
-                f"bytes {start} to {end} of rank {rank} are not to be passed on to the replica {home}"
             )
 
     @property
@@ -179,24 +187,27 @@ class Declarations:
 
     @staticmethod
     def taken_over(
-        opened: Version, home: Home, ranks: Sequence[tuple[str, str]], prepared: PreparedPush, claim: str
+        opened: Version, home: Home, ranks: Sequence[tuple[str, str]], agreed: Agreement
     ) -> Declarations:
-        """Those of a version that another replica hands over to this one.
+        """Those of a version that another replica hands over to this one, or its share of.
 
         Args:
             opened: the version.
             home: this replica, to which its ranks belong from now on.
             ranks: client and layout digest of each.
-            prepared: a plan in which nothing is pushed any more.
-            claim: the agreement under which the version was pushed.
+            agreed: under which the version was pushed, with a plan in which nothing is pushed any more.
         """
         declared = {rank: Declaration(client, digest, home) for rank, (client, digest) in enumerate(ranks)}
         return replace(
             Declarations.of(opened, home, None),
             declared=declared,
             here=declared,
-            agreed=Agreement(prepared, (home,), claim),
+            agreed=agreed,
         )
+
+    def moved(self, number: int, to: Home, handovers: int) -> Declarations:
+        """After a share was handed over; see `Agreement.moved`."""
+        return self if self.agreed is None else replace(self, agreed=self.agreed.moved(number, to, handovers))
 
     @property
     def complete(self) -> bool:

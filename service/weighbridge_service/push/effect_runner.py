@@ -13,12 +13,11 @@ from weighbridge_service.models import RegisteredModel
 from weighbridge_service.push import effects as do
 from weighbridge_service.push import events as on
 from weighbridge_service.push.declarations import Agreement, Declaration, Home, numbers_of
-from weighbridge_service.push.handover import HandedVersion, Successors
+from weighbridge_service.push.handover import HandedShare, HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator, VersionRequest
 from weighbridge_service.push.image_writer import ImageWriter
 from weighbridge_service.push.publisher import Publisher
 from weighbridge_service.push.replica_exchange import Exchange
-from weighbridge_service.push.replica_relay import Relay
 from weighbridge_service.push.state import PushState
 from weighbridge_storage.digests import FileDigests, digest_file
 from weighbridge_storage.images import Image
@@ -36,14 +35,12 @@ class EffectRunner:
         model: the registration under which the version was opened.
         publisher: of the version.
         exchange: with other replicas.
-        relay: of bytes to other replicas.
         allocator: gives images.
         successors: other replicas that may take the version over.
         go_on: raises if what takes long is not wanted any more.
         post: takes the events of the data plane.
 
     Attributes:
-        relay: as given.
         writer: the data plane; None before there is an image.
         image: what the version's files are put together in; None before that, and when it was released.
     """
@@ -53,13 +50,11 @@ class EffectRunner:
         model: RegisteredModel,
         publisher: Publisher,
         exchange: Exchange,
-        relay: Relay,
         allocator: ImageAllocator,
         successors: Successors,
         go_on: Callable[[], None],
         post: Callable[[Sequence[on.Event]], None],
     ) -> None:
-        self.relay = relay
         self.writer: ImageWriter | None = None
         self.image: Image | None = None
         self._model = model
@@ -162,7 +157,7 @@ class EffectRunner:
         image = self._request.take({each.client_id for each in state.declarations.here.values()})
         try:
             home = state.declarations.home
-            self.writer = ImageWriter(state.name, agreed, home, image, self.relay, self._post)
+            self.writer = ImageWriter(state.name, agreed, home, image, self._post)
         except BaseException:
             image.release()
             raise
@@ -212,11 +207,10 @@ class EffectRunner:
         missing = [f"rank {rank} has not declared" for rank in state.declarations.absent]
         if state.share is None:
             return missing
-        for rank in sorted(state.share.ranks):
-            if self.writer is None:
-                missing.append(f"rank {rank} has no stream yet")
-            elif rank not in state.whole:
-                missing += self.writer.missing(rank)
+        if self.writer is None:
+            missing += [f"rank {rank} has no stream yet" for rank in sorted(state.share.ranks)]
+        else:
+            missing += self.writer.missing_of_all()
         if state.memory_held_at is not None:
             missing.append("a process can still write to the memory of files that have arrived")
         missing += [f"rank {rank} has not sealed" for rank in sorted(state.share.ranks - state.sealed)]
@@ -230,9 +224,18 @@ class EffectRunner:
             raise DeadlineExceeded("there was no time left")
         declared = state.declarations.declared
         ranks = [(declared[rank].client_id, declared[rank].digest) for rank in sorted(declared)]
-        entry = self._publisher.entry
-        handed = HandedVersion(self._model, entry, agreed.claim, state.ready_ms, ranks)
-        self._successors.hand_over(to, handed, seconds)
+        entry, spread, share = self._publisher.entry, agreed.prepared.spread, None
+        if spread is not None and state.share is not None:
+            share = HandedShare(state.share.me, agreed.homes, spread.owners, agreed.handovers)
+        handed = HandedVersion(self._model, entry, agreed.claim, state.ready_ms, ranks, share)
+        memory_wait = (
+            seconds / 2 / max(len(state.successors), 1)
+        )  # the rest is for reading, and for the next ones
+        try:
+            self._successors.hand_over(to, handed, seconds, memory_wait)
+        except (DeadlineExceeded, Unavailable):
+            if not self._publisher.is_held_by(to):  # its answer may be lost
+                raise
 
     def _tell(self, here: Mapping[int, Declaration]) -> on.Event:
         for digest in {declaration.digest for declaration in here.values()}:

@@ -121,7 +121,7 @@ class WriteManifestAndPublish(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class HandOver(Awaited):
-    """Have another replica read all files out of the image, and go on with the version. `HandedOver`."""
+    """Have another replica read all files out of the image, and go on with the version or the share of it. `HandedOver`."""
 
     to: Home
 

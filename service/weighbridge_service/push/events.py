@@ -39,7 +39,7 @@ class FilesFilled(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankWhole(Event):
-    """All bytes of a rank's stream are in their place, or on their way to the replica that wants them."""
+    """All bytes of a rank's stream that belong to files of this replica are in their place."""
 
     rank: int
 
@@ -51,7 +51,7 @@ class MemoryHeld(Event):
 
 @dataclass(frozen=True, slots=True)
 class SealAsked(Event):
-    """A rank says that it has pushed everything; what it pushed for other replicas has arrived there."""
+    """A rank says that it has pushed everything; what it pushed to other replicas has arrived there."""
 
     rank: int
 
@@ -111,6 +111,21 @@ class ReplicaLost(Event):
 
     replica: int
     error: WeighbridgeError
+
+
+@dataclass(frozen=True, slots=True)
+class ShareMoved(Event):
+    """Another replica, or this one beside its own, has the share of a replica that leaves.
+
+    Attributes:
+        replica: the number of the share.
+        to: who has it.
+        handovers: how often it was handed over by then.
+    """
+
+    replica: int
+    to: Home
+    handovers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +290,7 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True)
 class HandedOver(Event):
-    """Another replica has all bytes, and owns the version from now on.
+    """Another replica has all bytes that this one has, and owns the version, or this one's share of it, from now on.
 
     Attributes:
         to: which one.

@@ -17,13 +17,11 @@ from weighbridge.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
-    VersionFailed,
     WeighbridgeError,
 )
 from weighbridge_service.push import events as on
 from weighbridge_service.push.declarations import Agreement, Home
 from weighbridge_service.push.push_plan import PreparedPush
-from weighbridge_service.push.replica_relay import Relay
 from weighbridge_service.push.sample import Sample
 from weighbridge_service.ranges import RangeSet
 from weighbridge_service.transfers import Bytes
@@ -64,7 +62,6 @@ class ImageWriter:
         agreed: who pushes what, and where every byte goes.
         home: this replica.
         image: of the files that this replica puts together, with their headers written.
-        relay: passes bytes on to other replicas.
         post: takes events for the state machine.
     """
 
@@ -74,22 +71,20 @@ class ImageWriter:
         agreed: Agreement,
         home: Home,
         image: Image,
-        relay: Relay,
         post: Callable[[Sequence[on.Event]], None],
     ) -> None:
         self._name = name
         self._agreed = agreed
         self._home = home
         self._image = image
-        self._relay = relay
         self._post = post
         self._lock = threading.Lock()
         share = agreed.share_of(home)
         self._ranks = share.ranks
         self._lengths = {rank: stream.nbytes for rank, stream in agreed.prepared.streams.items()}
+        self._meant = {rank: agreed.routes(rank).get(home, RangeSet()) for rank in self._lengths}
         self._received = {rank: RangeSet() for rank in self._lengths}
         self._placed: Counter[int] = Counter()
-        self._routes = {rank: self._routes_of(rank) for rank in share.ranks}
         self._to_come = dict(share.files)
         self._whole = [file for file, nbytes in share.files.items() if not nbytes]
         self._incomplete = sum(nbytes > 0 for nbytes in share.files.values())
@@ -106,20 +101,11 @@ class ImageWriter:
         self._lease = image.lease()
         self._buffers: Mapping[str, Bytes] = image.buffers
 
-    def _routes_of(self, rank: int) -> list[tuple[Home, RangeSet]]:
-        """Which ranges of a rank's stream go to which other replicas."""
-        spread = self._agreed.prepared.spread
-        if spread is None:
-            return []
-        routes = spread.routes.get(rank, {})
-        homes = self._agreed.homes
-        return [(homes[number], meant) for number, meant in routes.items() if homes[number] != self._home]
-
     def begin(self) -> None:
         """Post what holds before any byte has come: files and streams without bytes are complete."""
         with self._lock:
             events: list[on.Event] = [
-                on.RankWhole(rank) for rank in sorted(self._ranks) if not self._lengths[rank]
+                on.RankWhole(rank) for rank in sorted(self._ranks) if not self._meant[rank].size
             ]
             events += self._show()
         self._post(events)
@@ -132,21 +118,24 @@ class ImageWriter:
         Raises:
             DataLoss: the piece does not agree with its checksum; send it again.
             InvalidArgument: it lies outside of the stream.
-            FailedPrecondition: the rank or the version is sealed.
+            FailedPrecondition: the rank or the version is sealed, or the piece belongs to another replica.
             WeighbridgeError: what the version has failed of.
         """
         self._take(rank, offset, data, checksum, own=True)
 
-    def write_forwarded(self, claim: str, rank: int, offset: int, data: memoryview, checksum: int) -> None:
-        """Take a range of a rank's stream that another replica passes on. What comes when everything is here is left alone.
+    def write_of_other(self, claim: str, rank: int, offset: int, data: memoryview, checksum: int) -> None:
+        """Take a piece of the stream of a rank of another replica. What comes when everything is here is left alone.
 
         Raises:
             DataLoss, InvalidArgument: as `write`.
-            FailedPrecondition: the replicas have not agreed on the same plan, or this range is not routed to this one.
+            FailedPrecondition: the replicas have not agreed on the same plan, the piece belongs to another one, or the rank is this
+                replica's own.
             WeighbridgeError: what the version has failed of.
         """
         # said to the sender alone: who sends what it should not must not end the version
-        self._agreed.check_forwarded(self._home, claim, rank, offset, offset + len(data))
+        self._agreed.check_claim(claim)
+        if rank in self._ranks:
+            raise FailedPrecondition(f"rank {rank} of {self._name} has declared at this replica")
         self._take(rank, offset, data, checksum, own=False)
 
     def _take(self, rank: int, offset: int, data: memoryview, checksum: int, *, own: bool) -> None:
@@ -158,6 +147,11 @@ class ImageWriter:
         if end > length:
             raise InvalidArgument(
                 f"{self._name}, rank {rank}: bytes {offset} to {end} lie outside of its stream of {length} bytes"
+            )
+        if not self._meant[rank].covers(offset, end):
+            raise FailedPrecondition(
+                f"{self._name}, rank {rank}: bytes {offset} to {end} do not belong to files of the replica {self._home}",
+                fix="push each part of the stream where the answer to the declaration says",
             )
         with self._lock:
             if own:
@@ -174,14 +168,9 @@ class ImageWriter:
             for start, stop in fresh:
                 piece = data[start - offset : stop - offset]
                 filled.append(transfer.scatter(piece, start, buffers, stream))
-                for home, meant in self._routes[rank] if own else ():
-                    for begin, until in meant.within(start, stop):
-                        self._relay.send(
-                            self._agreed.claim, home, rank, begin, piece[begin - start : until - start]
-                        )
         except BaseException as error:
             self._post(self._leave(rank, [], []))
-            self._post([on.Broken(self._loss(error))])
+            self._post([on.Broken(_loss(self._name, error))])
             raise
         if fresh[0] == (offset, end):
             self._sample.offer(rank, offset, end, checksum)
@@ -216,12 +205,6 @@ class ImageWriter:
             self._lease.release()
         return events
 
-    def _loss(self, error: BaseException) -> WeighbridgeError:
-        """What the version fails of when bytes that count as received were not placed."""
-        if isinstance(error, VersionFailed):
-            return error
-        return WeighbridgeError(f"bytes that arrived for {self._name} could not be placed: {error!r}")
-
     # --- books; the lock is held
 
     def _count(
@@ -230,7 +213,7 @@ class ImageWriter:
         events: list[on.Event] = []
         for start, stop in fresh:
             self._placed[rank] += stop - start
-        if fresh and rank in self._ranks and self._placed[rank] == self._lengths[rank]:
+        if fresh and rank in self._ranks and self._placed[rank] == self._meant[rank].size:
             events.append(on.RankWhole(rank))
         whole = False
         for counts in filled:
@@ -267,7 +250,7 @@ class ImageWriter:
         with self._lock:
             if self._closed is not None:
                 raise _again(self._closed)
-            if self._received[rank].size == self._lengths[rank]:
+            if self._received[rank].size == self._meant[rank].size:
                 raise FailedPrecondition(f"all bytes of rank {rank} of {self._name} have come")
             if not self._agreed.prepared.grantable[rank].size:
                 raise FailedPrecondition(
@@ -332,20 +315,27 @@ class ImageWriter:
             return list(self._received[rank]), self._lengths[rank]
 
     def missing(self, rank: int) -> list[str]:
-        """What has not come of a rank's stream, a line for each shard."""
-        stream = self._agreed.prepared.streams[rank]
+        """What has not come of a rank's stream that belongs to this replica, a line for each shard."""
+        stream, meant = self._agreed.prepared.streams[rank], self._meant[rank]
         with self._lock:
             received = self._received[rank]
             return [
                 f"{stream.tensors[p.shard.tensor]}: box {p.shard.box} of rank {rank}"
                 for p in stream.placements
-                if not received.covers(p.offset, p.offset + p.nbytes)
+                if not all(
+                    received.covers(start, stop)
+                    for start, stop in meant.within(p.offset, p.offset + p.nbytes)
+                )
             ]
+
+    def missing_of_all(self) -> list[str]:
+        """What has not come of all streams, a line for each shard."""
+        return [line for rank in sorted(self._lengths) for line in self.missing(rank)]
 
     def check_whole(self, rank: int) -> None:
         """Raise FailedPrecondition, with what is missing, if not all of a rank's stream has come."""
         with self._lock:
-            whole = self._received[rank].size == self._lengths[rank]
+            whole = self._received[rank].size == self._meant[rank].size
         if not whole:
             raise FailedPrecondition(
                 f"rank {rank} of {self._name} cannot be sealed: parts of its stream have not arrived",
@@ -374,10 +364,13 @@ class ImageWriter:
             self._closed, self._complete = error, error is None
             self._buffers = {}
             idle = not self._writers
-        if error is not None:
-            self._relay.stop()  # a writer may be waiting for room there
         if idle:
             self._lease.release()
+
+
+def _loss(name: str, error: BaseException) -> WeighbridgeError:
+    """What a version fails of when bytes that count as received were not placed."""
+    return WeighbridgeError(f"bytes that arrived for {name} could not be placed: {error!r}")
 
 
 def _again(error: WeighbridgeError) -> WeighbridgeError:

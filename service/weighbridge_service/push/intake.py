@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from weighbridge.errors import (
@@ -27,7 +28,7 @@ from weighbridge_service.clock import unix_ms
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.models import RegisteredModel
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Declarations, Home, alone_at
+from weighbridge_service.push.declarations import Agreement, Declarations, Home, alone_at
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.handover import HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator
@@ -35,13 +36,19 @@ from weighbridge_service.push.image_writer import MemoryGrant
 from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.opening import OpeningRequest, check_not_received_alone
 from weighbridge_service.push.publisher import Publisher, give_up
-from weighbridge_service.push.push_plan import nothing_to_push
 from weighbridge_service.push.registry import Registry
 from weighbridge_service.push.replica_exchange import Exchange
-from weighbridge_service.push.replica_relay import Peers, Relay
 from weighbridge_service.push.session import PushSession, now
 from weighbridge_service.push.standbys import Standbys
-from weighbridge_service.push.state import VISIBLE, Limits, PushState, check_owned, not_all_declared, why_lost
+from weighbridge_service.push.state import (
+    INCOMPLETE,
+    VISIBLE,
+    Limits,
+    PushState,
+    check_owned,
+    not_all_declared,
+    why_lost,
+)
 from weighbridge_service.push.timers import Timers
 from weighbridge_storage.entries import OpenEntry
 from weighbridge_storage.head import Head
@@ -62,6 +69,8 @@ _OPENING_SECONDS = 10.0
 """How long a call waits for its turn to open a version."""
 _LONG_POLL = 5.0
 """Seconds that one call waits for other ranks to declare."""
+_MEMORY_PAUSE = 0.1
+"""Seconds between two questions for memory of what is taken over."""
 _RETRY_MS = (50, 2_000)
 """Least and most milliseconds before a rank asks again."""
 _RETRY_MS_PER_RANK = 2
@@ -78,6 +87,9 @@ class Declared:
         stream_bytes: length of the stream.
         retry_after_ms: above 0, there is no answer yet: ask again after so many milliseconds.
         absent: then, ranks that have not declared.
+        routes: which parts of the stream are pushed where: addresses of replicas, empty for this one, and their ranges. Empty if all
+            of it is pushed here.
+        claim: what the replicas have agreed on, if there are several.
     """
 
     layout_needed: bool = False
@@ -85,6 +97,8 @@ class Declared:
     stream_bytes: int = 0
     retry_after_ms: int = 0
     absent: Sequence[int] = ()
+    routes: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    claim: str = ""
 
 
 Pieces = Iterator[tuple[int, memoryview, int]]
@@ -140,7 +154,6 @@ class Intake:
         self._max_receiving = config.max_receiving
         self._allocator = ImageAllocator(images, self.standbys)
         self._registry = registry
-        self._peers = Peers(config.peer_patience)
         self._pools = EffectPools()
         self._timers = Timers()
         self._openings = [threading.Lock() for _ in range(_OPENINGS)]
@@ -259,7 +272,6 @@ class Intake:
             model=model,
             publisher=Publisher(store, heads, model, entry, self.home),
             exchange=Exchange(store, model.name, entry.number, self.home),
-            relay=Relay(self._peers, str(model.name), entry.number),
             allocator=self._allocator,
             successors=self._successors,
             mappings=self._mappings,
@@ -361,8 +373,7 @@ class Intake:
         patience = min(seconds, _LONG_POLL) if may_wait else 0.0
         agreed = session.declare(rank, client_id, digest, patience)
         if agreed is not None:
-            prepared = agreed.prepared
-            return Declared(assigned=prepared.assigned[rank], stream_bytes=prepared.streams[rank].nbytes)
+            return _to_push(agreed, self.home, rank)
         if may_wait and seconds < _LONG_POLL:
             raise not_all_declared(session.state)
         declarations = session.state.declarations
@@ -377,8 +388,8 @@ class Intake:
         writer = self._find(name, number).writer_for(rank, client_id)
         return self._take(pieces, partial(writer.write, rank))
 
-    def take_forwarded(self, name: str, number: int, rank: int, claim: str, pieces: Pieces) -> int:
-        """Take ranges of a rank's stream that another replica passes on; how many bytes came.
+    def write_of_other(self, name: str, number: int, rank: int, claim: str, pieces: Pieces) -> int:
+        """Take pieces of the stream of a rank that has declared at another replica; how many bytes came.
 
         Raises:
             Unavailable: no rank has declared here yet; try again.
@@ -389,8 +400,8 @@ class Intake:
         if session is None:
             still_open(self._catalog.head(model_name), number)
             raise Unavailable(f"no rank of {name}@{number} has come to {self.home} yet", fix="try again")
-        writer = session.writer_for_replica(rank, claim)
-        return self._take(pieces, partial(writer.write_forwarded, claim, rank))
+        writer = session.writer_for_other(rank, claim)
+        return self._take(pieces, partial(writer.write_of_other, claim, rank))
 
     def _take(self, pieces: Pieces, write: Callable[[int, memoryview, int], None]) -> int:
         count = 0
@@ -472,29 +483,30 @@ class Intake:
     # --- leaving, and others that leave
 
     def take_over(
-        self, sender: Home, version: HandedVersion, fill: Callable[[Mapping[str, ByteArray]], None]
+        self,
+        sender: Home,
+        version: HandedVersion,
+        fill: Callable[[Mapping[str, ByteArray]], None],
+        may_wait: Callable[[], bool],
     ) -> None:
-        """Own a version that another replica hands over. Doing it again does nothing.
+        """Own a version, or a share of one, that another replica hands over. Doing it again does nothing.
 
         Args:
             sender: the replica that leaves.
-            version: which version.
+            version: what it hands over.
             fill: reads all files into arrays of their sizes.
+            may_wait: whether there is time yet to wait for memory.
 
         Raises:
-            Unavailable: this replica leaves itself.
+            FailedPrecondition: this replica leaves itself.
             AlreadyExists: it has had the version before, and it was given up or is another push's.
-            ResourceExhausted: there is no memory for the files now.
+            ResourceExhausted: there is no memory for the files.
             WeighbridgeError: what ``fill`` raises.
         """
         if self._has_taken(version):
             return
         model, entry = version.model, version.entry
-        request = self._allocator.request(model, entry.number, model.files.file_sizes)
-        try:
-            image = request.take(())
-        finally:
-            request.leave()
+        image = self._image_for(version, may_wait)
         begun = False
         try:
             fill(image.buffers)
@@ -502,14 +514,14 @@ class Intake:
             with self._opening(model.name):
                 if self._has_taken(version):
                     return
-                opened = _opened(model, entry)
-                prepared = nothing_to_push(model.files, entry.ranks)
-                declared = Declarations.taken_over(opened, self.home, version.ranks, prepared, version.claim)
-                state = PushState.taken_over(opened, declared, self.limits, version.ready_ms, now())
-                client_id = version.ranks[0][0]
+                opened, agreed = _opened(model, entry), version.agreed_by(self.home)
+                declared = Declarations.taken_over(opened, self.home, version.ranks, agreed)
+                state = PushState.taken_over(
+                    opened, declared, version.number, self.limits, version.ready_ms, now()
+                )
                 self._catalog.adopt(model)
-                session = self._session_in(state, model, entry, client_id, image)
-                self._registry.add(session)
+                session = self._session_in(state, model, entry, version.ranks[0][0], image)
+                self._enter_taken(session, agreed, version.number)
                 begun = True
         finally:
             if not begun:
@@ -517,15 +529,39 @@ class Intake:
         log.info("%s: taken over from %s", session.snapshot.version, sender)
         self._registry.supersede(session)
 
+    def _enter_taken(self, session: PushSession, agreed: Agreement, number: int) -> None:
+        """Begin the session of what was taken over; beside those of a version in which this replica takes part."""
+        there = self._registry.of_version(session.model.name, session.number)
+        if not there:
+            self._registry.add(session)
+            return
+        self._registry.add_taken(session)
+        session.post(on.Superseded())  # nobody reads its image here once the version is durable
+        for each in there:
+            each.post(on.ShareMoved(number, self.home, agreed.handovers[number]))
+
+    def _image_for(self, version: HandedVersion, may_wait: Callable[[], bool]) -> Image:
+        """Memory for files that are taken over, in its turn."""
+        request = self._allocator.request(version.model, version.entry.number, version.files)
+        try:
+            while True:
+                try:
+                    return request.take(())
+                except ResourceExhausted as error:
+                    if error.retry_after is None or not may_wait():
+                        raise
+                time.sleep(_MEMORY_PAUSE)
+        finally:
+            request.leave()
+
     def _has_taken(self, version: HandedVersion) -> bool:
-        """Whether a version is this replica's already."""
+        """Whether what is handed over is this replica's already."""
         if self.draining:
-            raise Unavailable("the service is shutting down")
-        session = self._registry.get(version.model.name, version.entry.number)
-        if session is None:
-            return False
-        check_owned(session.state, version.claim)
-        return True
+            raise FailedPrecondition("the service is shutting down")
+        there = self._registry.of_version(version.model.name, version.entry.number)
+        for session in there:
+            check_owned(session.state, version.claim)
+        return any(version.share is None or session.state.share_number == version.number for session in there)
 
     def drain(self, seconds: float) -> bool:
         """Refuse new versions and wait for those under way, or hand them over; whether none of them is lost.
@@ -540,23 +576,36 @@ class Intake:
         draining = on.Draining(tuple(self._successors.others()), begun + seconds / 2, begun + seconds)
         for session in self._registry.all():
             session.post(draining)
-        finished = self._catalog.wait_finished(seconds)
+        for session in self._registry.all():
+            session.wait_finished(max(draining.until - now().seconds, 0.0))
+        lost = False
         for session in self._registry.all():
             state = session.state
-            if state.phase in VISIBLE:
-                finished = False
-                log.warning("%s is lost: %s", session.snapshot.version, why_lost(state))
-            elif state.unfinished:
+            lost = lost or state.needed_here
+            if state.phase in INCOMPLETE:
                 log.warning("not finished: %s", session.name_waits())
-        return finished
+            elif state.needed_here:
+                log.warning("%s is lost: %s", session.snapshot.version, why_lost(state))
+            elif state.phase in VISIBLE:
+                log.info("%s is left to other replicas", session.snapshot.version)
+        return not lost
 
     def stop(self) -> None:
         """Leave what is not done as it is; waits for what is being done."""
-        self._peers.close()
         self._timers.stop()
         self._pools.stop(_STOP_SECONDS)
         for session in self._registry.all():
             session.stop()
+
+
+def _to_push(agreed: Agreement, home: Home, rank: int) -> Declared:
+    """What a rank of a replica is to push, and where."""
+    prepared = agreed.prepared
+    assigned, nbytes = prepared.assigned[rank], prepared.streams[rank].nbytes
+    if agreed.alone:
+        return Declared(assigned=assigned, stream_bytes=nbytes)
+    routes = {"" if to == home else to.address: list(ranges) for to, ranges in agreed.routes(rank).items()}
+    return Declared(assigned=assigned, stream_bytes=nbytes, routes=routes, claim=agreed.claim)
 
 
 def _opened(model: RegisteredModel, entry: OpenEntry) -> Version:

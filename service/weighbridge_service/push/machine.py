@@ -20,6 +20,7 @@ from weighbridge.errors import (
 )
 from weighbridge_service.push import effects as do
 from weighbridge_service.push import events as on
+from weighbridge_service.push.declarations import Home
 from weighbridge_service.push.effects import Awaited, Effect
 from weighbridge_service.push.state import (
     BEFORE_SEALED,
@@ -127,8 +128,9 @@ def _apply(state: PushState, event: on.Event, now: Moment) -> _Step:
         case on.TimedOut(missing, heard_at):
             return _timed_out(replace(state, heard_at=max(state.heard_at, heard_at)), missing, now)
         case on.HandedOver(to) if state.phase in VISIBLE:
-            state = replace(state, handed_to=to, error=None, gave_up=False, settling=None)
-            return _to(state, Phase.HANDED_OVER), ()
+            return _handed_over(state, to)
+        case on.ShareMoved():
+            return _moved(state, event)
         case on.Superseded():
             state = replace(state, superseded=True)
             if state.gave_up and state.error is not None:
@@ -185,10 +187,15 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
             return _pause(state, do.CollectHandIns(), now.seconds + _LISTEN)
         case on.Draining(successors, hand_over_at, until):
             failing = state.failures.keys()
+            taking_part = () if state.agreed is None else state.agreed.homes
             return replace(
                 state,
                 hurrying=True,
-                successors=tuple(each for each in successors if each != state.declarations.home),
+                successors=tuple(
+                    each
+                    for each in dict.fromkeys((*taking_part, *successors))
+                    if each != state.declarations.home
+                ),
                 hand_over_at=now.seconds if state.gave_up else hand_over_at,
                 until=until,
                 not_before={e: at for e, at in state.not_before.items() if e not in failing},
@@ -295,7 +302,9 @@ def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
     share, phase = state.share, state.phase
     if _is_to_be_confirmed(state):
         yield do.Confirm(), 0.0
-    if share is not None and state.image:
+    # while bytes arrive, and then when ranks that wait for the version to be ready need no processor any more
+    at_leisure = phase in VISIBLE or not state.all_filled
+    if state.image and at_leisure:
         for file in sorted(state.filled - state.digested):
             yield do.Digest(file), 0.0
     if not state.compared and (
@@ -326,7 +335,7 @@ def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
         return
     if not state.claimed:
         yield do.Claim(), 0.0
-    else:
+    elif at_leisure:
         for file in sorted(state.filled - state.uploaded - (state.perhaps_unchanged - state.digested)):
             yield do.Upload(file), 0.0
         for file in sorted(state.digested - state.digests_uploaded):
@@ -343,7 +352,7 @@ def _is_to_be_confirmed(state: PushState) -> bool:
     if share is None or state.gave_up or state.settling is not None:
         return False
     if state.phase is Phase.FILLING:  # ahead, so that the last rank to seal does not wait for it
-        return share.alone and state.filled_here and state.confirmed_at is None
+        return share.alone and state.all_filled and state.confirmed_at is None
     return state.phase is Phase.SEALED and (share.alone or state.owners_complete)
 
 
@@ -498,6 +507,21 @@ def _publish(state: PushState, now: Moment) -> _Step:
         settling=None,
     )
     return state, tuple(effects)
+
+
+def _handed_over(state: PushState, to: Home) -> _Step:
+    state = replace(state, handed_to=to, error=None, gave_up=False, settling=None)
+    return _to(state, Phase.HANDED_OVER), ()
+
+
+def _moved(state: PushState, moved: on.ShareMoved) -> _Step:
+    """Who has a share is known. If it is the one of this replica, its answer to the handover was lost."""
+    before = state.agreed
+    state = replace(state, declarations=state.declarations.moved(moved.replica, moved.to, moved.handovers))
+    mine = state.share is not None and state.share.me == moved.replica
+    if mine and state.agreed is not before and state.phase in VISIBLE and state.hurrying:
+        return _handed_over(state, moved.to)
+    return state, ()
 
 
 def _timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> _Step:

@@ -107,6 +107,23 @@ class Publisher:
         except VersionFailed as error:
             return on.HeadSaid(effect, on.Verdict.GIVEN_UP, reason=error.message)
 
+    def is_held_by(self, other: Home) -> bool:
+        """Whether head.json says that another replica has taken the version over, or that it is published.
+
+        A store that is away says nothing.
+        """
+        try:
+            history = self.heads.history(self.model.name)
+        except WeighbridgeError:
+            return False
+        if history is None:
+            return False
+        entry = history.head.open.get(self.entry.number)
+        return entry.holder == other.address if entry is not None else self._is_published(history)
+
+    def _is_published(self, history: History) -> bool:
+        return history.find(self.entry.number) is not None
+
     @cached_property
     def _parent(self) -> Manifest | None:
         """The version before, whose files may be the same."""

@@ -25,7 +25,7 @@ class PreparedPush:
         transfer: from the streams, in buffers named like the ranks, to the files.
         fills: how many bytes the streams bring to each file.
         grantable: for each rank, the parts of its stream that its own process may write to the image of its replica: all that
-            belongs to files of that replica and of no other. The rest is streamed to it.
+            belongs to files of that replica and of no other. The rest is streamed.
         spread: who writes which file, if the ranks push to several replicas of the service; None otherwise.
     """
 
@@ -96,19 +96,20 @@ def prepare_push(
     )
 
 
-def nothing_to_push(files: FilesLayout, ranks: int) -> PreparedPush:
+def nothing_to_push(files: FilesLayout, ranks: int, spread: Spread | None = None) -> PreparedPush:
     """The plan of a push whose bytes are all in their files: no rank has anything to push any more.
 
     Args:
         files: what was written.
         ranks: how many ranks have pushed it.
+        spread: who writes which file, if several replicas do.
     """
     empty = Layout.stream((), ())
     fills = {file.name: 0 for file in files.files}
     for placement in files.layout.placements:
         fills[placement.buffer] += placement.nbytes
     transfer = Transfer(Plan(empty, files.layout, (), ()), scatter=True)
-    return PreparedPush({}, dict.fromkeys(range(ranks), empty), transfer, fills, {})
+    return PreparedPush({}, dict.fromkeys(range(ranks), empty), transfer, fills, {}, spread)
 
 
 def _grantable(rank: int, nbytes: int, spread: Spread | None) -> RangeSet:

@@ -29,6 +29,7 @@ class Registry:
         self._news = news
         self._lock = threading.Lock()
         self._sessions: dict[ModelName, dict[int, PushSession]] = {}
+        self._taken: list[PushSession] = []  # of shares of versions that have a session of their own here
         self._by_request: dict[tuple[ModelName, str], int] = {}
         self._in_order: dict[PushSession, None] = {}
 
@@ -43,8 +44,21 @@ class Registry:
         self._forget_old(name)
         session.tick()
 
+    def add_taken(self, session: PushSession) -> None:
+        """Enter the session of a share that another replica has handed over, of a version that this replica receives itself."""
+        with self._lock:
+            self._taken = [each for each in self._taken if not _is_over(each)] + [session]
+        session.tick()
+
+    def of_version(self, name: ModelName, number: int) -> list[PushSession]:
+        """The session of a version, and those of shares of it that were taken over beside that."""
+        with self._lock:
+            own = self._sessions.get(name, {}).get(number)
+            taken = [each for each in self._taken if (each.model.name, each.number) == (name, number)]
+        return ([] if own is None else [own]) + taken
+
     def get(self, name: ModelName, number: int) -> PushSession | None:
-        """The session of a version, if there is one here."""
+        """The session of a version, if there is one here; of a share that was taken over, only if it is the version's only one."""
         with self._lock:
             return self._sessions.get(name, {}).get(number)
 
@@ -63,7 +77,7 @@ class Registry:
     def all(self) -> list[PushSession]:
         """All sessions."""
         with self._lock:
-            return [session for known in self._sessions.values() for session in known.values()]
+            return [s for known in self._sessions.values() for s in known.values()] + self._taken
 
     # --- Surroundings
 

@@ -1,8 +1,8 @@
-"""How is a push shared among several replicas of the service: who writes which file, and what has to cross over?
+"""Placement of a push that is shared among several replicas of the service: who writes which file, and what goes to whom.
 
-Trainer ranks push to the replica on their own node. A file has one owner, the replica that can fill most of it from its own
-ranks. What other replicas' ranks hold of the file crosses from replica to replica, and nothing else does. Everything here is pure:
-replicas that know the same declarations come to the same answer without asking each other.
+Each trainer rank declares to the replica on its own node. A file has one owner, the replica that can fill most of it from its own
+ranks. What other replicas' ranks hold of the file they push to its owner, and nothing else leaves their node. Everything here is
+pure: replicas that know the same declarations come to the same answer without asking each other.
 
 Replicas are numbered in the order of the lowest rank that pushes to them.
 """
@@ -24,7 +24,7 @@ class Spread:
     """A push shared among replicas.
 
     Attributes:
-        homes: for each rank, the number of the replica that it pushes to.
+        homes: for each rank, the number of its own replica.
         owners: for each file, the number of the replica that writes it.
         routes: for each rank, which parts of its stream are meant for which replica.
     """

@@ -32,7 +32,6 @@ from weighbridge_service.push.machine import step
 from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.publisher import Publisher
 from weighbridge_service.push.replica_exchange import Exchange
-from weighbridge_service.push.replica_relay import Relay
 from weighbridge_service.push.state import (
     BEFORE_SEALED,
     FINAL,
@@ -86,7 +85,7 @@ class PushSession:
         client_id: who opened the version.
         request_id: which request opened it.
         model: the registration under which it was opened.
-        publisher, exchange, relay: of this version.
+        publisher, exchange: of this version.
         allocator: gives images.
         successors: other replicas that may take it over.
         mappings: who has images mapped.
@@ -105,7 +104,6 @@ class PushSession:
         model: RegisteredModel,
         publisher: Publisher,
         exchange: Exchange,
-        relay: Relay,
         allocator: ImageAllocator,
         successors: Successors,
         mappings: Mappings,
@@ -123,7 +121,7 @@ class PushSession:
         self._timers = timers
         self._surroundings = surroundings
         self._runner = EffectRunner(
-            model, publisher, exchange, relay, allocator, successors, self._go_on, self._post_all
+            model, publisher, exchange, allocator, successors, self._go_on, self._post_all
         )
         self._runner.image = image
         self._wake = self.tick  # one object, by which the timers know it
@@ -366,12 +364,12 @@ class PushSession:
         state.declarations.check_client(rank, client_id)
         return self._begun(state)
 
-    def writer_for_replica(self, rank: int, claim: str) -> ImageWriter:
-        """What takes the bytes that another replica passes on of a rank's stream.
+    def writer_for_other(self, rank: int, claim: str) -> ImageWriter:
+        """What takes the bytes of a rank that has declared at another replica.
 
         Args:
             rank: which rank.
-            claim: the agreement of the other replica.
+            claim: the agreement of that replica.
 
         Raises:
             InvalidArgument: there is no such rank.
@@ -410,8 +408,8 @@ class PushSession:
         state.declarations.check_rank(rank)
         writer = self._runner.writer
         if writer is None and state.agreed is not None and state.phase not in INCOMPLETE:
-            length = state.agreed.prepared.streams[rank].nbytes
-            return [(0, length)] if length else [], length, True
+            meant = state.agreed.routes(rank).get(state.declarations.home, ())
+            return list(meant), state.agreed.prepared.streams[rank].nbytes, True
         ranges, length = self._begun(state).received(rank)
         return ranges, length, rank in state.sealed
 
@@ -426,16 +424,9 @@ class PushSession:
         state = self._state
         if answer_whole(state, rank, client_id) is None:
             self._begun(state).check_whole(rank)
-            # a piece that has come a second time may still be on its way to its place, or to another replica
+            # a piece that has come a second time may still be on its way to its place
             if self.ask(lambda state: answer_whole(state, rank, client_id), seconds) is None:
                 return False
-        agreed = self._state.agreed
-        if agreed is not None and not agreed.alone and self._state.phase not in FINAL:
-            try:
-                self._runner.relay.flush(rank)
-            except WeighbridgeError as error:
-                self.post(on.Broken(error))
-                raise
         left = max(deadline - time.monotonic(), 0.0)
         return self.ask(lambda state: answer_seal(state, rank), left, on.SealAsked(rank)) is not None
 
@@ -457,6 +448,11 @@ class PushSession:
         if written is not None:
             self._runner.take_hand_in(replica, written)
         self.post(on.ReplicaSaid(replica, handed_in))
+
+    def holds(self, file: str) -> bool:
+        """Whether a file is in this replica's image."""
+        image = self._runner.image
+        return image is not None and file in image.sizes
 
     def own_file(self, file: str) -> tuple[ByteArray, Lease]:
         """A file of this replica's, for other replicas, and what keeps its bytes there.
@@ -481,6 +477,10 @@ class PushSession:
     def abort(self, reason: str) -> None:
         """Give the version up. Raises FailedPrecondition if it is visible."""
         self.ask(answer_abort, _ABORT_SECONDS, on.Aborted(reason))
+
+    def wait_finished(self, seconds: float) -> bool:
+        """Whether nothing is to be done any more, at once or within ``seconds``."""
+        return self.ask(lambda state: None if state.unfinished else True, seconds) is not None
 
     def name_waits(self) -> str:
         """What it waits for, in words."""

@@ -39,7 +39,7 @@ class Phase(enum.Enum):
     PUBLISHED = "published"
     """Part of history."""
     HANDED_OVER = "handed over"
-    """Another replica has all bytes and goes on with the version: this one leaves."""
+    """Another replica has all bytes that were here and goes on with them: this one leaves."""
     FAILED = "failed"
     ABORTED = "aborted"
 
@@ -131,7 +131,8 @@ class PushState:
         image_by: when it stops waiting for an image.
         share: this replica's part, once there is an agreement.
         image: whether there is an image.
-        whole, seal_asked, sealed: ranks of this replica whose stream is here, that have asked to be sealed, and that are.
+        whole, seal_asked, sealed: ranks of this replica of whose stream all is here that belongs here, that have asked to be sealed,
+            and that are.
         sealing_at: when a rank last asked.
         filled, digested, uploaded: files of this replica that are complete, have digests, and are in the store.
         digests_uploaded: those whose block digests are in the store.
@@ -239,20 +240,21 @@ class PushState:
 
     @staticmethod
     def taken_over(
-        opened: Version, declarations: Declarations, limits: Limits, ready_ms: int, now: Moment
+        opened: Version, declarations: Declarations, number: int, limits: Limits, ready_ms: int, now: Moment
     ) -> PushState:
         """A push whose files another replica has handed over to this one, with their bytes in an image.
 
         Args:
             opened: the version as it was opened.
             declarations: with the agreement.
+            number: of the share that was handed over.
             limits: what it goes by.
             ready_ms: when it became ready, in milliseconds since 1970 UTC.
             now: the time.
         """
         if declarations.agreed is None:
             raise AssertionError(f"{declarations.name} is not agreed on")
-        share = declarations.agreed.share_of(declarations.home)
+        share = declarations.agreed.share(number)
         return PushState(
             opened,
             limits,
@@ -267,6 +269,8 @@ class PushState:
             sealed=share.ranks,
             filled=frozenset(share.files),
             compared=True,  # by the replica that has received the pieces
+            told=frozenset() if share.alone else share.ranks,  # by the replicas where they have declared
+            complete_at=share.owners - {number},
             received_bytes=sum(share.files.values()),
             ready_ms=ready_ms,
         )
@@ -282,14 +286,19 @@ class PushState:
         return self.declarations.agreed
 
     @property
-    def filled_here(self) -> bool:
-        """Whether all files of this replica are complete."""
+    def share_number(self) -> int | None:
+        """The number of the replica whose part this is; None before there is an agreement."""
+        return None if self.share is None else self.share.me
+
+    @property
+    def all_filled(self) -> bool:
+        """Whether all bytes that this replica is to receive are here."""
         return self.share is not None and self.filled == self.share.files.keys()
 
     @property
     def complete_here(self) -> bool:
         """Whether all that this replica is to receive is here and its ranks have sealed."""
-        return self.filled_here and self.share is not None and len(self.sealed) == len(self.share.ranks)
+        return self.share is not None and self.all_filled and len(self.sealed) == len(self.share.ranks)
 
     @property
     def verified_here(self) -> bool:
@@ -313,7 +322,7 @@ class PushState:
             return False
         if replica in self.share.owners:
             return replica not in self.stored_at
-        # what its ranks had to pass on has arrived once its part is complete
+        # what its ranks had to push has arrived once its part is complete
         return replica not in self.complete_at and self.phase in INCOMPLETE
 
     @property
@@ -330,10 +339,18 @@ class PushState:
         return (self.handed_in_here or share.me not in share.owners) and not self.all_handed_in
 
     @property
+    def needed_here(self) -> bool:
+        """Whether the version is lost if this replica ends now: nobody else has what it has."""
+        share = self.share
+        if self.phase in FINAL or share is None or share.alone:
+            return self.phase not in FINAL
+        return self.phase in INCOMPLETE or (share.me in share.owners and not self.handed_in_here)
+
+    @property
     def may_be_handed_over(self) -> bool:
-        """Whether another replica may still take it over, at once or when it is ready."""
+        """Whether another replica may still take over what is here, at once or when it is ready."""
         closed = isinstance(self.settling, VersionFailed | AlreadyExists)
-        return bool(self.successors) and not closed and (self.share is None or self.share.alone)
+        return bool(self.successors) and not closed and self.needed_here
 
     @property
     def unfinished(self) -> bool:
@@ -387,10 +404,7 @@ def waits_for(state: PushState) -> Iterator[str]:
 def why_lost(state: PushState) -> str:
     """Why a version that is visible and not durable ends with this process."""
     durable = state.error.message if state.error is not None else f"waits for {', '.join(waits_for(state))}"
-    share = state.share
-    if share is not None and not share.alone:
-        handed = "it is held by several replicas, each a part"
-    elif state.refusals:
+    if state.refusals:
         handed = "; ".join(state.refusals)
     elif state.successors:
         handed = f"{state.successors[0]} has not read all of it in time"
@@ -477,8 +491,10 @@ def answer_abort(state: PushState) -> bool | None:
 
 
 def check_owned(state: PushState, claim: str) -> None:
-    """Raise AlreadyExists if a version that another replica hands over under this claim is known here, and is not owned."""
+    """Raise AlreadyExists if a version that another replica hands over under this claim is known here, and is not held."""
     agreed = state.agreed
-    owned = state.phase in VISIBLE or state.phase is Phase.PUBLISHED
-    if agreed is None or agreed.claim != claim or not owned:
+    held = state.phase in VISIBLE or state.phase is Phase.PUBLISHED
+    if agreed is not None and not agreed.alone:  # the others may be ready before this one
+        held = held or state.phase in (Phase.FILLING, Phase.SEALED)
+    if agreed is None or agreed.claim != claim or not held:
         raise AlreadyExists(f"{version_of(state)} is there already, and is not what is handed over")

@@ -42,8 +42,10 @@ class OwnFiles(Protocol):
 class VersionTaker(Protocol):
     """What takes versions over from replicas that leave; see `handover.Takeovers`."""
 
-    def take_over(self, sender: Home, version: HandedVersion, go_on: Callable[[], bool]) -> None:
-        """Returns when all bytes of a version are here, and this replica owns it."""
+    def take_over(
+        self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]
+    ) -> None:
+        """Returns when all bytes of a version, or of a share of it, are here, and this replica owns it."""
 
 
 class ReplicaHandlers(replica_service_pb2_grpc.ReplicaServiceServicer):
@@ -82,20 +84,26 @@ class ReplicaHandlers(replica_service_pb2_grpc.ReplicaServiceServicer):
             raise InvalidArgument(error.message) from error
         sender = home_from_proto(request.sender)
         self._met(sender)
-        ours = []
         for progress in told:
             if progress is not None:
                 self._pushes.heard(sender, progress)
-                ours.append(self._pushes.progress(*progress.key))
+        asked = dict.fromkeys(progress.version for progress in told if progress is not None)
         return pb.ExchangeResponse(
             sender=home_to_proto(self._home),
-            versions=[progress_to_proto(each, with_files=False) for each in ours if each is not None],
+            versions=[
+                progress_to_proto(each, with_files=False)
+                for version in asked
+                for each in self._pushes.progress(*version)
+            ],
         )
 
     def TakeOver(self, request: pb.TakeOverRequest, context: grpc.ServicerContext) -> pb.TakeOverResponse:
         """See the contract."""
         self._takeovers.take_over(
-            home_from_proto(request.sender), handed_from_proto(request), context.is_active
+            home_from_proto(request.sender),
+            handed_from_proto(request),
+            request.memory_wait_ms / 1000,
+            context.is_active,
         )
         return pb.TakeOverResponse(owner=home_to_proto(self._home))
 

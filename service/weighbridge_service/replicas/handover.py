@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 
-from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, Unavailable
+from weighbridge import rpc
+from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.model_tensors import ModelTensors
 from weighbridge_service.models import RegisteredModel
 from weighbridge_service.push.declarations import Home
-from weighbridge_service.push.handover import HandedVersion
+from weighbridge_service.push.handover import HandedShare, HandedVersion
 from weighbridge_service.push.intake import Intake
 from weighbridge_service.replicas.directory import Directory
 from weighbridge_service.replicas.links import Links
+from weighbridge_service.replicas.progress import Progress, Stage, home_from_proto, home_to_proto
 from weighbridge_storage import entries, strict_json
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import ByteArray
@@ -24,6 +28,10 @@ from weighbridge_storage.objects import ByteArray
 _PART_BYTES = 8 << 20
 _READS = 4
 """Parts of files that are read at one time."""
+_TOLD_AT_ONCE = 8
+"""Replicas that are told at one time who has a share now."""
+_ASK_AGAIN_SECONDS = 5.0
+"""How long a replica that does not answer is asked again to take something over."""
 
 
 class KnownReplicas:
@@ -42,9 +50,18 @@ class KnownReplicas:
         """See `Successors`."""
         return self._directory.others()
 
-    def hand_over(self, to: Home, version: HandedVersion, seconds: float) -> None:
-        """See `Successors`."""
-        self._links.take_over(to, handed_to_proto(version), seconds)
+    def hand_over(self, to: Home, version: HandedVersion, seconds: float, memory_wait: float) -> None:
+        """See `Successors`. Is asked again where an answer may be lost: who has taken it says so at once."""
+        request = handed_to_proto(version, memory_wait)
+        deadline = time.monotonic() + seconds
+        patience = rpc.Patience(min(_ASK_AGAIN_SECONDS, seconds))
+        while True:
+            try:
+                self._links.take_over(to, request, max(deadline - time.monotonic(), 0.0))
+                return
+            except Unavailable:
+                if not patience.wait():
+                    raise
 
 
 class Takeovers:
@@ -59,21 +76,28 @@ class Takeovers:
         self._intake = intake
         self._links = links
 
-    def take_over(self, sender: Home, version: HandedVersion, go_on: Callable[[], bool]) -> None:
-        """Read all files of a version out of another replica's image, and own it from then on.
+    def take_over(
+        self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]
+    ) -> None:
+        """Read files of a version out of another replica's image, and own them from then on.
+
+        The others that hold a share are told before the one that leaves learns of it, so that they do not miss that one.
 
         Args:
             sender: the replica that leaves.
-            version: which version.
-            go_on: whether the other one still waits for it.
+            version: what it hands over.
+            memory_wait: how many seconds memory may be waited for.
+            go_on: whether the other one still waits for the answer.
 
         Raises:
-            Unavailable: this replica leaves itself, or the other one does not wait any more.
+            FailedPrecondition: this replica leaves itself.
+            Unavailable: the other one does not wait any more.
             AlreadyExists: this replica has had the version before, and it was given up or is another push's.
-            ResourceExhausted: there is no memory for its files now.
-            WeighbridgeError: its bytes could not be read.
+            ResourceExhausted: there is no memory for the files.
+            WeighbridgeError: their bytes could not be read.
         """
         key = version.key
+        wait_until = time.monotonic() + memory_wait
 
         def fill(files: Mapping[str, ByteArray]) -> None:
             def read(part: tuple[str, int]) -> None:
@@ -91,12 +115,28 @@ class Takeovers:
                 for _ in pool.map(read, parts):
                     pass
 
-        self._intake.take_over(sender, version, fill)
+        self._intake.take_over(sender, version, fill, lambda: go_on() and time.monotonic() < wait_until)
+        self._tell_others(sender, version)
+
+    def _tell_others(self, sender: Home, version: HandedVersion) -> None:
+        """Say who has a share now. Who cannot be reached is told by the next heartbeat."""
+        home, share = self._links.home, version.share
+        if share is None:
+            return
+        agreed = version.agreed_by(home)
+        said = Progress(*version.key, Stage.COMPLETE, share.number, agreed.handovers[share.number])
+
+        def tell(other: Home) -> None:
+            with suppress(WeighbridgeError):
+                self._links.exchange(other, [(said, False)])
+
+        with ThreadPoolExecutor(_TOLD_AT_ONCE, thread_name_prefix="takeover") as pool:
+            list(pool.map(tell, {*share.homes} - {home, sender}))
 
 
-def handed_to_proto(version: HandedVersion) -> pb.TakeOverRequest:
+def handed_to_proto(version: HandedVersion, memory_wait: float) -> pb.TakeOverRequest:
     """A version that is handed over as a message; its sender is still to be named."""
-    model = version.model
+    model, share = version.model, version.share
     return pb.TakeOverRequest(
         model=str(model.name),
         entry=strict_json.encode(entries.to_json(version.entry)),
@@ -110,6 +150,15 @@ def handed_to_proto(version: HandedVersion) -> pb.TakeOverRequest:
             side_files=model.side_files,
             files_digest=model.files.layout.digest,
         ),
+        share=None
+        if share is None
+        else pb.HandedShare(
+            number=share.number,
+            homes=[home_to_proto(home) for home in share.homes],
+            owners=share.owners,
+            handovers=share.handovers,
+        ),
+        memory_wait_ms=round(memory_wait * 1000),
     )
 
 
@@ -133,4 +182,15 @@ def handed_from_proto(message: pb.TakeOverRequest) -> HandedVersion:
     if model.files.layout.digest != sent.files_digest:
         raise FailedPrecondition(f"this replica lays the files of {name} out otherwise")
     ranks = [(rank.client_id, rank.digest) for rank in message.ranks]
-    return HandedVersion(model, entry, message.claim, message.ready_time_ms, ranks)
+    share = _share_from_proto(message.share, model) if message.HasField("share") else None
+    return HandedVersion(model, entry, message.claim, message.ready_time_ms, ranks, share)
+
+
+def _share_from_proto(message: pb.HandedShare, model: RegisteredModel) -> HandedShare:
+    homes = tuple(home_from_proto(home) for home in message.homes)
+    numbers = (message.number, *message.owners.values(), *message.handovers)
+    if message.owners.keys() != model.files.file_sizes.keys() or max(numbers) >= len(homes):
+        raise InvalidArgument(
+            "the share that is handed over is of other files, or of no replica that is named"
+        )
+    return HandedShare(message.number, homes, dict(message.owners), dict(message.handovers))

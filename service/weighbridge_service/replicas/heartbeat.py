@@ -34,8 +34,8 @@ class SharedPushes(Protocol):
     def shared(self) -> Sequence[SharedPush]:
         """Those that have not ended, as far as is known here."""
 
-    def progress(self, model: str, number: int, claim: str) -> Progress | None:
-        """How far this replica is with a version, or how it has ended; None if it does not receive it under this claim."""
+    def progress(self, model: str, number: int, claim: str) -> Sequence[Progress]:
+        """How far this replica is with its parts of a version, or how they have ended; none if it has none under this claim."""
 
     def heard(self, sender: Home, progress: Progress) -> None:
         """Take note of how far another replica is. What is known already, or is of another agreement, changes nothing."""
@@ -44,7 +44,7 @@ class SharedPushes(Protocol):
         """Take note that another replica is gone, with all that it has not written to the store."""
 
 
-_Key = tuple[str, int, str]
+_Key = tuple[str, int, str, int]
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +55,7 @@ class _Peer:
         health: whether it is alive.
         busy: whether it is being called; the rest belongs to who does that.
         again: whether it is to be called once more after that.
-        shared: the versions of which it was told, and not yet how they have ended.
+        shared: the parts of versions of which it was told, and not yet how they have ended.
         delivered: those of which it was told the written files.
     """
 
@@ -147,9 +147,15 @@ class Heartbeat:
 
     def _call_once(self, home: Home, peer: _Peer) -> None:
         shared = {push.progress.key: push.progress for push in self._pushes.shared() if home in push.peers}
-        ended = [self._pushes.progress(*key) for key in peer.shared - shared.keys()]
+        over = peer.shared - shared.keys()
+        ended = [
+            each
+            for version in {key[:3] for key in over}
+            for each in self._pushes.progress(*version)
+            if each.key in over
+        ]
         peer.shared |= shared.keys()
-        told = [*shared.values(), *(each for each in ended if each is not None)]
+        told = [*shared.values(), *ended]
         if not told:
             peer.shared.clear()
             return

@@ -1,8 +1,8 @@
 """Files that other replicas own, as sources for reading a version before it is durable.
 
 They are brought in blocks, through the cache that files of a remote store go through, and read ahead like these. Where the owner does not
-give a block, the version has become durable, and the block is read from the store at the same offset; or it has failed, and the
-reader is told why.
+give a block, another replica has taken its files over, and gives it; or the version has become durable, and the block is read from the
+store at the same offset; or it has failed, and the reader is told why.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PeerFiles:
         model: ModelName,
         number: int,
         claim: str,
-        owners: Mapping[str, Home],
+        owner_of: Callable[[str], Home],
         sizes: Mapping[str, int],
         is_durable: Callable[[], bool],
     ) -> dict[str, FileBytes]:
@@ -58,15 +58,15 @@ class PeerFiles:
             model: whose version.
             number: which version.
             claim: what its replicas have agreed on.
-            owners: for each file that is wanted, the replica that owns it.
-            sizes: of these files, in bytes.
+            owner_of: gives the replica that owns a file now.
+            sizes: of the files that are wanted, in bytes.
             is_durable: whether the version can be read from the store by now.
                 Raises VersionFailed if it was given up.
 
         Raises:
             ResourceExhausted, Unavailable: the cache has no place for them.
         """
-        fetch = partial(self._fetch, model, number, claim, dict(owners), is_durable)
+        fetch = partial(self._fetch, model, number, claim, owner_of, is_durable)
         return dict(self._cache.open(f"{model}@{number}", sizes, fetch, {}))
 
     def _fetch(
@@ -74,15 +74,15 @@ class PeerFiles:
         model: ModelName,
         number: int,
         claim: str,
-        owners: Mapping[str, Home],
+        owner_of: Callable[[str], Home],
         is_durable: Callable[[], bool],
         file: str,
         offset: int,
         length: int,
     ) -> bytes:
-        owner = owners[file]
         patience = rpc.Patience(_PATIENCE_SECONDS)
         while True:
+            owner = owner_of(file)
             try:
                 data = self._links.read_file(owner, (str(model), number, claim), file, offset, length)
             except WeighbridgeError as error:

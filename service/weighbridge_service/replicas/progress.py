@@ -34,6 +34,8 @@ class Progress:
         number: the version.
         claim: names what the replicas have agreed on.
         stage: how far.
+        share: the number of the replica whose part it is.
+        handovers: how often that part was handed over from replica to replica.
         written: the files that it has written; None if there are none, or they are not told.
         error: why the version was given up.
     """
@@ -42,13 +44,20 @@ class Progress:
     number: int
     claim: str
     stage: Stage
+    share: int
+    handovers: int = 0
     written: Written | None = None
     error: str = ""
 
     @property
-    def key(self) -> tuple[str, int, str]:
+    def version(self) -> tuple[str, int, str]:
         """Which version, and under which agreement."""
         return self.model, self.number, self.claim
+
+    @property
+    def key(self) -> tuple[str, int, str, int]:
+        """Which part of which version."""
+        return *self.version, self.share
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,8 @@ def progress_to_proto(progress: Progress, *, with_files: bool) -> pb.VersionProg
         number=progress.number,
         claim=progress.claim,
         stage=pb.PushStage.ValueType(progress.stage),
+        share=progress.share,
+        handovers=progress.handovers,
         written=b"" if written is None else written.to_json(progress.claim),
         error=progress.error,
     )
@@ -102,4 +113,7 @@ def progress_from_proto(message: pb.VersionProgress) -> Progress | None:
         claim, written = Written.from_json(message.written, f"progress of {message.model}@{message.number}")
         if claim != message.claim:
             written = None
-    return Progress(message.model, message.number, message.claim, stage, written, message.error)
+    return Progress(
+        *(message.model, message.number, message.claim, stage),
+        *(message.share, message.handovers, written, message.error),
+    )

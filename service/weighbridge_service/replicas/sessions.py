@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from weighbridge.errors import NotFound, VersionFailed
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Home
+from weighbridge_service.push.declarations import Agreement, Home
 from weighbridge_service.push.registry import Registry
 from weighbridge_service.push.session import PushSession
 from weighbridge_service.push.state import BEFORE_SEALED, FINAL, VISIBLE, Phase, PushState, check_not_failed
@@ -20,15 +20,17 @@ from weighbridge_storage.version_writing import Written
 
 @dataclass(frozen=True, slots=True)
 class FilesElsewhere:
-    """The files of a version that is visible, and not durable yet, which other replicas own.
+    """The files of a version that is visible, and not durable yet, which are not in its image here.
 
     Attributes:
         claim: what the replicas have agreed on.
-        owners: for each file, the replica that owns it.
+        files: their names.
+        owner_of: gives the replica that owns one of them now.
     """
 
     claim: str
-    owners: Mapping[str, Home]
+    files: Collection[str]
+    owner_of: Callable[[str], Home]
 
 
 class SharedSessions:
@@ -48,46 +50,36 @@ class SharedSessions:
         pushes = (_shared(session) for session in self._registry.all())
         return [push for push in pushes if push is not None]
 
-    def progress(self, model: str, number: int, claim: str) -> Progress | None:
+    def progress(self, model: str, number: int, claim: str) -> Sequence[Progress]:
         """See `heartbeat.SharedPushes`."""
-        session = self._session(model, number, claim)
-        return None if session is None else _progress(session.state, claim, session.handed_in)
+        return [
+            _progress(session.state, agreed, session.handed_in)
+            for session, agreed in self._sessions(model, number, claim)
+        ]
 
     def heard(self, sender: Home, progress: Progress) -> None:
         """See `heartbeat.SharedPushes`."""
-        session = self._session(*progress.key)
-        replica = None if session is None else _number_of(session.state, sender)
-        if session is None or replica is None:
-            return
-        match progress.stage:
-            case Stage.COMPLETE | Stage.WRITTEN:
-                handed_in = progress.stage is Stage.WRITTEN
-                session.take_progress(replica, progress.written, handed_in=handed_in)
-            case Stage.PUBLISHED:
-                session.post(on.SaidPublished())
-            case Stage.FAILED:
-                error = VersionFailed(
-                    f"the replica {sender} gave {session.state.name} up: {progress.error}",
-                    fix="push the step again",
-                )
-                session.post(on.ReplicaLost(replica, error))
+        for session, _ in self._sessions(*progress.version):
+            _hear(session, sender, progress)
 
     def lost(self, replica: Home, error: VersionFailed) -> None:
         """See `heartbeat.SharedPushes`."""
         for session in self._registry.all():
-            number = _number_of(session.state, replica)
-            if number is not None:
-                session.post(on.ReplicaLost(number, error))
+            agreed = session.state.agreed
+            for number, home in enumerate(() if agreed is None else agreed.homes):
+                if home == replica:
+                    session.post(on.ReplicaLost(number, error))
 
     def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Lease]:
         """See `handlers.OwnFiles`."""
-        session = self._session(model, number, claim)
-        if session is None:
+        sessions = self._sessions(model, number, claim)
+        if not sessions:
             raise NotFound(f"{model}@{number} is not received by this replica, or under another agreement")
-        return session.own_file(file)
+        holding = [session for session, _ in sessions if session.holds(file)]
+        return (holding or [sessions[0][0]])[0].own_file(file)
 
     def files_elsewhere(self, name: ModelName, number: int) -> FilesElsewhere | None:
-        """The files that other replicas own of a version that is visible here and not durable; None if there are none."""
+        """The files of a version that is visible and not durable which are not in its image here; None if there are none."""
         session = self._registry.get(name, number)
         agreed = None if session is None else session.state.agreed
         if (
@@ -97,22 +89,55 @@ class SharedSessions:
             or session.state.phase not in VISIBLE
         ):
             return None
-        home = session.state.declarations.home
-        owners = {file: agreed.homes[owner] for file, owner in agreed.prepared.spread.owners.items()}
-        return FilesElsewhere(agreed.claim, {file: owner for file, owner in owners.items() if owner != home})
+        owners = agreed.prepared.spread.owners
+        files = [file for file, owner in owners.items() if owner != session.state.share_number]
+        return FilesElsewhere(agreed.claim, files, lambda file: _home_of(session.state, owners[file]))
 
     def is_durable(self, name: ModelName, number: int, claim: str) -> bool:
         """Whether a version that was visible here is durable by now. Raises what it has failed of."""
-        session = self._session(str(name), number, claim)
-        if session is None:  # it has ended a while ago
+        sessions = self._sessions(str(name), number, claim)
+        if not sessions:  # it has ended a while ago
             return True
-        check_not_failed(session.state)
-        return session.state.phase is Phase.PUBLISHED
+        state = sessions[0][0].state
+        check_not_failed(state)
+        return state.phase is Phase.PUBLISHED
 
-    def _session(self, model: str, number: int, claim: str) -> PushSession | None:
-        session = self._registry.get(ModelName.parse(model), number)
-        agreed = None if session is None else session.state.agreed
-        return session if agreed is not None and agreed.claim == claim else None
+    def _sessions(self, model: str, number: int, claim: str) -> list[tuple[PushSession, Agreement]]:
+        """The sessions of a version under this claim, that of this replica's own part first."""
+        sessions = self._registry.of_version(ModelName.parse(model), number)
+        found = [(session, session.state.agreed) for session in sessions]
+        return [
+            (session, agreed) for session, agreed in found if agreed is not None and agreed.claim == claim
+        ]
+
+
+def _hear(session: PushSession, sender: Home, progress: Progress) -> None:
+    """Take note of how far the part of another replica is, which may be a part that it has taken over."""
+    replica = progress.share
+    session.post(on.ShareMoved(replica, sender, progress.handovers))
+    agreed = session.state.agreed
+    if agreed is None or replica >= len(agreed.homes) or agreed.homes[replica] != sender:
+        return  # it does not take part, or somebody else has it by now
+    match progress.stage:
+        case Stage.COMPLETE | Stage.WRITTEN:
+            handed_in = progress.stage is Stage.WRITTEN
+            session.take_progress(replica, progress.written, handed_in=handed_in)
+        case Stage.PUBLISHED:
+            session.post(on.SaidPublished())
+        case Stage.FAILED:
+            error = VersionFailed(
+                f"the replica {sender} gave {session.state.name} up: {progress.error}",
+                fix="push the step again",
+            )
+            session.post(on.ReplicaLost(replica, error))
+
+
+def _home_of(state: PushState, number: int) -> Home:
+    """Who has a share now."""
+    agreed = state.agreed
+    if agreed is None:
+        raise AssertionError(f"{state.name} is not agreed on")
+    return agreed.homes[number]
 
 
 def _shared(session: PushSession) -> SharedPush | None:
@@ -122,11 +147,11 @@ def _shared(session: PushSession) -> SharedPush | None:
     if agreed is None or agreed.alone or state.phase in FINAL:
         return None
     peers = tuple(home for home in agreed.homes if home != state.declarations.home)
-    return SharedPush(_progress(state, agreed.claim, session.handed_in), peers)
+    return SharedPush(_progress(state, agreed, session.handed_in), peers)
 
 
-def _progress(state: PushState, claim: str, written: Written | None) -> Progress:
-    opened, error = state.opened, ""
+def _progress(state: PushState, agreed: Agreement, written: Written | None) -> Progress:
+    opened, error, share = state.opened, "", state.share_number or 0
     match state.phase:
         case Phase.PUBLISHED:
             stage = Stage.PUBLISHED
@@ -136,10 +161,5 @@ def _progress(state: PushState, claim: str, written: Written | None) -> Progress
             stage = Stage.RECEIVING
         case _:
             stage = Stage.COMPLETE if written is None else Stage.WRITTEN
-    return Progress(opened.model, opened.number, claim, stage, written, error)
-
-
-def _number_of(state: PushState, home: Home) -> int | None:
-    """The number of a replica that takes part in a push; None if it does not."""
-    agreed = state.agreed
-    return agreed.homes.index(home) if agreed is not None and home in agreed.homes else None
+    handovers = agreed.handovers.get(share, 0)
+    return Progress(opened.model, opened.number, agreed.claim, stage, share, handovers, written, error)
