@@ -59,31 +59,34 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write; 1 if a case failed or bytes were not the same."""
     args = parser().parse_args(arguments)
     checkouts = [None] if args.against is None else [None, args.against.resolve()]
-    found: list[list[Figures]] = []
+    ours: list[Figures] = []
+    theirs: list[Figures] = []
+    compared: list[against.Compared] = []
     failures: list[str] = []
     cases = itertools.product(args.gb, args.clients, args.cuts, args.lane, [args.device])
     for case in itertools.starmap(Case, cases):
         print(f"{case.gigabytes:g} GB, {case.clients} clients, {case.cut}, {case.lane} ...", file=sys.stderr)
         try:
             with tempfile.TemporaryDirectory(dir=args.folder, prefix="weighbridge-bench-") as name:
-                found.append(run_in_turn(case, args.rounds, Path(name).resolve(), checkouts))
+                figures, *others = run_in_turn(case, args.rounds, Path(name).resolve(), checkouts)
         except (ClientError, OSError, RuntimeError) as error:
             failures.append(f"{case}: {error}")
-    ours = [figures for figures, *_ in found]
-    theirs = [figures for _, *others in found for figures in others]
-    compared = [against.Compared(*pair) for pair in zip(ours, theirs, strict=False)]
+        else:
+            ours.append(figures)
+            theirs += others
+            compared += (against.Compared(figures, other) for other in others)
+        if args.json is not None:  # after each case: many take long
+            report.write_json(
+                args.json,
+                cases=[figures.to_json() for figures in ours],
+                against=[each.to_json() for each in compared],
+                failures=failures,
+            )
     print(report.cases_table(ours))
     if compared:
         print(f"\n{args.against}:\n{report.cases_table(theirs)}\n\n{against.tables(compared)}")
     for failure in failures:
         print(failure)
-    if args.json is not None:
-        report.write_json(
-            args.json,
-            cases=[figures.to_json() for figures in ours],
-            against=[each.to_json() for each in compared],
-            failures=failures,
-        )
     if args.plot is not None and ours:
         plot_cases(ours, args.plot)
     return int(bool(failures) or any(figures.verified is False for figures in (*ours, *theirs)))

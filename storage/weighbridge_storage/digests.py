@@ -240,6 +240,7 @@ class NonfiniteCounter:
         self._encoding = _ENCODINGS.get(dtype.name)
         self._itemsize = dtype.itemsize
         self._begun = np.empty(0, np.uint8)
+        self._expected = False
 
     def update(self, piece: ByteArray) -> None:
         """Take the next bytes."""
@@ -251,11 +252,17 @@ class NonfiniteCounter:
             piece = piece[missing:]
             if len(self._begun) < self._itemsize:
                 return
-            self.count += _count_nonfinite(self._begun, self._encoding)
+            self._count(self._begun, self._encoding)
         whole = len(piece) // self._itemsize * self._itemsize
         self._begun = piece[whole:].copy()
         for part in _parts(piece[:whole]):
-            self.count += _count_nonfinite(part, self._encoding)
+            self._count(part, self._encoding)
+
+    def _count(self, data: ByteArray, encoding: _Encoding) -> None:
+        """Count whole elements, at least one. Where some were non-finite a moment ago, others probably are as well."""
+        found = 0 if not self._expected and _all_finite(data, encoding) else _count_nonfinite(data, encoding)
+        self._expected = found > 0
+        self.count += found
 
 
 def _parts(data: ByteArray) -> Iterator[ByteArray]:
@@ -264,15 +271,21 @@ def _parts(data: ByteArray) -> Iterator[ByteArray]:
         yield data[start : start + _WINDOW]
 
 
-def _count_nonfinite(data: ByteArray, encoding: _Encoding) -> int:
-    """Count them among whole elements, at least one.
+def _all_finite(data: ByteArray, encoding: _Encoding) -> bool:
+    """Whether all elements are finite, which is nearly always so: two reductions without a temporary.
 
-    The largest pattern as a signed integer is that of the largest positive value, and as an unsigned one that of the
-    largest negative: two reductions without a temporary say that all is finite, which is nearly always so.
+    The largest pattern as a signed integer is that of the largest positive value, and as an unsigned one that of the largest
+    negative.
     """
+    itemsize, sign, limit, _ = encoding
+    largest = data.view(f"<u{itemsize}").max()
+    return bool(largest < sign | limit and (not sign or data.view(f"<i{itemsize}").max() < limit))
+
+
+def _count_nonfinite(data: ByteArray, encoding: _Encoding) -> int:
     itemsize, sign, limit, width = encoding
     patterns = data.view(f"<u{itemsize}")
-    if patterns.max() < sign | limit and (not sign or data.view(f"<i{itemsize}").max() < limit):
-        return 0
     nonfinite = (patterns & ~np.array(sign, patterns.dtype)) >= limit
-    return int(np.count_nonzero(nonfinite.reshape(-1, width).any(axis=1)))
+    if width > 1:
+        nonfinite = nonfinite.reshape(-1, width).any(axis=1)
+    return int(np.count_nonzero(nonfinite))
