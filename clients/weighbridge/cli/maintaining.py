@@ -50,31 +50,30 @@ def migrate_command(ctx: click.Context, location: Path | str, drop_damaged: bool
                 found.append(model)
                 if not as_json:
                     _show(model)
+        empty = not found and next(store.folders("models/"), None) is None
     except KeyboardInterrupt:
         click.echo("interrupted: run the same command again, and it goes on where it stopped", err=True)
         raise
     finally:
         store.close()
-    failed = any(model.problems for model in found)
+    failed = not all(model.ok for model in found)
     if as_json:
         print_json({"ok": not failed, "models": [model.to_json() for model in found]})
     elif not found:
-        click.echo("nothing is to be migrated")
+        click.echo(_no_models(location) if empty else "nothing is to be migrated")
     ctx.exit(1 if failed else 0)
 
 
 def _show(model: MigratedModel) -> None:
-    migrated = f"{len(model.versions)} versions, {readable_size(model.nbytes)}"
+    migrated = f"{counted(len(model.versions), 'version')}, {readable_size(model.nbytes)}"
     for number in model.dropped:
         click.echo(f"{model.name}@{number}: is damaged, and is not part of history any more")
     for number, problem in model.problems.items():
         click.echo(f"{model.name}@{number}: {problem}", err=True)
-    if model.problems:
-        click.echo(
-            f"{model.name}: not migrated ({migrated} are)\n"
-            "  What to do: restore these versions from a backup, or run again with --drop-damaged",
-            err=True,
-        )
+    if model.failure:
+        click.echo(f"{model.name}: not migrated: {model.failure}", err=True)
+    elif model.problems:
+        click.echo(f"{model.name}: not migrated ({migrated} are)\n  What to do: {model.fix}", err=True)
     else:
         click.echo(f"{model.name}: migrated ({migrated})")
 
