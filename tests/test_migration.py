@@ -289,6 +289,45 @@ def test_damaged_versions_can_be_dropped_with_the_refs_that_name_them(
     assert history.head.next_version == OPEN + 1
 
 
+@pytest.mark.parametrize("text", [b"{", b'{"format":2}', b'{"format":9}'])
+def test_a_model_whose_head_cannot_be_read_is_named_and_the_others_are_migrated(
+    old: Path, opened: LocalStore, text: bytes
+) -> None:
+    (old / "models/acme/other/head.json").write_bytes(text)
+    code, said = migrate(old, "--drop-damaged")
+    assert (code, said["ok"]) == (1, False)
+    failures = {model["name"]: model["failure"] for model in said["models"]}
+    assert "models/acme/other/head.json" in failures["acme/other"]
+    assert failures[MODEL] == ""
+    assert HeadStore(opened).history(NAME) is not None
+    assert (old / "models/acme/other/head.json").read_bytes() == text
+    result = CliRunner().invoke(commands, ["migrate", str(old)])
+    assert (result.exit_code, "acme/other: not migrated: " in result.output) == (1, True)
+
+
+def test_a_version_of_a_later_release_is_not_dropped(old: Path) -> None:
+    edit(version_folder(old, 3) / "weighbridge.json", format=9)
+    before = contents(old / "models" / MODEL)["head.json"]
+    code, said = migrate(old, "--drop-damaged")
+    (problems,) = (model for model in said["models"] if model["name"] == MODEL)
+    assert (code, problems["dropped"]) == (1, [])
+    assert "format 9" in problems["problems"]["3"]
+    assert "newer Weighbridge" in problems["fix"]
+    assert contents(old / "models" / MODEL)["head.json"] == before
+
+
+@pytest.mark.parametrize("migrated", [True, False])
+def test_a_manifest_of_another_version_is_not_taken_for_this_ones(old: Path, migrated: bool) -> None:
+    other = version_folder(old, 3) / "weighbridge.json"
+    if migrated:
+        spoil(version_folder(old, 6) / "config.json", 5)  # so that the head stays for another attempt
+        assert migrate(old)[0] == 1
+    shutil.copy(other, version_folder(old, 2))
+    code, said = migrate(old)
+    (problems,) = (model["problems"] for model in said["models"] if model["name"] == MODEL)
+    assert (code, problems["2"]) == (1, "the manifest of acme/smol@2 is that of acme/smol@3")
+
+
 def test_a_retired_version_that_is_half_deleted_is_in_nobodys_way(old: Path, opened: LocalStore) -> None:
     (version_folder(old, RETIRED) / "weighbridge.json").unlink()
     assert migrate(old)[0] == 0

@@ -28,7 +28,7 @@ from weighbridge_service.weight_maps import derive_weight_map
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import register
 from weighbridge_storage.lru import Cache
-from weighbridge_storage.names import ModelName, check_file_name
+from weighbridge_storage.names import ModelName, check_file_name, shown
 from weighbridge_storage.objects import ObjectStore
 
 _KEPT_SHARDS = 2_000_000
@@ -330,6 +330,29 @@ def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> M
         )
     except (KeyError, TypeError) as error:
         raise DataLoss(f"the registration in the head of {name} is incomplete: {error!r}") from error
+
+
+def check_registration(name: ModelName, head: Head) -> None:
+    """Refuse a registration by which the model can be neither listed nor loaded.
+
+    Raises:
+        DataLoss: a field is missing, or is not what `registration_of` writes.
+    """
+    found = summary_from_head(name, head, {})
+    texts, numbers = (found.model_type, found.dtype), (found.tensor_count, found.tensor_bytes)
+    files = head.registration["files"]
+    try:
+        _kept(name, head)
+        sound = (
+            all(isinstance(text, str) for text in texts)
+            and all(type(n) is int and n >= 0 for n in numbers)
+            and isinstance(files, list)
+            and "config.json" in [check_file_name(file) for file in files]
+        )
+    except InvalidArgument as error:
+        raise DataLoss(f"the registration in the head of {name} is damaged: {error.message}") from error
+    if not sound:
+        raise DataLoss(f"the registration in the head of {name} is damaged: {shown(dict(head.registration))}")
 
 
 def load_model(store: ObjectStore, name: ModelName, head: Head) -> RegisteredModel:

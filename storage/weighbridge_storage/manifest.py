@@ -19,6 +19,7 @@ from weighbridge.dtypes import DType, from_safetensors
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.layouts import TensorSpec, check_spec
 from weighbridge_storage import strict_json
+from weighbridge_storage.entries import check_number, check_text
 from weighbridge_storage.names import (
     BLOCKS_SUFFIX,
     MANIFEST_FILE,
@@ -118,7 +119,7 @@ class Manifest:
         extra: the other fields that it does not know.
 
     Raises:
-        InvalidArgument: a name or a digest is malformed, a tensor's length does not follow from its shape, lies
+        InvalidArgument: a name, a text or a digest is malformed, a tensor's length does not follow from its shape, lies
             outside its file or on another tensor's bytes, or its file is not listed; the metadata is over a limit.
     """
 
@@ -138,6 +139,8 @@ class Manifest:
 
     def __post_init__(self) -> None:
         version_prefix(self.model, self.version)
+        check_text("run", self.run)
+        check_number("the size of all files", sum(file.size for file in self.files.values()))
         for name, file in self.files.items():
             if check_version_file_name(name) == MANIFEST_FILE or name.endswith(BLOCKS_SUFFIX):
                 raise InvalidArgument(f"{name} is listed, which the version has besides its files")
@@ -145,6 +148,8 @@ class Manifest:
             _check_digest(f"file {name}", file.blake3, _BLAKE3)
         for name, tensor in self.tensors.items():
             self._check_tensor(name, tensor)
+        for name in self.weight_files:
+            check_version_file_name(name + BLOCKS_SUFFIX)
         self._check_disjoint()
         parent = self.lineage.get("parent", 1)
         if type(parent) is not int or not 1 <= parent <= MAX_VERSION:

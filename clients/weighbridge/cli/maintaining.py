@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge.cli.output import print_json, progress_bar
+from weighbridge.cli.output import counted, print_json, progress_bar
 from weighbridge.cli.parsing import StoreLocation
 from weighbridge.cli.running import Command, needs_extra
 from weighbridge.sizes import readable_size
@@ -15,6 +16,9 @@ from weighbridge.sizes import readable_size
 if TYPE_CHECKING:
     from weighbridge_service.fsck.repair import CheckedModel
     from weighbridge_storage.migration.migrate import MigratedModel
+
+_DONE = {"drop": "taken out of history", "stray": "deleted"}
+"""What `fsck` says of what it has mended, by how; otherwise that it is repaired."""
 
 
 @click.command("migrate", cls=Command)
@@ -46,31 +50,30 @@ def migrate_command(ctx: click.Context, location: Path | str, drop_damaged: bool
                 found.append(model)
                 if not as_json:
                     _show(model)
+        empty = not found and next(store.folders("models/"), None) is None
     except KeyboardInterrupt:
         click.echo("interrupted: run the same command again, and it goes on where it stopped", err=True)
         raise
     finally:
         store.close()
-    failed = any(model.problems for model in found)
+    failed = not all(model.ok for model in found)
     if as_json:
         print_json({"ok": not failed, "models": [model.to_json() for model in found]})
     elif not found:
-        click.echo("nothing is to be migrated")
+        click.echo(_no_models(location) if empty else "nothing is to be migrated")
     ctx.exit(1 if failed else 0)
 
 
 def _show(model: MigratedModel) -> None:
-    migrated = f"{len(model.versions)} versions, {readable_size(model.nbytes)}"
+    migrated = f"{counted(len(model.versions), 'version')}, {readable_size(model.nbytes)}"
     for number in model.dropped:
         click.echo(f"{model.name}@{number}: is damaged, and is not part of history any more")
     for number, problem in model.problems.items():
         click.echo(f"{model.name}@{number}: {problem}", err=True)
-    if model.problems:
-        click.echo(
-            f"{model.name}: not migrated ({migrated} are)\n"
-            "  What to do: restore these versions from a backup, or run again with --drop-damaged",
-            err=True,
-        )
+    if model.failure:
+        click.echo(f"{model.name}: not migrated: {model.failure}", err=True)
+    elif model.problems:
+        click.echo(f"{model.name}: not migrated ({migrated} are)\n  What to do: {model.fix}", err=True)
     else:
         click.echo(f"{model.name}: migrated ({migrated})")
 
@@ -104,15 +107,18 @@ def fsck_command(
     found: list[CheckedModel] = []
     store = open_store(location)
     try:
-        for model in check_store(store, repair=repair, drop_damaged=drop_damaged):
-            found.append(model)
-            if not as_json:
-                _show_checked(model)
+        with progress_bar("checking versions", counted=True) as update:
+            for model in check_store(store, repair=repair, drop_damaged=drop_damaged, on_progress=update):
+                found.append(model)
+                if not as_json:
+                    _show_checked(model)
     finally:
         store.close()
     ok = all(model.ok for model in found)
     if as_json:
         print_json({"ok": ok, "models": [model.to_json() for model in found]})
+    elif not found:
+        click.echo(_no_models(location))
     ctx.exit(0 if ok else 1)
 
 
@@ -120,11 +126,16 @@ def _show_checked(model: CheckedModel) -> None:
     for checked in model.findings:
         finding = checked.finding
         where = model.name if finding.number is None else f"{model.name}@{finding.number}"
-        outcome = (
-            " (repaired)"
-            if checked.repaired
-            else f" (not repaired: {checked.failure})" * bool(checked.failure)
-        )
+        outcome = f" ({_DONE.get(finding.mend, 'repaired')})" if checked.repaired else ""
         click.echo(f"{where}: {finding.what}{outcome}")
+        if checked.failure:
+            click.echo(textwrap.indent(f"not repaired: {checked.failure}", "  "))
     left = sum(not checked.repaired for checked in model.findings)
-    click.echo(f"{model.name}: {f'{left} problems' if left else 'all is well'} ({model.versions} versions)")
+    verdict = counted(left, "problem") if left else "all is well"
+    click.echo(f"{model.name}: {verdict} ({counted(model.versions, 'version')})")
+    if model.fix:
+        click.echo(f"  What to do: {model.fix}")
+
+
+def _no_models(location: Path | str) -> str:
+    return f"there is no model in {location}: is that the store, as it is named to serve?"

@@ -64,11 +64,15 @@ def print_error(error: WeighbridgeError, *, as_json: bool) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str, *, counted: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr while the block runs; none where that is not a terminal.
 
+    Args:
+        what: is being done.
+        counted: whether it goes on in things instead of bytes.
+
     Yields:
-        Call it with bytes done and bytes in all.
+        Call it with bytes, or things, done and in all.
     """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
@@ -77,6 +81,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        MofNCompleteColumn,
         Progress,
         TextColumn,
         TimeRemainingColumn,
@@ -86,13 +91,17 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *([MofNCompleteColumn()] if counted else [DownloadColumn(), TransferSpeedColumn()]),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things: ``1 version``, ``2 versions``."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def readable_time(unix_ms: int) -> str:

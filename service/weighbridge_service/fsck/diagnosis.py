@@ -14,10 +14,14 @@ from weighbridge.resources import REF_LATEST
 from weighbridge_service.fsck.survey import Survey, VersionFolder
 from weighbridge_storage.entries import Ref, VersionEntry
 from weighbridge_storage.head import Head
-from weighbridge_storage.names import BLOCKS_SUFFIX
+from weighbridge_storage.names import BLOCKS_SUFFIX, MAX_VERSION
 
 UNKNOWN_NUMBERS = 1000
-"""How many numbers a rebuilt head leaves out: versions that were given up have left nothing that says so."""
+"""How many numbers are left out where the head was lost or is older than the store: versions that were given up have left nothing
+that says so."""
+FARTHEST = 1_000_000
+"""How far above all numbers that are known to have been given others may have been: what lies under a higher one is not
+Weighbridge's, and must not make a model run out of numbers."""
 
 
 class Mend(StrEnum):
@@ -60,11 +64,13 @@ class Diagnosis:
     Attributes:
         findings: all of it.
         adopted: whole versions that are to become part of history.
+        corrected: versions whose entries are to say what their manifests say.
         rebuild: whether the history is to be written anew.
     """
 
     findings: tuple[Finding, ...] = ()
     adopted: tuple[int, ...] = ()
+    corrected: tuple[int, ...] = ()
     rebuild: bool = False
 
     def numbers(self, mend: Mend) -> tuple[int, ...]:
@@ -81,23 +87,34 @@ def diagnose(survey: Survey, now_ms: int) -> Diagnosis:
     """
     if survey.foreign:
         return Diagnosis((Finding(survey.unreadable, Mend.NONE),))
-    if survey.head is None and survey.text is None and not survey.versions:
+    if survey.head is None and survey.text is None and not survey.versions and not survey.last_node:
         return Diagnosis()  # files of a registration that never came to its end
-    adopted = tuple(number for number in survey.versions if _is_adoptable(survey, number, now_ms))
-    rebuild = survey.head is None or bool(survey.lost_nodes)
+    corrected = tuple(
+        number
+        for number, entry in survey.entries.items()
+        if (said := survey.versions[number].described) is not None and said.contradictions(entry)
+    )
+    numbers = _Numbers(survey, believed=not corrected)
+    adopted = tuple(number for number in survey.versions if numbers.is_adoptable(number, now_ms))
     findings = [
-        *_findings_of_head(survey, adopted),
+        *_findings_of_head(survey, numbers, adopted),
         *(
             finding
             for number, folder in survey.versions.items()
-            for finding in _findings_of_version(survey, number, folder, number in adopted)
+            for finding in _findings_of_version(numbers, number, folder, number in adopted)
         ),
         *(
             Finding(f"{name}, which is registered, is missing", Mend.FILES, name=name)
             for name in survey.lost_files
         ),
     ]
-    return Diagnosis(tuple(findings), adopted, rebuild)
+    if any(numbers.is_strange(number) for number in survey.versions):
+        # a head written now would say that these versions are gone
+        left_alone = (Mend.HEAD, Mend.DROP)
+        findings = [replace(f, mend=Mend.NONE) if f.mend in left_alone else f for f in findings]
+        adopted = corrected = ()
+    rebuild = survey.head is None or bool(survey.lost_nodes)
+    return Diagnosis(tuple(findings), adopted, corrected, rebuild)
 
 
 def repaired_head(
@@ -113,13 +130,15 @@ def repaired_head(
     Args:
         survey: what the model's objects say.
         diagnosis: what is wrong.
-        base: the head that is there, or one that has nothing but a registration.
-        entry_of: gives the entry of a version that is to be adopted.
+        base: the head that is there, with a registration by which the model can be loaded; or one that has nothing else.
+        entry_of: gives the entry of a version that is to be adopted or corrected.
         dropped: versions that are to be retired.
         now_ms: when that is, in milliseconds since 1970 UTC.
     """
-    changed = {number: entry_of(number) for number in diagnosis.adopted}
-    changed |= {number: replace(survey.entries[number], retired_ms=now_ms) for number in dropped}
+    changed = {number: entry_of(number) for number in (*diagnosis.adopted, *diagnosis.corrected)}
+    changed |= {
+        number: replace(changed.get(number, survey.entries[number]), retired_ms=now_ms) for number in dropped
+    }
     entries = {**survey.entries, **changed}
     durable = {number for number, entry in entries.items() if not entry.retired}
     after = replace(
@@ -147,45 +166,87 @@ def _refs(refs: Mapping[str, Ref], durable: Collection[int]) -> dict[str, Ref]:
 
 
 def _next_version(survey: Survey, base: Head) -> int:
-    highest = max([0, *survey.folders, *survey.entries])
-    if survey.head is None:
-        return highest + 1 + UNKNOWN_NUMBERS
-    return max(base.next_version, highest + 1)
+    highest = _highest_given(survey)
+    if survey.head is not None and highest < base.next_version:
+        return base.next_version
+    return min(highest + 1 + UNKNOWN_NUMBERS, MAX_VERSION + 1)
 
 
-def _is_adoptable(survey: Survey, number: int, now_ms: int) -> bool:
-    """Whether a version is whole, in no history, and not known to have been given up or deleted."""
-    if number in survey.entries or not survey.versions[number].whole:
-        return False
-    if survey.head is None or number >= survey.head.next_version:
-        return True
-    there = survey.head.open.get(number)
-    if there is not None:  # its manifest is written last; whoever wrote it has died before it was published
-        return there.until_ms < now_ms
-    return _is_below_lost_node(survey, number)
-
-
-def _is_below_lost_node(survey: Survey, number: int) -> bool:
-    return (
-        survey.head is not None
-        and survey.head.in_tree(number)
-        and any(node.first <= number <= node.last for node, _ in survey.lost_nodes)
+def _highest_given(survey: Survey) -> int:
+    """The highest number that was ever given, as far as anything that is there says so."""
+    known = max(
+        [0 if survey.head is None else survey.head.next_version - 1, *survey.entries]
+        + [number for number, folder in survey.versions.items() if folder.described is not None]
     )
+    return max([known, *(number for number in survey.folders if number <= known + FARTHEST)])
 
 
-def _findings_of_head(survey: Survey, adopted: Collection[int]) -> Iterator[Finding]:
+class _Numbers:
+    """What the numbers of a model stand for.
+
+    Args:
+        survey: what its objects say.
+        believed: whether a number of which the head knows nothing was given up or deleted. Not if manifests contradict the head.
+    """
+
+    def __init__(self, survey: Survey, *, believed: bool) -> None:
+        self.survey = survey
+        self.highest = _highest_given(survey)
+        self._believed = believed
+
+    def is_adoptable(self, number: int, now_ms: int) -> bool:
+        """Whether a version is whole, in no history, and not known to have been given up or deleted."""
+        if number in self.survey.entries or not self.survey.versions[number].whole:
+            return False
+        there = None if self.survey.head is None else self.survey.head.open.get(number)
+        if (
+            there is not None
+        ):  # its manifest is written last; whoever wrote it has died before it was published
+            return there.until_ms < now_ms
+        return not self.is_gone(number)
+
+    def is_gone(self, number: int) -> bool:
+        """Whether a number is known to have been given, and to stand for nothing any more."""
+        head = self.survey.head
+        if (
+            head is None
+            or number >= head.next_version
+            or number in self.survey.entries
+            or number in head.open
+        ):
+            return False
+        return number in head.failed or (self._believed and not self._is_below_lost_node(number))
+
+    def is_strange(self, number: int) -> bool:
+        """Whether another release has written a version of which the head knows nothing."""
+        head = self.survey.head
+        known = number in self.survey.entries or (head is not None and number in head.open)
+        return self.survey.versions[number].foreign and not known and not self.is_gone(number)
+
+    def _is_below_lost_node(self, number: int) -> bool:
+        head = self.survey.head
+        return (
+            head is not None
+            and head.in_tree(number)
+            and any(node.first <= number <= node.last for node, _ in self.survey.lost_nodes)
+        )
+
+
+def _findings_of_head(survey: Survey, numbers: _Numbers, adopted: Collection[int]) -> Iterator[Finding]:
     head = survey.head
     if head is None:
         yield Finding(survey.unreadable, Mend.HEAD)
         return
+    if survey.unregistered:
+        yield Finding(survey.unregistered, Mend.HEAD)
     for node, why in survey.lost_nodes:
         yield Finding(
             f"the history of versions {max(node.first, 1)} to {node.last} is lost: {why}", Mend.HEAD
         )
-    highest = max(survey.folders, default=0)
-    if highest >= head.next_version:
+    if numbers.highest >= head.next_version:
         yield Finding(
-            f"the head is older than the store: its next version is {head.next_version}, and there are objects of {highest}",
+            f"the head is older than the store: its next version is {head.next_version}, and there are objects of "
+            f"{numbers.highest}",
             Mend.HEAD,
         )
     for name, ref in head.refs.items():
@@ -195,18 +256,24 @@ def _findings_of_head(survey: Survey, adopted: Collection[int]) -> Iterator[Find
 
 
 def _findings_of_version(
-    survey: Survey, number: int, folder: VersionFolder, adopted: bool
+    numbers: _Numbers, number: int, folder: VersionFolder, adopted: bool
 ) -> Iterator[Finding]:
-    entry = survey.entries.get(number)
+    entry = numbers.survey.entries.get(number)
     if entry is None and not adopted:
-        yield from _findings_of_stray(survey, number, folder)
+        yield from _findings_of_stray(numbers, number, folder)
         return
     if adopted:
         yield Finding("is whole, and in no history", Mend.HEAD, number)
     elif folder.foreign:
         yield Finding(f"cannot be checked: {folder.problems[0]}", Mend.NONE, number)
         return
-    elif not folder.whole:
+    said = folder.described
+    wrong = said.contradictions(entry) if said is not None and entry is not None else ()
+    if wrong:
+        yield Finding(
+            f"its entry in the history says another {', '.join(wrong)} than its manifest", Mend.HEAD, number
+        )
+    if not folder.whole:
         if entry is not None and not entry.retired:  # otherwise it may be half deleted
             yield Finding("; ".join(folder.problems), Mend.DROP, number)
         return
@@ -214,17 +281,26 @@ def _findings_of_version(
         yield Finding(f"{name}{BLOCKS_SUFFIX} is missing or has another size", Mend.DIGESTS, number, name)
 
 
-def _findings_of_stray(survey: Survey, number: int, folder: VersionFolder) -> Iterator[Finding]:
-    head = survey.head
+def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) -> Iterator[Finding]:
+    head = numbers.survey.head
     if head is not None and number in head.open:
         return  # it is being received
-    known_gone = head is not None and number < head.next_version and not _is_below_lost_node(survey, number)
-    if folder.has_manifest and not known_gone:
+    count = len(numbers.survey.folders[number])
+    if number > numbers.highest:
+        yield Finding(
+            f"{count} objects under a number that Weighbridge has not come to: they are not its own",
+            Mend.NONE,
+            number,
+        )
+    elif numbers.is_strange(number):
+        yield Finding(f"is in no history that can be read here: {folder.problems[0]}", Mend.NONE, number)
+    elif numbers.is_gone(number) or (
+        head is not None and number >= head.next_version and not folder.has_manifest
+    ):
+        yield Finding(f"{count} objects of a version that is in no history", Mend.STRAY, number)
+    else:
         yield Finding(
             f"is in no history and not whole, and will be swept away by a collection: {'; '.join(folder.problems)}",
             Mend.NONE,
             number,
         )
-    else:
-        count = len(survey.folders[number])
-        yield Finding(f"{count} objects of a version that is in no history", Mend.STRAY, number)

@@ -8,29 +8,37 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from weighbridge.errors import Conflict, DataLoss, NotFound, WeighbridgeError
 from weighbridge.layouts import TensorSpec
 from weighbridge_service.fsck.diagnosis import Diagnosis, Finding, Mend, diagnose, repaired_head
-from weighbridge_service.fsck.survey import Survey, survey_model
+from weighbridge_service.fsck.survey import Described, Survey, survey_model
 from weighbridge_service.models import (
+    RegisteredModel,
     files_identity,
     files_key,
     model_for_registration,
     registration_of,
 )
+from weighbridge_storage.digests import digest_bytes
 from weighbridge_storage.entries import VersionEntry
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import stamp
 from weighbridge_storage.head_store import HeadStore
-from weighbridge_storage.manifest import Manifest
-from weighbridge_storage.names import ModelName, blocks_key, version_key
+from weighbridge_storage.names import MANIFEST_FILE, ModelName, blocks_key, version_key
 from weighbridge_storage.objects import IfMatch, ObjectStore, PutMode
-from weighbridge_storage.version_reading import side_files, tensors_of_files
+from weighbridge_storage.version_reading import read_manifest, side_files, tensors_of_files
 from weighbridge_storage.version_verifying import digest_object
+
+_DELETIONS = 8
+"""Requests at a time."""
+_MOST_FAILURES = 5
+"""How many reasons are given for one failure."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,13 @@ class CheckedModel:
         name: which model.
         versions: how many folders of versions were looked at.
         findings: what is wrong, or was.
+        fix: what to do about what still is; empty if nothing is, or if each finding says it itself.
     """
 
     name: str
     versions: int
     findings: tuple[Checked, ...]
+    fix: str
 
     @property
     def ok(self) -> bool:
@@ -73,6 +83,7 @@ class CheckedModel:
             "name": self.name,
             "ok": self.ok,
             "versions": self.versions,
+            "fix": self.fix,
             "findings": [
                 {
                     "number": checked.finding.number,
@@ -87,7 +98,11 @@ class CheckedModel:
 
 
 def check_store(
-    store: ObjectStore, *, repair: bool = False, drop_damaged: bool = False
+    store: ObjectStore,
+    *,
+    repair: bool = False,
+    drop_damaged: bool = False,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Iterator[CheckedModel]:
     """Check all models of a store, one after another.
 
@@ -95,20 +110,22 @@ def check_store(
         store: the store.
         repair: mend what is wrong.
         drop_damaged: also retire versions whose files are missing, with the refs that name them.
+        on_progress: is told how many versions of a model were looked at, of how many.
 
     Raises:
         WeighbridgeError: the store cannot be read.
     """
     heads = HeadStore(store)
     for model in heads.models():
-        survey = survey_model(store, heads, model)
+        survey = survey_model(store, heads, model, on_progress)
         now_ms = int(time.time() * 1000)
         diagnosis = diagnose(survey, now_ms)
         if repair:
             findings = _Repair(store, heads, survey, diagnosis, drop_damaged, now_ms).run()
         else:
             findings = tuple(Checked(finding) for finding in diagnosis.findings)
-        yield CheckedModel(str(model), len(survey.versions), findings)
+        left = {checked.finding.mend for checked in findings if not checked.repaired}
+        yield CheckedModel(str(model), len(survey.versions), findings, fix_for(left, repair))
 
 
 class _Repair:
@@ -157,7 +174,7 @@ class _Repair:
         try:
             step()
         except WeighbridgeError as error:
-            return error.message
+            return str(error)
         return ""
 
     def _mend(self, finding: Finding) -> None:
@@ -166,8 +183,7 @@ class _Repair:
         elif finding.number is not None and finding.mend is Mend.DIGESTS:
             self._restore_digests(finding.number, finding.name)
         elif finding.number is not None:
-            for key in self._survey.folders[finding.number]:
-                self._store.delete(key)
+            self._delete_folder(finding.number)
 
     # -- the head ----------------------------------------------------------------------------------------------------
 
@@ -176,14 +192,16 @@ class _Repair:
 
         Raises:
             Conflict: somebody else has changed it.
-            DataLoss: it is lost, and there is no version by which the model could be registered again.
+            DataLoss: it or its registration is lost, and there is no version by which the model could be registered again.
         """
         survey = self._survey
         if not self._dropped and not any(f.mend is Mend.HEAD for f in self._diagnosis.findings):
             return
-        base = survey.head or self._registered()
-        after = repaired_head(survey, self._diagnosis, base, self._entry_of, self._dropped, self._now_ms)
+        after = repaired_head(
+            survey, self._diagnosis, self._base(), self._entry_of, self._dropped, self._now_ms
+        )
         # no name of a node is used twice: a node has the generation of the head for which it was written
+        base = survey.head or Head()
         base = replace(base, generation=max(base.generation, survey.last_node))
         after = self._heads.settle(self._model, stamp(after, base, uuid.uuid4().hex))
         if survey.head is None and survey.text is not None:
@@ -194,72 +212,144 @@ class _Repair:
             self._store.put(self._model.head_key, after.to_json(), mode=mode)
         except Conflict as error:
             raise Conflict(
-                f"{self._model} was changed meanwhile", fix="stop all services of this store, and try again"
+                f"{self._model} was changed meanwhile, or something that is no object has the name of its head",
+                fix=f"stop all services of this store, look what {self._model.head_key} is, and try again",
             ) from error
 
-    def _registered(self) -> Head:
-        """A head that has only the registration, derived from the newest whole version; its files are in their place on return."""
-        if not self._diagnosis.adopted:
-            raise DataLoss(
-                f"no version of {self._model} is whole, so its head cannot be rebuilt",
-                fix="restore head.json from a backup, or register the model again",
-            )
-        number = self._diagnosis.adopted[-1]
-        manifest = self._manifest(number)
-        files = side_files(self._store, self._model, number)
+    def _base(self) -> Head:
+        """The head from which the repaired one is made: the one that is there, or one that has nothing but a registration."""
+        head = self._survey.head
+        if head is not None and not self._survey.unregistered:
+            return head
+        registered = self._registered()
+        return replace(head or Head(), files_id=registered.files_id, registration=registration_of(registered))
+
+    def _registered(self) -> RegisteredModel:
+        """The registration of the newest version by which the model can be registered; its files are in their place on return."""
+        versions, entries = self._survey.versions, self._survey.entries
+        failures = []
+        for number in sorted(versions, reverse=True):
+            listed = number in entries and not entries[number].retired
+            if versions[number].whole and (listed or number in self._diagnosis.adopted):
+                try:
+                    return self._registered_as(number)
+                except WeighbridgeError as error:
+                    failures.append(f"{self._model}@{number}: {error.message}")
+        raise DataLoss(
+            f"{self._model} can be registered by no version"
+            if failures
+            else f"no version of {self._model} is whole",
+            details=failures[:_MOST_FAILURES],
+            fix="restore head.json from a backup; if the model never had a version, delete what there is of it and register it again",
+        )
+
+    def _registered_as(self, number: int) -> RegisteredModel:
+        files = self._side_files(number)
+        manifest = read_manifest(self._store, self._model, number)
         specs = [TensorSpec(name, entry.dtype, entry.shape) for name, entry in manifest.tensors.items()]
         registered = model_for_registration(self._model, files, "", specs)
         for name, content in files.items():
             self._store.put(files_key(self._model, registered.files_id, name), content, mode="overwrite")
-        return Head(files_id=registered.files_id, registration=registration_of(registered))
+        return registered
+
+    def _side_files(self, number: int) -> dict[str, bytes]:
+        """A version's files besides the weights, which are what its manifest says."""
+        files = side_files(self._store, self._model, number)
+        roots = self._described(number).side_files
+        for name, content in files.items():
+            if digest_bytes(content).blake3 != roots[name]:
+                raise DataLoss(f"{name} of {self._model}@{number} does not agree with its digest")
+        return files
 
     def _entry_of(self, number: int) -> VersionEntry:
-        manifest, head = self._manifest(number), self._survey.head
-        there = head.open.get(number) if head is not None else None
-        return VersionEntry(
-            number=number,
-            step=manifest.step,
-            run=manifest.run,
-            created_ms=manifest.created_ms,
-            nbytes=sum(manifest.files[name].size for name in manifest.weight_files),
-            tensor_count=len(manifest.tensors),
-            files_id=self._files_id(number, manifest),
-            write_id=(there.claim if there is not None else "") or f"fsck-{uuid.uuid4().hex}",
+        said, head = self._described(number), self._survey.head
+        listed = self._survey.entries.get(number)
+        if listed is None:
+            there = head.open.get(number) if head is not None else None
+            claim = (there.claim if there is not None else "") or f"fsck-{uuid.uuid4().hex}"
+            listed = VersionEntry(number, 0, "", 0, 0, 0, self._files_id(number), claim)
+        return replace(
+            listed,
+            step=said.step,
+            run=said.run,
+            created_ms=said.created_ms,
+            nbytes=said.nbytes,
+            tensor_count=said.tensor_count,
         )
 
-    def _files_id(self, number: int, manifest: Manifest) -> str:
-        """Identity of a version's registered files; each set of files is read once."""
-        names = manifest.files.keys() - manifest.weight_files
-        key = tuple(sorted((name, manifest.files[name].blake3) for name in names))
+    def _files_id(self, number: int) -> str:
+        """Identity of a version's registered files; empty if they are not as they were. Each set of files is read once."""
+        key = tuple(sorted(self._described(number).side_files.items()))
         if key not in self._identities:
-            self._identities[key] = files_identity(side_files(self._store, self._model, number))
+            try:
+                self._identities[key] = files_identity(self._side_files(number))
+            except (DataLoss, NotFound):  # the weights are no worse for it
+                return ""
         return self._identities[key]
 
-    def _manifest(self, number: int) -> Manifest:
-        manifest = self._survey.versions[number].manifest
-        if manifest is None:
+    def _described(self, number: int) -> Described:
+        found = self._survey.versions[number].described
+        if found is None:
             raise DataLoss(f"{self._model}@{number} has no manifest")
-        return manifest
+        return found
 
     # -- other objects -----------------------------------------------------------------------------------------------
 
     def _restore_digests(self, number: int, name: str) -> None:
-        manifest = self._manifest(number)
-        key = version_key(self._model, number, name)
-        found = digest_object(self._store, key, name, tensors_of_files(manifest).get(name, ()))
+        manifest = read_manifest(self._store, self._model, number)
+        tensors = tensors_of_files(manifest).get(name, ())
+        found = digest_object(self._store, version_key(self._model, number, name), name, tensors)
         if not found.entry.same_content(manifest.files[name]):
-            raise DataLoss(f"{name} of {self._model}@{number} does not agree with its digest")
+            raise DataLoss(
+                f"{name} of {self._model}@{number} does not agree with its digest",
+                details=[
+                    f"tensor {tensor} does not"
+                    for tensor, entry in tensors
+                    if found.tensors[tensor].xxh3_128 != entry.xxh3_128
+                ][:_MOST_FAILURES],
+                fix="restore the file from a backup",
+            )
         self._store.put(blocks_key(self._model, number, name), found.blocks, mode="overwrite")
 
     def _restore_file(self, name: str) -> None:
         head = self._survey.head
-        entries: Mapping[int, VersionEntry] = self._survey.entries
+        if head is None:
+            return
         for number, folder in self._survey.versions.items():
-            entry = entries.get(number)
-            if head is None or entry is None or entry.files_id != head.files_id:
+            entry = self._survey.entries.get(number)
+            if entry is None or entry.files_id != head.files_id or not folder.whole:
                 continue
-            if folder.whole and folder.manifest is not None and name in folder.manifest.files:
-                source = version_key(self._model, number, name)
-                self._store.copy(source, files_key(self._model, head.files_id, name))
-                return
-        raise NotFound(f"no version has {name} as it is registered")
+            try:
+                content = self._side_files(number)[name]
+            except (DataLoss, NotFound, KeyError):
+                continue  # another one may have it as it was
+            self._store.put(files_key(self._model, head.files_id, name), content, mode="overwrite")
+            return
+        raise NotFound(f"no version has {name} as it is registered", fix="register the model again")
+
+    def _delete_folder(self, number: int) -> None:
+        """Delete what lies under a number; the manifest first, as where there is one a folder is complete."""
+        keys = self._survey.folders[number]
+        manifest = version_key(self._model, number, MANIFEST_FILE)
+        if manifest in keys:
+            self._store.delete(manifest)
+        with ThreadPoolExecutor(_DELETIONS, thread_name_prefix="delete") as pool:
+            for _ in pool.map(self._store.delete, (key for key in keys if key != manifest)):
+                pass
+
+
+def fix_for(left: AbstractSet[Mend], repair: bool) -> str:
+    """What to do about findings that are left.
+
+    Args:
+        left: how they can be mended.
+        repair: whether that was tried.
+    """
+    steps = []
+    if not repair and left - {Mend.NONE, Mend.DROP}:
+        steps.append("stop all services of the store, then run again with --repair")
+    if Mend.DROP in left:
+        steps.append(
+            "restore missing files from a backup, or give the versions up with --repair --drop-damaged"
+        )
+    return "; ".join(steps)

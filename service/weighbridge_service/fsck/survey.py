@@ -7,12 +7,13 @@ meanwhile is not taken for damage.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from weighbridge.errors import DataLoss, FailedPrecondition, NotFound
-from weighbridge_service.models import files_key
+from weighbridge.safetensors_files import INDEX_FILE
+from weighbridge_service.models import check_registration, files_key
 from weighbridge_storage.digests import BLOCK_BYTES, DIGEST_BYTES
 from weighbridge_storage.entries import VersionEntry
 from weighbridge_storage.head import Head
@@ -32,7 +33,47 @@ from weighbridge_storage.names import (
 from weighbridge_storage.objects import ObjectStore
 
 _AT_ONCE = 16
-"""Versions that are looked at at a time."""
+"""Requests at a time."""
+_MAX_GENERATION = 10**18
+"""No head is written that often: nodes of higher generations are not Weighbridge's, and the next head's must stay far below 2^63."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a manifest says of its version as a whole; a manifest itself may take a hundred megabytes.
+
+    Attributes:
+        step, run, created_ms, nbytes, tensor_count: as in the version's entry.
+        side_files: the files besides the weights, with the roots of their digests.
+    """
+
+    step: int
+    run: str
+    created_ms: int
+    nbytes: int
+    tensor_count: int
+    side_files: Mapping[str, str]
+
+    @staticmethod
+    def of(manifest: Manifest) -> Described:
+        """What a manifest says."""
+        return Described(
+            step=manifest.step,
+            run=manifest.run,
+            created_ms=manifest.created_ms,
+            nbytes=sum(manifest.files[name].size for name in manifest.weight_files),
+            tensor_count=len(manifest.tensors),
+            side_files={
+                name: file.blake3
+                for name, file in manifest.files.items()
+                if name not in manifest.weight_files and name != INDEX_FILE
+            },
+        )
+
+    def contradictions(self, entry: VersionEntry) -> tuple[str, ...]:
+        """The fields in which an entry of a history says something else."""
+        names = ("step", "run", "created_ms", "nbytes", "tensor_count")
+        return tuple(name for name in names if getattr(self, name) != getattr(entry, name))
 
 
 @dataclass(frozen=True)
@@ -40,14 +81,14 @@ class VersionFolder:
     """What lies in a version's folder.
 
     Attributes:
-        manifest: None if there is none that can be read.
+        described: what its manifest says; None if there is none that can be read.
         problems: what is missing, or has another size than the manifest says; empty if the version is whole.
         bad_blocks: files whose block digests are missing or have another size.
         has_manifest: whether there is a manifest, readable or not; without one, the folder was never complete, or is half deleted.
         foreign: whether another release of Weighbridge can read the manifest.
     """
 
-    manifest: Manifest | None
+    described: Described | None
     problems: tuple[str, ...]
     bad_blocks: tuple[str, ...] = ()
     has_manifest: bool = True
@@ -70,6 +111,7 @@ class Survey:
         etag: of that text.
         unreadable: why the head cannot be read; empty if it can.
         foreign: whether another release of Weighbridge can read it and its history.
+        unregistered: what is wrong with the registration in the head; empty if nothing is.
         entries: the versions that the head leads to, as far as its history can be read.
         lost_nodes: references to nodes of the history that cannot be read, and why.
         folders: the keys in the model's numbered folders.
@@ -84,6 +126,7 @@ class Survey:
     etag: str | None
     unreadable: str
     foreign: bool
+    unregistered: str
     entries: Mapping[int, VersionEntry]
     lost_nodes: tuple[tuple[NodeRef, str], ...]
     folders: Mapping[int, tuple[str, ...]]
@@ -92,8 +135,19 @@ class Survey:
     lost_files: tuple[str, ...]
 
 
-def survey_model(store: ObjectStore, heads: HeadStore, model: ModelName) -> Survey:
+def survey_model(
+    store: ObjectStore,
+    heads: HeadStore,
+    model: ModelName,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Survey:
     """Look at all objects of a model, and read everything but its weights.
+
+    Args:
+        store: where they lie.
+        heads: the heads in it.
+        model: which model.
+        on_progress: is told how many versions were looked at, of how many.
 
     Raises:
         WeighbridgeError: the store cannot be read.
@@ -104,7 +158,7 @@ def survey_model(store: ObjectStore, heads: HeadStore, model: ModelName) -> Surv
         place, node = numbered_key(model, key), node_of_key(model, key)
         if place is not None:
             folders[place[1]].append(key)
-        elif node is not None:
+        elif node is not None and node[1] <= _MAX_GENERATION:
             last_node = max(last_node, node[1])
     head: Head | None = None
     text: bytes | None = None
@@ -122,13 +176,22 @@ def survey_model(store: ObjectStore, heads: HeadStore, model: ModelName) -> Surv
         unreadable = error.message
     except FailedPrecondition as error:
         head, unreadable, foreign = None, str(error), True
-    if head is not None:
-        # a collection may have deleted what the head does not lead to any more since it was listed
-        for number in folders.keys() - entries.keys() - head.open.keys():
-            folders[number] = [key for key in folders[number] if _size(store, key) is not None]
-    numbers = sorted(entries.keys() | {n for n, keys in folders.items() if _has_version(model, keys)})
+    unregistered = "" if head is None else _wrong_registration(model, head)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="survey") as pool:
-        looked = dict(zip(numbers, pool.map(lambda n: _look(store, model, n), numbers), strict=True))
+        if head is not None:
+            # a collection may have deleted what the head does not lead to any more since it was listed
+            strays = [key for n in folders.keys() - entries.keys() - head.open.keys() for key in folders[n]]
+            sizes = pool.map(lambda key: _size(store, key), strays)
+            gone = {key for key, size in zip(strays, sizes, strict=True) if size is None}
+            folders = defaultdict(
+                list, {n: [key for key in keys if key not in gone] for n, keys in folders.items()}
+            )
+        numbers = sorted(entries.keys() | {n for n, keys in folders.items() if _has_version(model, keys)})
+        looked: dict[int, VersionFolder] = {}
+        for folder in pool.map(lambda n: _look(store, model, n), numbers):
+            looked[numbers[len(looked)]] = folder
+            on_progress(len(looked), len(numbers))
+        missing = () if head is None or unregistered else _lost_files(store, model, head)
     return Survey(
         model=model,
         head=head,
@@ -136,12 +199,13 @@ def survey_model(store: ObjectStore, heads: HeadStore, model: ModelName) -> Surv
         etag=etag,
         unreadable=unreadable,
         foreign=foreign,
+        unregistered=unregistered,
         entries=entries,
         lost_nodes=lost_nodes,
         folders={number: tuple(keys) for number, keys in folders.items() if keys},
         versions=looked,
         last_node=last_node,
-        lost_files=() if head is None else _lost_files(store, model, head),
+        lost_files=missing,
     )
 
 
@@ -198,12 +262,21 @@ def _look(store: ObjectStore, model: ModelName, number: int) -> VersionFolder:
         if _size(store, blocks_key(model, number, name))
         != -(-manifest.files[name].size // BLOCK_BYTES) * DIGEST_BYTES
     ]
-    return VersionFolder(manifest, tuple(problems), tuple(bad_blocks))
+    return VersionFolder(Described.of(manifest), tuple(problems), tuple(bad_blocks))
+
+
+def _wrong_registration(model: ModelName, head: Head) -> str:
+    """What is wrong with the registration in a head; empty if nothing is."""
+    try:
+        check_registration(model, head)
+    except DataLoss as error:
+        return error.message
+    return ""
 
 
 def _lost_files(store: ObjectStore, model: ModelName, head: Head) -> tuple[str, ...]:
     """The registered files that are missing."""
-    names = head.registration.get("files", [])
+    names = head.registration["files"]
     return tuple(name for name in names if _size(store, files_key(model, head.files_id, name)) is None)
 
 

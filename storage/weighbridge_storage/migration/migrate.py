@@ -14,11 +14,18 @@ before refuses what is done already; all must have been stopped, as one that goe
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from weighbridge.errors import Conflict, DataLoss, DeadlineExceeded, NotFound
+from weighbridge.errors import (
+    Conflict,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    WeighbridgeError,
+)
 from weighbridge.resources import REF_LATEST
 from weighbridge_storage import strict_json
 from weighbridge_storage.entries import Ref
@@ -46,6 +53,8 @@ class MigratedModel:
         nbytes: how much was read of them, in bytes.
         dropped: versions that were taken out of history because they are damaged.
         problems: by number, why a version cannot be migrated. If there are any, the head is still one of before.
+        failure: why the model as a whole cannot be migrated; empty if that is not so.
+        fix: what to do about the problems.
     """
 
     name: str
@@ -53,6 +62,13 @@ class MigratedModel:
     nbytes: int
     dropped: tuple[int, ...]
     problems: dict[int, str]
+    failure: str = ""
+    fix: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is migrated."""
+        return not self.problems and not self.failure
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -73,10 +89,10 @@ def migrate_store(
         on_progress: is told the bytes that are done, and all of them.
 
     Yields:
-        What was done with each model that had something to be migrated.
+        What was done with each model that had something to be migrated, or cannot be read.
 
     Raises:
-        WeighbridgeError: as `migrate_model`.
+        WeighbridgeError: the store failed; the same call can be repeated.
     """
     heads = HeadStore(store)
     sizes = {model: _nbytes_of_before(store, model) for model in heads.models()}
@@ -88,20 +104,25 @@ def migrate_store(
         on_progress(min(done, total), total)
 
     for model in sizes:
-        found = migrate_model(store, heads, model, drop_damaged=drop_damaged, on_bytes=on_bytes)
+        found: MigratedModel | None
+        try:
+            found = migrate_model(store, heads, model, drop_damaged=drop_damaged, on_bytes=on_bytes)
+        except (DataLoss, FailedPrecondition, Conflict) as error:  # the others are none the worse for it
+            found = MigratedModel(str(model), (), 0, (), {}, failure=str(error))
         if found is not None:
             yield found
 
 
 def _nbytes_of_before(store: ObjectStore, model: ModelName) -> int:
-    """Bytes of the versions of a head of before; 0 if the model has none."""
+    """Bytes of the versions of a head of before; 0 if the model has none that can be read."""
     try:
         text, _ = store.get(model.head_key)
-    except NotFound:
+        if not is_of_before(text, model.head_key):
+            return 0
+        head = head_format2.read_head(text, model.head_key)
+    except (NotFound, DataLoss):
         return 0
-    if not is_of_before(text, model.head_key):
-        return 0
-    return sum(entry.nbytes for entry in head_format2.read_head(text, model.head_key).recent.values())
+    return sum(entry.nbytes for entry in head.recent.values())
 
 
 def migrate_model(
@@ -134,8 +155,10 @@ def migrate_model(
     done: dict[int, int] = {}
     dropped: tuple[int, ...] = ()
 
-    def report(problems: Mapping[int, str]) -> MigratedModel:
-        return MigratedModel(str(model), tuple(done), sum(done.values()), dropped, dict(problems))
+    def report(problems: Mapping[int, WeighbridgeError]) -> MigratedModel:
+        said = {number: str(error) for number, error in problems.items()}
+        fix = _fix_for(problems.values()) if problems else ""
+        return MigratedModel(str(model), tuple(done), sum(done.values()), dropped, said, fix=fix)
 
     for attempt in range(_ATTEMPTS):
         try:
@@ -147,9 +170,10 @@ def migrate_model(
             return report({}) if attempt else None
         before = head_format2.read_head(text, model.head_key)
         problems = _migrate_versions(store, model, before, done, on_bytes)
-        if problems and not drop_damaged:
+        damaged = {number for number, error in problems.items() if isinstance(error, DataLoss)}
+        if problems.keys() - (damaged if drop_damaged else set()):
             return report(problems)
-        dropped = tuple(problems)
+        dropped = tuple(sorted(damaged))
         after = stamp(without(before, dropped), before, uuid.uuid4().hex)
         try:
             store.put(model.head_key, heads.settle(model, after).to_json(), mode=IfMatch(etag))
@@ -163,9 +187,9 @@ def migrate_model(
 
 def _migrate_versions(
     store: ObjectStore, model: ModelName, head: Head, done: dict[int, int], on_bytes: Callable[[int], None]
-) -> dict[int, str]:
+) -> dict[int, WeighbridgeError]:
     """Migrate the versions of a head that are not ``done``, which gets how many bytes were read of each; what is wrong with others."""
-    problems: dict[int, str] = {}
+    problems: dict[int, WeighbridgeError] = {}
     for number, entry in sorted(head.recent.items()):
         if number in done:
             continue
@@ -173,11 +197,17 @@ def _migrate_versions(
         try:
             if migrate_version(store, model, number, counter.took):
                 done[number] = counter.nbytes
-        except DataLoss as error:
+        except (DataLoss, FailedPrecondition) as error:
             if not entry.retired:  # otherwise it may be half deleted, and will be gone soon
-                problems[number] = str(error)
+                problems[number] = error
         on_bytes(max(entry.nbytes - counter.nbytes, 0))
     return problems
+
+
+def _fix_for(problems: Iterable[WeighbridgeError]) -> str:
+    if all(isinstance(error, DataLoss) for error in problems):
+        return "restore these versions from a backup, or run again with --drop-damaged"
+    return "use the newer Weighbridge that has written these versions"
 
 
 class _Counter:
@@ -210,7 +240,8 @@ def migrate_version(store: ObjectStore, model: ModelName, number: int, took: Cal
         Whether that was still to be done.
 
     Raises:
-        DataLoss: its manifest is missing or malformed, or its files are not what the manifest says.
+        DataLoss: its manifest is missing, malformed or that of another version, or its files are not what the manifest says.
+        FailedPrecondition: a newer release has written its manifest.
     """
     key = version_key(model, number, MANIFEST_FILE)
     try:
@@ -218,9 +249,9 @@ def migrate_version(store: ObjectStore, model: ModelName, number: int, took: Cal
     except NotFound as error:
         raise DataLoss(f"the manifest of {model}@{number} is missing from the store") from error
     if strict_json.decode(text, key).integer("format") != manifest_format1.FORMAT:
-        Manifest.from_json(text, key)
+        _check_name(Manifest.from_json(text, key), model, number)
         return False
-    manifest = manifest_format1.read_manifest(text, key)
+    manifest = _check_name(manifest_format1.read_manifest(text, key), model, number)
     tensors = tensors_of_files(manifest)
     found = {}
     for name in manifest.files:
@@ -235,6 +266,12 @@ def migrate_version(store: ObjectStore, model: ModelName, number: int, took: Cal
         store.put(blocks_key(model, number, name), found[name].blocks, mode="overwrite")
     store.put(key, after.to_json(), mode="overwrite")
     return True
+
+
+def _check_name(manifest: Manifest, model: ModelName, number: int) -> Manifest:
+    if (manifest.model, manifest.version) != (model, number):
+        raise DataLoss(f"the manifest of {model}@{number} is that of {manifest.model}@{manifest.version}")
+    return manifest
 
 
 def without(head: Head, numbers: Collection[int]) -> Head:
