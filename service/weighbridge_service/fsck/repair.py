@@ -225,6 +225,8 @@ class _Repair:
             tensor_count=len(manifest.tensors),
             files_id=self._files_id(number, manifest),
             write_id=(there.claim if there is not None else "") or f"fsck-{uuid.uuid4().hex}",
+            ranks=there.ranks if there is not None else 0,
+            nonfinite_elements=manifest.nonfinite_elements,
         )
 
     def _files_id(self, number: int, manifest: Manifest) -> str:

@@ -144,10 +144,12 @@ class EffectRunner:
                 return on.HandedOver(to)
             case do.WriteManifestAndPublish():
                 parts = self._written if agreed.alone else self._handed_in
-                self._publisher.publish(agreed, _all_of(parts.values()))
+                entry = self._publisher.publish(
+                    agreed, _all_of(parts.values()), state.ready_ms, state.verified_ms
+                )
                 if state.told:
                     self._clear_exchange(state)
-                return on.Published()
+                return on.Published(entry)
         raise AssertionError(effect)
 
     # --- memory
