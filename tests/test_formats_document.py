@@ -39,6 +39,8 @@ def test_the_example_of_the_document_is_read_as_the_document_says(
     assert {number: entry.retired_ms for number, entry in found.retired().items()} == {63: 1767229700000}
     assert [number for number in range(1, 70) if found.is_gone(number)] == [*range(1, 63), 66]
     assert (found.head.latest, found.head.ref_numbers["prod"]) == (65, 64)
+    assert {number: entry.nonfinite_elements for number, entry in found.versions().items()} == {64: 0, 65: 3}
+    assert {number: entry.aborted for number, entry in found.head.failed.items()} == {66: True}
 
 
 def test_the_example_of_the_document_is_what_this_release_writes(example: dict[str, str]) -> None:

@@ -28,6 +28,7 @@ from weighbridge_storage.head_changes import (
     claim_version,
     delete_versions,
     forget_versions,
+    give_up_version,
     mark_history,
     open_version,
     publish,
@@ -437,7 +438,8 @@ def newer_release(store: ObjectStore, change: Callable[[dict[str, Any]], object]
 def test_what_a_newer_release_has_written_stays_whatever_this_one_does(watched: Watched) -> None:
     heads = HeadStore(watched)
     push_many(heads, 5)
-    heads.edit(SMOL, lambda history: (set_ref(set_tagged(history), "prod", 2), None))
+    heads.edit(SMOL, lambda history: (set_ref(set_tagged(set_tagged(history)), "prod", 2), None))
+    heads.update(SMOL, lambda head: (give_up_version(head, 7, "no more", 5, aborted=True), None))
 
     def add(document: dict[str, Any]) -> None:
         document["candidates"] = {"3": {"approved_by": ["kim"]}}
@@ -445,6 +447,7 @@ def test_what_a_newer_release_has_written_stays_whatever_this_one_does(watched: 
         document["refs"]["prod"]["note"] = "π"
         document["open"][0]["holders"] = ["a", "b"]
         document["retention"]["keep_best"] = 3
+        document["failed"][0] |= {"state": "rejected", "rejected_by": ["kim"]}
 
     newer_release(watched, add)
     heads.update(SMOL, lambda head: (set_retention(head, Retention(keep_last=10**6)), None))
@@ -458,6 +461,9 @@ def test_what_a_newer_release_has_written_stays_whatever_this_one_does(watched: 
     assert document["candidates"] == {"3": {"approved_by": ["kim"]}}
     assert document["refs"]["prod"] == {"version": 4, "note": "π"}
     assert document["retention"]["keep_best"] == 3
+    (failed,) = document["failed"]
+    assert (failed["number"], failed["state"], failed["rejected_by"]) == (7, "rejected", ["kim"])
+    assert not stored(watched, SMOL).head.failed[7].aborted, "a state that is not known counts as failed"
     (still_open,) = (there for there in document["open"] if there["number"] == 6)
     assert (still_open["holders"], still_open["claim"]) == (["a", "b"], "someone")
     assert 3 not in {there["number"] for there in document["recent"]}, "it has got into the tree"

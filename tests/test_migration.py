@@ -134,6 +134,11 @@ def test_manifests_get_roots_and_counts_that_are_those_of_the_bytes(old: Path, o
                 assert not blocks.exists()
         found = {name: tensor.nonfinite for name, tensor in manifest.tensors.items() if tensor.nonfinite}
         assert found == ({"model.embed_tokens.weight": 1} if number == 3 else {})
+    history = HeadStore(opened).history(NAME)
+    assert history is not None
+    assert {n: entry.nonfinite_elements for n, entry in history.versions().items()} == {
+        number: int(number == 3) for number in DURABLE
+    }
 
 
 def test_a_history_of_before_is_as_long_now(old: Path, opened: LocalStore) -> None:

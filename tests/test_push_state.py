@@ -209,8 +209,8 @@ class World:
                     for other in replica.parts:
                         if other.number < push.number:
                             self.post(replica, other, on.Superseded())
-                case do.GiveUp(error, unless_claimed):
-                    self.give_up(replica, push, error, unless_claimed)
+                case do.GiveUp():
+                    self.give_up(replica, push, effect)
                 case do.Forget():
                     push.forgotten = True
 
@@ -227,6 +227,14 @@ class World:
         if state.phase is Phase.PUBLISHED:
             assert state.agreed is not None
             assert self.published.get(number) == state.agreed.claim
+            entry = history(self.head).find(number)
+            assert entry is not None
+            assert shown.nonfinite_elements == entry.nonfinite_elements, "not what other replicas say"
+            assert (shown.ready_time_ms, shown.verified_time_ms, shown.durable_time_ms) == (
+                entry.ready_ms,
+                entry.verified_ms,
+                entry.durable_ms,
+            )
         if do.WriteManifestAndPublish() in state.running:
             assert state.agreed is not None
             wanted = {(state.agreed.claim, file + part) for file in FILES for part in ("", ".blake3")}
@@ -252,14 +260,16 @@ class World:
 
     # --- the world
 
-    def give_up(self, replica: Replica, push: Push, error: WeighbridgeError, unless_claimed: bool) -> None:
+    def give_up(self, replica: Replica, push: Push, effect: do.GiveUp) -> None:
         if self.faulty():
             return
         entry = self.head.open.get(push.number)
-        if unless_claimed and (history(self.head).find(push.number) or (entry is not None and entry.claim)):
+        known = history(self.head).find(push.number) or (entry is not None and entry.claim)
+        if effect.unless_claimed and known:
             self.post(replica, push, on.LeftToOthers())
             return
-        self.head = give_up_version(self.head, push.number, error.message, self.now.unix_ms)
+        reason, now_ms = effect.error.message, self.now.unix_ms
+        self.head = give_up_version(self.head, push.number, reason, now_ms, aborted=effect.aborted)
 
     def faulty(self) -> bool:
         return self.dice.random() < self.fault_rate
@@ -270,10 +280,12 @@ class World:
     def verdict(self, effect: do.Awaited, number: int) -> on.HeadSaid:
         there = history(self.head).find(number)
         if there is not None:
-            return on.HeadSaid(effect, on.Verdict.PUBLISHED, there.write_id)
+            return on.HeadSaid(effect, on.Verdict.PUBLISHED, there.write_id, entry=there)
         if number in self.head.open:
             return on.HeadSaid(effect, on.Verdict.OPEN, self.head.open[number].claim)
-        return on.HeadSaid(effect, on.Verdict.GIVEN_UP, reason="it was given up")
+        failed = self.head.failed.get(number)
+        verdict = on.Verdict.ABORTED if failed is not None and failed.aborted else on.Verdict.GIVEN_UP
+        return on.HeadSaid(effect, verdict, reason="it was given up")
 
     def carry_out(self, replica: Replica, push: Push, effect: do.Awaited) -> on.Event:
         """Do what an effect says; gives its answer. Raises what a real one would."""
@@ -335,10 +347,16 @@ class World:
                 handed = self.handed.get(number, set())
                 return on.ReplicasHandedIn(frozenset(r for claim, r in handed if claim == agreed.claim))
             case do.WriteManifestAndPublish():
-                entry = VersionEntry(number, 0, "r", 0, 30, 3, "", agreed.claim)
+                now_ms = self.now.unix_ms
+                entry = VersionEntry(
+                    number, 0, "r", 0, 30, 3, "", agreed.claim, ranks=state.opened.ranks, ready_ms=state.ready_ms or now_ms,
+                    verified_ms=state.verified_ms or now_ms, durable_ms=now_ms, nonfinite_elements=len(FILES),
+                )  # fmt: skip
                 self.head = publish(history(self.head), entry)
                 assert self.published.setdefault(number, agreed.claim) == agreed.claim, "published twice"
-                return on.Published()
+                there = history(self.head).find(number)
+                assert there is not None
+                return on.Published(there)
         raise AssertionError(effect)
 
     def take_over(self, to: Home, push: Push, agreed: Agreement) -> None:
@@ -552,6 +570,8 @@ class World:
             if state.phase is Phase.PUBLISHED:
                 self.post(replica, push, on.SaidPublished())
             elif state.phase in (Phase.FAILED, Phase.ABORTED):
+                if state.phase is Phase.ABORTED:
+                    self.post(replica, push, on.Aborted("a replica was told to"))
                 self.post(replica, push, on.ReplicaLost(number, VersionFailed("a replica gave it up")))
             elif state.complete_here:
                 self.post(replica, push, on.ReplicaSaid(number, handed_in=state.handed_in_here))
@@ -573,7 +593,7 @@ class World:
             self.post(*found, on.Aborted("changed my mind"))
         elif self.head.open and self.dice.random() < 0.1:  # at a replica that does not receive it
             number = self.dice.choice(sorted(self.head.open))
-            self.head = give_up_version(self.head, number, "changed my mind", self.now.unix_ms)
+            self.head = give_up_version(self.head, number, "changed my mind", self.now.unix_ms, aborted=True)
 
     def crash(self) -> None:
         if self.dice.random() < 0.1:
@@ -614,7 +634,7 @@ class World:
         )  # by the data plane: true
         again = [e for e in everything if not isinstance(e, told)]
         event = self.dice.choice(
-            [*again[-50:], on.Published(), on.Claimed(), on.SampleCompared(), on.Digested("a", 0)]
+            [*again[-50:], on.Published(ENTRY), on.Claimed(), on.SampleCompared(), on.Digested("a", 0)]
         )
         effect = on.answered_by(event)
         if effect is None and not isinstance(event, on.Tick | on.Draining | on.Superseded):
@@ -836,6 +856,7 @@ def spread_push(homes: tuple[int, ...]) -> PushState:
     return state
 
 
+ENTRY = VersionEntry(1, 0, "r", 0, 30, 3, "", "claim")
 NOW = Moment(1000.0, 1_000_000)
 GONE = VersionFailed("host1:1 is gone")
 

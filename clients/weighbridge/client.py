@@ -168,7 +168,7 @@ class Client:
 
         Args:
             model: which model.
-            include_invisible: also those still being received, and those that failed since the service started.
+            include_invisible: also those still being received, and those that have failed lately.
         """
         return self._run(control_calls.list_versions(model, include_invisible=include_invisible))
 

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weighbridge.errors import (
     DataLoss,
@@ -20,7 +20,6 @@ from weighbridge.errors import (
 )
 from weighbridge.layouts import TensorSpec
 from weighbridge.resources import REF_LATEST, REF_LIVE, Model, Verification, Version, VersionState
-from weighbridge_service.clock import unix_ms
 from weighbridge_service.models import (
     RegisteredModel,
     files_key,
@@ -303,7 +302,8 @@ class Catalog:
         history = self.history(model_name)
         head = history.head
         found = {
-            entry.number: _from_entry(model_name, entry) for entry in history.newest(limit, before or None)
+            entry.number: _from_entry(model_name, head, entry)
+            for entry in history.newest(limit, before or None)
         }
         if include_invisible:
             for number in (*head.open, *head.failed):
@@ -311,10 +311,10 @@ class Catalog:
                     found[number] = elsewhere
         for number, snapshot in known.items():
             version = snapshot.version
-            if version.state is VersionState.DURABLE and number not in found:
+            if number in found and found[number].state.stored:
+                continue  # what is in history is the same for all replicas
+            if version.state is VersionState.DURABLE:
                 continue  # deleted since
-            if version.state.given_up and number in found and found[number].state.visible:
-                continue  # other replicas have published it
             if version.state.visible or include_invisible:
                 found[number] = version
         numbers = sorted((n for n in found if not before or n < before), reverse=True)
@@ -435,14 +435,11 @@ class Catalog:
                 f"{name} has no version or ref {version[:80]!r}",
                 fix=f"refs it has: {', '.join(sorted(refs)) or 'none yet'}; or name a version by number",
             )
-        known = snapshots.get(number)
-        durable = known is not None and known.version.state is VersionState.DURABLE
         entry = history.find(number)
         if entry is not None:
-            found = _from_entry(name, entry)
-            if known is not None and known.version.state.visible:
-                found = _durable(known.version)
-            return replace(found, state=VersionState.RETIRED, error=_RETIRED) if entry.retired else found
+            return _from_entry(name, history.head, entry)
+        known = snapshots.get(number)
+        durable = known is not None and known.version.state is VersionState.DURABLE
         if durable and history.is_gone(number):
             raise _deleted(name, number)
         there = known.version if known is not None else _invisible(name, history.head, number)
@@ -529,29 +526,47 @@ def _invisible(name: ModelName, head: Head, number: int) -> Version | None:
             step=there.step,
             run=there.run,
             ranks=there.ranks,
+            tensor_bytes=_tensor_bytes(head),
             create_time_ms=there.created_ms,
         )
     failed = head.failed.get(number)
     if failed is None:
         return None
-    return Version(model=str(name), number=number, state=VersionState.FAILED, error=failed.reason)
+    return Version(
+        model=str(name),
+        number=number,
+        state=VersionState.ABORTED if failed.aborted else VersionState.FAILED,
+        step=failed.step,
+        run=failed.run,
+        ranks=failed.ranks,
+        tensor_bytes=_tensor_bytes(head),
+        create_time_ms=failed.created_ms,
+        error=failed.reason,
+    )
 
 
-def _durable(version: Version) -> Version:
-    """A version that is part of history; its session may not have heard of that yet."""
-    if version.state is VersionState.DURABLE:
-        return version
-    return replace(version, state=VersionState.DURABLE, durable_time_ms=unix_ms())
-
-
-def _from_entry(name: ModelName, entry: VersionEntry) -> Version:
+def _from_entry(name: ModelName, head: Head, entry: VersionEntry) -> Version:
+    """A version that is part of history, or was: as every replica shows it, whoever has received it."""
     return Version(
         model=str(name),
         number=entry.number,
-        state=VersionState.DURABLE,
+        state=VersionState.RETIRED if entry.retired else VersionState.DURABLE,
         step=entry.step,
         run=entry.run,
-        tensor_bytes=entry.nbytes,
-        received_bytes=entry.nbytes,
+        ranks=entry.ranks,
+        sealed_ranks=entry.ranks,
+        tensor_bytes=_tensor_bytes(head),
+        received_bytes=_tensor_bytes(head),
+        nonfinite_elements=entry.nonfinite_elements,
         create_time_ms=entry.created_ms,
+        ready_time_ms=entry.ready_ms,
+        verified_time_ms=entry.verified_ms,
+        durable_time_ms=entry.durable_ms,
+        error=_RETIRED if entry.retired else "",
     )
+
+
+def _tensor_bytes(head: Head) -> int:
+    """Bytes of all tensors of a version: the same for all versions of a model."""
+    found = head.registration.get("tensor_bytes")
+    return found if isinstance(found, int) else 0

@@ -121,7 +121,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
         ] = 0,
         include_invisible: Annotated[
             bool,
-            Query(description="Also those being received, and those that failed since the service started."),
+            Query(description="Also those being received, and those that have failed lately."),
         ] = False,
     ) -> VersionsOut:
         """Versions, newest first. Give the last number of a page as `before` to get the next one."""

@@ -15,6 +15,12 @@ from weighbridge_storage import strict_json
 from weighbridge_storage.names import MAX_VERSION, shown
 
 MAX_TEXT = 256
+FAILED, ABORTED = "failed", "aborted"
+"""The states of `FailedEntry`."""
+_COUNTS_AND_TIMES = (
+    *("step", "created_ms", "nbytes", "tensor_count", "retired_ms", "ranks", "ready_ms", "verified_ms"),
+    *("durable_ms", "nonfinite_elements"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,11 @@ class VersionEntry:
         files_id: which registered side files it was written with.
         write_id: the claim of those who wrote it (`OpenEntry.claim`).
         retired_ms: when it was taken out of history, in milliseconds since 1970 UTC; 0 as long as it is part of it.
+        ranks: how many trainer ranks have pushed it; 0 where that is not known, as in the times that follow.
+        ready_ms: when it was complete in memory, in milliseconds since 1970 UTC.
+        verified_ms: when its digests were made and a sample was compared, likewise.
+        durable_ms: when it was made part of history, likewise.
+        nonfinite_elements: elements of all tensors that are NaN or infinite.
         extra: the fields that this release does not know.
 
     Raises:
@@ -46,11 +57,16 @@ class VersionEntry:
     files_id: str
     write_id: str
     retired_ms: int = 0
+    ranks: int = 0
+    ready_ms: int = 0
+    verified_ms: int = 0
+    durable_ms: int = 0
+    nonfinite_elements: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_number("number", self.number, 1, MAX_VERSION)
-        for name in ("step", "created_ms", "nbytes", "tensor_count", "retired_ms"):
+        for name in _COUNTS_AND_TIMES:
             check_number(name, getattr(self, name))
         for name in ("run", "files_id", "write_id"):
             check_text(name, getattr(self, name))
@@ -116,18 +132,35 @@ class FailedEntry:
         number: which version.
         reason: why.
         failed_ms: when, in milliseconds since 1970 UTC.
+        state: `FAILED`, or `ABORTED` if somebody asked for it; one that this release does not know counts as `FAILED`.
+        step, run, ranks, created_ms: as the open version had them; 0 or empty where that is not known.
         extra: the fields that this release does not know.
+
+    Raises:
+        InvalidArgument: a number is out of bounds, or a text longer than `MAX_TEXT` or not printable.
     """
 
     number: int
     reason: str
     failed_ms: int
+    state: str = FAILED
+    step: int = 0
+    run: str = ""
+    ranks: int = 0
+    created_ms: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_number("number", self.number, 1, MAX_VERSION)
-        check_number("failed_ms", self.failed_ms)
-        check_text("reason", self.reason)
+        for name in ("failed_ms", "step", "ranks", "created_ms"):
+            check_number(name, getattr(self, name))
+        for name in ("reason", "state", "run"):
+            check_text(name, getattr(self, name))
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it was given up because somebody asked for it."""
+        return self.state == ABORTED
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from weighbridge.errors import (
     VersionFailed,
 )
 from weighbridge.resources import REF_LATEST, Retention
-from weighbridge_storage.entries import MAX_TEXT, FailedEntry, OpenEntry, Ref, VersionEntry
+from weighbridge_storage.entries import ABORTED, FAILED, MAX_TEXT, FailedEntry, OpenEntry, Ref, VersionEntry
 from weighbridge_storage.head import REMEMBERED_FAILURES, REMEMBERED_WRITES, Head, Mark
 from weighbridge_storage.history import History
 from weighbridge_storage.names import MAX_VERSION, check_ref_name, shown
@@ -118,15 +118,32 @@ def renew_version(head: Head, number: int, until_ms: int) -> Head:
     return replace(head, open={**head.open, number: replace(there, until_ms=max(there.until_ms, until_ms))})
 
 
-def give_up_version(head: Head, number: int, reason: str, now_ms: int) -> Head:
+def give_up_version(head: Head, number: int, reason: str, now_ms: int, *, aborted: bool = False) -> Head:
     """Close an open version for good: nobody can publish it any more, and its objects may be deleted.
 
     Nothing changes if it is not open.
+
+    Args:
+        head: before.
+        number: which version.
+        reason: why.
+        now_ms: milliseconds since 1970 UTC.
+        aborted: whether somebody asked for it.
     """
-    if number not in head.open:
+    there = head.open.get(number)
+    if there is None:
         return head
-    printable = "".join(c if c.isprintable() else " " for c in reason)[:MAX_TEXT]
-    failed = {**head.failed, number: FailedEntry(number, printable, now_ms)}
+    entry = FailedEntry(
+        number,
+        "".join(c if c.isprintable() else " " for c in reason)[:MAX_TEXT],
+        now_ms,
+        state=ABORTED if aborted else FAILED,
+        step=there.step,
+        run=there.run,
+        ranks=there.ranks,
+        created_ms=there.created_ms,
+    )
+    failed = {**head.failed, number: entry}
     return replace(
         head,
         open={other: entry for other, entry in head.open.items() if other != number},

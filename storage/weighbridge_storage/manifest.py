@@ -161,6 +161,11 @@ class Manifest:
         """Names of the files that hold tensors; beside each lie its block digests."""
         return frozenset(tensor.file for tensor in self.tensors.values())
 
+    @property
+    def nonfinite_elements(self) -> int:
+        """Elements of all tensors that are NaN or infinite."""
+        return sum(tensor.nonfinite for tensor in self.tensors.values())
+
     def to_json(self) -> bytes:
         """The manifest as the text of `weighbridge.json`.
 

@@ -18,8 +18,10 @@ from weighbridge.safetensors_files import INDEX_FILE, FilesLayout
 from weighbridge_storage import strict_json
 from weighbridge_storage.digests import FileDigests, digest_bytes
 from weighbridge_storage.entries import OpenEntry, VersionEntry
+from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import publish
 from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.history import History
 from weighbridge_storage.manifest import (
     FEATURES,
     FileEntry,
@@ -199,7 +201,7 @@ def write_side_files(
     return Written(entries, {})
 
 
-def write_manifest(store: ObjectStore, model: ModelName, entry: OpenEntry, written: Written) -> None:
+def write_manifest(store: ObjectStore, model: ModelName, entry: OpenEntry, written: Written) -> Manifest:
     """Write a version's manifest, after all its files. Whoever writes it, with the same files, writes the same."""
     manifest = Manifest(
         model=model,
@@ -212,28 +214,25 @@ def write_manifest(store: ObjectStore, model: ModelName, entry: OpenEntry, writt
         lineage={"parent": entry.parent} if entry.parent else {},
     )
     store.put(version_key(model, entry.number, MANIFEST_FILE), manifest.to_json(), mode="overwrite")
+    return manifest
 
 
-def publish_version(
-    heads: HeadStore, model: ModelName, entry: OpenEntry, files: FilesLayout, claim: str
-) -> None:
+def publish_version(heads: HeadStore, model: ModelName, entry: VersionEntry) -> VersionEntry:
     """Make a version whose folder is complete part of history, and move ``latest``: one conditional write.
+
+    Returns:
+        What history says of it: ``entry``, unless another replica has published it before, under the same claim.
 
     Raises:
         VersionFailed: it was given up meanwhile.
         AlreadyExists: somebody else holds its claim.
     """
-    version = VersionEntry(
-        number=entry.number,
-        step=entry.step,
-        run=entry.run,
-        created_ms=entry.created_ms,
-        nbytes=sum(file.nbytes for file in files.files),
-        tensor_count=len(files.layout.tensors),
-        files_id=entry.files_id,
-        write_id=claim,
-    )
-    heads.edit(model, lambda history: (publish(history, version), None))
+
+    def change(history: History) -> tuple[Head, VersionEntry]:
+        head = publish(history, entry)
+        return head, history.under(head).find(entry.number) or entry
+
+    return heads.edit(model, change)
 
 
 def discard_version(store: ObjectStore, model: ModelName, number: int) -> None:

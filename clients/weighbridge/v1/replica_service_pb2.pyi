@@ -38,6 +38,8 @@ class _PushStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PushStage.V
     """The version is part of history."""
     PUSH_STAGE_FAILED: _PushStage.ValueType  # 5
     """The version was given up."""
+    PUSH_STAGE_ABORTED: _PushStage.ValueType  # 6
+    """It was given up because somebody asked for it."""
 
 class PushStage(_PushStage, metaclass=_PushStageEnumTypeWrapper): ...
 
@@ -52,6 +54,8 @@ PUSH_STAGE_PUBLISHED: PushStage.ValueType  # 4
 """The version is part of history."""
 PUSH_STAGE_FAILED: PushStage.ValueType  # 5
 """The version was given up."""
+PUSH_STAGE_ABORTED: PushStage.ValueType  # 6
+"""It was given up because somebody asked for it."""
 Global___PushStage: _TypeAlias = PushStage  # noqa: Y015
 
 @_typing.final
@@ -152,7 +156,7 @@ class VersionProgress(_message.Message):
     written: _builtins.bytes
     """With PUSH_STAGE_WRITTEN, and only until it has been delivered: the files and their digests, as in the object incoming/.../written."""
     error: _builtins.str
-    """With PUSH_STAGE_FAILED: why."""
+    """With PUSH_STAGE_FAILED and PUSH_STAGE_ABORTED: why."""
     share: _builtins.int
     """Which part: the number of the replica whose part it was at first, in the order of the lowest rank that pushes to each."""
     handovers: _builtins.int

@@ -267,7 +267,8 @@ class _Repair:
         if listed is None:
             there = head.open.get(number) if head is not None else None
             claim = (there.claim if there is not None else "") or f"fsck-{uuid.uuid4().hex}"
-            listed = VersionEntry(number, 0, "", 0, 0, 0, self._files_id(number), claim)
+            ranks = there.ranks if there is not None else 0
+            listed = VersionEntry(number, 0, "", 0, 0, 0, self._files_id(number), claim, ranks=ranks)
         return replace(
             listed,
             step=said.step,
@@ -275,6 +276,7 @@ class _Repair:
             created_ms=said.created_ms,
             nbytes=said.nbytes,
             tensor_count=said.tensor_count,
+            nonfinite_elements=said.nonfinite_elements,
         )
 
     def _files_id(self, number: int) -> str:

@@ -43,7 +43,7 @@ class Described:
     """What a manifest says of its version as a whole; a manifest itself may take a hundred megabytes.
 
     Attributes:
-        step, run, created_ms, nbytes, tensor_count: as in the version's entry.
+        step, run, created_ms, nbytes, tensor_count, nonfinite_elements: as in the version's entry.
         side_files: the files besides the weights, with the roots of their digests.
     """
 
@@ -52,6 +52,7 @@ class Described:
     created_ms: int
     nbytes: int
     tensor_count: int
+    nonfinite_elements: int
     side_files: Mapping[str, str]
 
     @staticmethod
@@ -63,6 +64,7 @@ class Described:
             created_ms=manifest.created_ms,
             nbytes=sum(manifest.files[name].size for name in manifest.weight_files),
             tensor_count=len(manifest.tensors),
+            nonfinite_elements=manifest.nonfinite_elements,
             side_files={
                 name: file.blake3
                 for name, file in manifest.files.items()
@@ -72,7 +74,7 @@ class Described:
 
     def contradictions(self, entry: VersionEntry) -> tuple[str, ...]:
         """The fields in which an entry of a history says something else."""
-        names = ("step", "run", "created_ms", "nbytes", "tensor_count")
+        names = ("step", "run", "created_ms", "nbytes", "tensor_count", "nonfinite_elements")
         return tuple(name for name in names if getattr(self, name) != getattr(entry, name))
 
 

@@ -141,10 +141,10 @@ class EffectRunner:
                 return on.HandedOver(to)
             case do.WriteManifestAndPublish():
                 written = self.written if agreed.alone else _all_of(self._handed_in.values())
-                self._publisher.publish(agreed, written)
+                entry = self._publisher.publish(agreed, written, state.ready_ms, state.verified_ms)
                 if state.told:
                     self._clear_exchange(state)
-                return on.Published()
+                return on.Published(entry)
         raise AssertionError(effect)
 
     # --- memory

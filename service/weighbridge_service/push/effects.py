@@ -184,10 +184,12 @@ class GiveUp(Release):
     Attributes:
         error: why.
         unless_claimed: whether it stays open if other replicas have claimed it: `LeftToOthers`.
+        aborted: whether somebody asked for it.
     """
 
     error: WeighbridgeError
     unless_claimed: bool
+    aborted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from weighbridge_service.push import effects
 from weighbridge_service.push.declarations import Declaration, Home
 from weighbridge_service.push.effects import Awaited
 from weighbridge_service.push.push_plan import PreparedPush
+from weighbridge_storage.entries import VersionEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,9 @@ class SampleCompared(Event):
 
 @dataclass(frozen=True, slots=True)
 class Published(Event):
-    """The version is part of history."""
+    """The version is part of history, which says this of it."""
+
+    entry: VersionEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +241,8 @@ class Verdict(enum.Enum):
     OPEN = "open"
     PUBLISHED = "published"
     GIVEN_UP = "given up"
+    ABORTED = "aborted"
+    """Given up because somebody asked for it."""
     UNKNOWN = "unknown"
     """The store could not be read."""
 
@@ -251,12 +256,14 @@ class HeadSaid(Event):
         verdict: what it says.
         claim: the agreement under which it is published, or is being written; empty if nobody has claimed it.
         reason: of a version that was given up, why.
+        entry: of a version that is published, what history says of it.
     """
 
     effect: Awaited
     verdict: Verdict
     claim: str = ""
     reason: str = ""
+    entry: VersionEntry | None = None
 
 
 @dataclass(frozen=True, slots=True)

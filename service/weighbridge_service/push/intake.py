@@ -191,11 +191,10 @@ class Intake:
             if (there := find()) is not None:
                 return there
             self._check_room()
-            failed = {
-                s.number for s in self._registry.of_model(model_name) if s.snapshot.version.state.given_up
-            }
+            known = [session.snapshot.version for session in self._registry.of_model(model_name)]
+            given_up = {version.number: version for version in known if version.state.given_up}
             lease_ms = round(self.limits.lease * 1000)
-            asked = OpeningRequest(request_id, step, run, ranks, self.home, lease_ms, frozenset(failed))
+            asked = OpeningRequest(request_id, step, run, ranks, self.home, lease_ms, given_up)
             entry, head = self._catalog.heads.update(model_name, lambda head: asked.open(head, unix_ms()))
             session = self._begin(model_name, entry, head, client_id)
         log.info("opened %s for run %s with %d ranks", session.snapshot.version, run, ranks)
@@ -245,7 +244,7 @@ class Intake:
         model = self._catalog.model(name, head)
         if model.files_id != entry.files_id:
             reason = "the model was registered anew while it was being received"
-            self._give_up(name, entry.number, reason, by=self.home)
+            self._give_up(name, entry.number, reason)
             raise VersionFailed(
                 f"{name}@{entry.number} was given up: {reason}",
                 fix="push the step again",
@@ -311,10 +310,12 @@ class Intake:
             return
         if lost:
             reason = f"the replica at {self.home.address} was restarted, and has lost what it had received"
-            self._give_up(name, entry.number, reason, by=self.home)
+            self._give_up(name, entry.number, reason)
 
-    def _give_up(self, name: ModelName, number: int, reason: str, *, by: Home | None) -> None:
-        give_up(self._catalog.store, self._catalog.heads, name, number, reason, by=by)
+    def _give_up(self, name: ModelName, number: int, reason: str, *, aborted: bool = False) -> None:
+        store, heads = self._catalog.store, self._catalog.heads
+        by = None if aborted else self.home
+        give_up(store, heads, name, number, reason, by=by, aborted=aborted)
 
     def _find_or_join(self, name: str, number: int, client_id: str) -> PushSession:
         """The session of a version, begun now if the version was opened at another replica."""
@@ -472,7 +473,7 @@ class Intake:
         reason = reason[:500] or "aborted"
         session = self._registry.get(model_name, number)
         if session is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
-            self._give_up(model_name, number, reason, by=None)
+            self._give_up(model_name, number, reason, aborted=True)
             return self._catalog.get_version(name, str(number))
         self._find(name, number).abort(reason)
         found = self._catalog.get_version(name, str(number))

@@ -33,6 +33,7 @@ from weighbridge_service.push.state import (
     Phase,
     PushState,
 )
+from weighbridge_storage.entries import VersionEntry
 
 FIRST_PAUSE = 0.5
 """Seconds, doubled with each failure in a row: so long is the pause before an effect that has failed is tried again."""
@@ -117,8 +118,8 @@ def _apply(state: PushState, event: on.Event, now: Moment) -> _Step:
             return _failed(state, effect, error, now)
         case on.HeadSaid():
             return _head_said(state, event, now)
-        case on.Published():
-            return _publish(state, now)
+        case on.Published(entry):
+            return _publish(state, entry)
         case on.Broken(error):
             return _end(state, Phase.FAILED, error)
         case on.ReplicaLost(replica, error) if state.depends_on(replica):
@@ -444,7 +445,8 @@ def _end(state: PushState, phase: Phase, error: WeighbridgeError) -> _Step:
     """Give the version up. It was never visible, or is no more."""
     ended, effects = _stop(state, phase, error)
     if not state.gave_up:
-        effects += (do.GiveUp(error, unless_claimed=not state.declarations.here),)
+        unless_claimed = not state.declarations.here
+        effects += (do.GiveUp(error, unless_claimed, aborted=phase is Phase.ABORTED),)
     return ended, effects
 
 
@@ -466,12 +468,14 @@ def _stop(state: PushState, phase: Phase, error: WeighbridgeError) -> _Step:
 def _head_said(state: PushState, said: on.HeadSaid, now: Moment) -> _Step:
     agreed = state.agreed
     if said.verdict is on.Verdict.PUBLISHED:
-        if agreed is not None and said.claim == agreed.claim:
-            return _publish(state, now)
+        if agreed is not None and said.entry is not None and said.claim == agreed.claim:
+            return _publish(state, said.entry)
         return _leave(
             state, AlreadyExists(f"{state.name} was published by others", fix="push the step again")
         )
-    if said.verdict is on.Verdict.GIVEN_UP:
+    if said.verdict is on.Verdict.ABORTED and state.phase in INCOMPLETE:
+        return _end(state, Phase.ABORTED, VersionFailed(said.reason, fix="push the step again"))
+    if said.verdict in (on.Verdict.GIVEN_UP, on.Verdict.ABORTED):
         return _conclude(state, state.settling or VersionFailed(said.reason, fix="push the step again"))
     if agreed is not None and said.claim not in ("", agreed.claim):
         return _leave(
@@ -487,8 +491,8 @@ def _head_said(state: PushState, said: on.HeadSaid, now: Moment) -> _Step:
     return state, ()
 
 
-def _publish(state: PushState, now: Moment) -> _Step:
-    """The version is part of history, by this replica or another one."""
+def _publish(state: PushState, entry: VersionEntry) -> _Step:
+    """The version is part of history, by this replica or another one, and is what history says: so all replicas say the same."""
     effects: list[Effect] = []
     if state.phase in (Phase.PLANNED, Phase.FILLING):
         effects.append(do.CloseWriter(None))
@@ -499,9 +503,11 @@ def _publish(state: PushState, now: Moment) -> _Step:
     state = replace(
         _to(state, Phase.PUBLISHED),
         image=state.image and not state.superseded,
-        ready_ms=state.ready_ms or now.unix_ms,
-        verified_ms=state.verified_ms or now.unix_ms,
-        durable_ms=now.unix_ms,
+        received_bytes=state.opened.tensor_bytes,
+        nonfinite=entry.nonfinite_elements,
+        ready_ms=entry.ready_ms,
+        verified_ms=entry.verified_ms,
+        durable_ms=entry.durable_ms,
         error=None,
         gave_up=False,
         settling=None,

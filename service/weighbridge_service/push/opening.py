@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weighbridge.errors import AlreadyExists
+from weighbridge.resources import Version, VersionState
 from weighbridge_service.push.declarations import Home, alone_at, is_alone_elsewhere
 from weighbridge_storage.entries import OpenEntry
 from weighbridge_storage.head import Head
@@ -22,7 +24,7 @@ class OpeningRequest:
         ranks: how many ranks will push.
         home: the process that is asked.
         lease_ms: how long the version stays open unless it is renewed.
-        failed: versions that have failed at that process, whether or not the head knows.
+        given_up: versions that were given up at that process, by number, whether or not the head knows.
     """
 
     request_id: str
@@ -31,7 +33,7 @@ class OpeningRequest:
     ranks: int
     home: Home
     lease_ms: int
-    failed: frozenset[int]
+    given_up: Mapping[int, Version]
 
     def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
         """Open the version, or find it open; gives it, and the head with it.
@@ -44,9 +46,11 @@ class OpeningRequest:
             AlreadyExists: another replica receives it alone.
         """
         head = give_up_abandoned(head, now_ms)
-        for number in self.failed & head.open.keys():
+        for number in self.given_up.keys() & head.open.keys():
             if head.open[number].request_id == self.request_id:
-                head = give_up_version(head, number, "it failed at a replica that received it", now_ms)
+                ended = self.given_up[number]
+                aborted = ended.state is VersionState.ABORTED
+                head = give_up_version(head, number, ended.error, now_ms, aborted=aborted)
         changed, entry = self._opened(head, now_ms)
         alone = alone_at(entry)
         if alone == self.home.address:

@@ -14,7 +14,7 @@ from weighbridge_service.push import events as on
 from weighbridge_service.push.declarations import Agreement, Home, address_in, is_alone_elsewhere
 from weighbridge_service.push.effects import Awaited
 from weighbridge_storage.digests import FileDigests
-from weighbridge_storage.entries import OpenEntry
+from weighbridge_storage.entries import OpenEntry, VersionEntry
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import (
     claim_version,
@@ -90,22 +90,27 @@ class Publisher:
             closing: whether versions whose lease has expired are closed on the way.
         """
         name, number, now_ms = self.model.name, self.entry.number, unix_ms()
+        verdict = on.Verdict
         try:
             if closing:
                 self.heads.update(name, lambda head: (give_up_abandoned(head, now_ms), None))
             history = self.heads.history(name)
             if history is None:
-                return on.HeadSaid(effect, on.Verdict.GIVEN_UP, reason=f"the model {name} was removed")
+                return on.HeadSaid(effect, verdict.GIVEN_UP, reason=f"the model {name} was removed")
             there = None if number in history.head.open else history.find(number)
         except WeighbridgeError as error:
             log.warning("%s: whether it is still open could not be seen: %s", self, error)
-            return on.HeadSaid(effect, on.Verdict.UNKNOWN)
+            return on.HeadSaid(effect, verdict.UNKNOWN)
         if there is not None:
-            return on.HeadSaid(effect, on.Verdict.PUBLISHED, there.write_id)
+            return on.HeadSaid(effect, verdict.PUBLISHED, there.write_id, entry=there)
+        failed = history.head.failed.get(number)
+        if failed is not None:
+            given_up = verdict.ABORTED if failed.aborted else verdict.GIVEN_UP
+            return on.HeadSaid(effect, given_up, reason=failed.reason)
         try:
-            return on.HeadSaid(effect, on.Verdict.OPEN, still_open(history.head, number).claim)
+            return on.HeadSaid(effect, verdict.OPEN, still_open(history.head, number).claim)
         except VersionFailed as error:
-            return on.HeadSaid(effect, on.Verdict.GIVEN_UP, reason=error.message)
+            return on.HeadSaid(effect, verdict.GIVEN_UP, reason=error.message)
 
     def is_held_by(self, other: Home) -> bool:
         """Whether head.json says that another replica has taken the version over, or that it is published.
@@ -169,29 +174,47 @@ class Publisher:
         """Put the block digests of a file of weights into the store."""
         write_block_digests(self.store, self.model.name, self.entry.number, file, digests)
 
-    def publish(self, agreed: Agreement, written: Written) -> None:
-        """Write the side files and the manifest, and make the version part of history.
+    def publish(self, agreed: Agreement, written: Written, ready_ms: int, verified_ms: int) -> VersionEntry:
+        """Write the side files and the manifest, and make the version part of history. Gives what history says of it.
 
         Args:
             agreed: under which agreement.
             written: all files of weights.
+            ready_ms, verified_ms: when it became so at this replica, in milliseconds since 1970 UTC; 0 if it did just now.
 
         Raises:
             VersionFailed: it was given up meanwhile.
             AlreadyExists: others have claimed it.
         """
-        model, number = self.model, self.entry.number
+        model, opened, number = self.model, self.entry, self.entry.number
         # the config that the weights were mapped with, whatever has been registered since
         keys = {file: files_key(model.name, model.files_id, file) for file in model.side_files}
         written |= write_side_files(self.store, model.name, number, model.files, keys)
-        write_manifest(self.store, model.name, self.entry, written)
-        publish_version(self.heads, model.name, self.entry, model.files, agreed.claim)
+        manifest = write_manifest(self.store, model.name, opened, written)
+        now_ms = unix_ms()
+        entry = VersionEntry(
+            number,
+            step=opened.step,
+            run=opened.run,
+            created_ms=opened.created_ms,
+            nbytes=sum(file.nbytes for file in model.files.files),
+            tensor_count=len(manifest.tensors),
+            files_id=opened.files_id,
+            write_id=agreed.claim,
+            ranks=opened.ranks,
+            ready_ms=ready_ms or now_ms,
+            verified_ms=verified_ms or now_ms,
+            durable_ms=now_ms,
+            nonfinite_elements=manifest.nonfinite_elements,
+        )
+        return publish_version(self.heads, model.name, entry)
 
-    def give_up(self, reason: str, *, unless_claimed: bool) -> bool:
+    def give_up(self, reason: str, *, aborted: bool, unless_claimed: bool) -> bool:
         """Close the version and delete what there is of it; whether it was left to other replicas instead.
 
         Args:
             reason: why.
+            aborted: whether somebody asked for it.
             unless_claimed: whether it is left alone if others have claimed or published it.
         """
         if unless_claimed:
@@ -204,12 +227,21 @@ class Publisher:
                 return False
             if published or (entry is not None and entry.claim):
                 return True
-        give_up(self.store, self.heads, self.model.name, self.entry.number, reason, by=self.home)
+        give_up(
+            self.store, self.heads, self.model.name, self.entry.number, reason, by=self.home, aborted=aborted
+        )
         return False
 
 
 def give_up(
-    store: ObjectStore, heads: HeadStore, model: ModelName, number: int, reason: str, *, by: Home | None
+    store: ObjectStore,
+    heads: HeadStore,
+    model: ModelName,
+    number: int,
+    reason: str,
+    *,
+    by: Home | None,
+    aborted: bool,
 ) -> None:
     """Close a version that will not be published, and delete what there is of it; later, if the store fails.
 
@@ -219,7 +251,8 @@ def give_up(
         model: whose version.
         number: which version.
         reason: why.
-        by: the replica that cannot go on with it; nothing happens if another one receives it alone. None if somebody wants it so.
+        by: the replica that cannot go on with it; nothing happens if another one receives it alone. None if no replica is asked.
+        aborted: whether somebody asked for it.
     """
     now_ms = unix_ms()
 
@@ -227,7 +260,7 @@ def give_up(
         head = history.head
         there = head.open.get(number)
         of_others = there is not None and by is not None and is_alone_elsewhere(there, by)
-        after = head if of_others else give_up_version(head, number, reason, now_ms)
+        after = head if of_others else give_up_version(head, number, reason, now_ms, aborted=aborted)
         return after, history.under(after).is_gone(number)
 
     try:

@@ -252,8 +252,8 @@ class PushSession:
                 runner.writer.probe()
             case do.Awaited():
                 self._pools.submit(effect, partial(self._carry_out, effect))
-            case do.GiveUp(error, unless_claimed):
-                self._pools.submit(effect, partial(self._give_up, error, unless_claimed))
+            case do.GiveUp():
+                self._pools.submit(effect, partial(self._give_up, effect))
             case do.CloseStream(rank) if runner.writer is not None:
                 runner.writer.close_stream(rank)
             case do.RecallMemory() if runner.image is not None:
@@ -283,8 +283,9 @@ class PushSession:
         if isinstance(answer, on.ImageGranted) and writer is not None:
             writer.begin()
 
-    def _give_up(self, error: WeighbridgeError, unless_claimed: bool) -> None:
-        if self._publisher.give_up(error.message, unless_claimed=unless_claimed):
+    def _give_up(self, effect: do.GiveUp) -> None:
+        reason, unless_claimed = effect.error.message, effect.unless_claimed
+        if self._publisher.give_up(reason, aborted=effect.aborted, unless_claimed=unless_claimed):
             self.post(on.LeftToOthers())
 
     def _close_writer(self, error: WeighbridgeError | None) -> None:

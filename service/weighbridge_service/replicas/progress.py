@@ -11,7 +11,7 @@ from weighbridge_storage.version_writing import Written
 
 
 class Stage(IntEnum):
-    """How far a replica is; each stage implies those before it, but for the last."""
+    """How far a replica is; each stage implies those before it, but for the last two."""
 
     RECEIVING = pb.PUSH_STAGE_RECEIVING
     """Bytes of its files are still to come."""
@@ -23,6 +23,8 @@ class Stage(IntEnum):
     """The version is part of history."""
     FAILED = pb.PUSH_STAGE_FAILED
     """The version was given up."""
+    ABORTED = pb.PUSH_STAGE_ABORTED
+    """It was given up because somebody asked for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,9 @@ def _hear(session: PushSession, sender: Home, progress: Progress) -> None:
             session.take_progress(replica, progress.written, handed_in=handed_in)
         case Stage.PUBLISHED:
             session.post(on.SaidPublished())
-        case Stage.FAILED:
+        case Stage.FAILED | Stage.ABORTED:
+            if progress.stage is Stage.ABORTED:
+                session.post(on.Aborted(progress.error))
             error = VersionFailed(
                 f"the replica {sender} gave {session.state.name} up: {progress.error}",
                 fix="push the step again",
@@ -156,7 +158,8 @@ def _progress(state: PushState, agreed: Agreement, written: Written | None) -> P
         case Phase.PUBLISHED:
             stage = Stage.PUBLISHED
         case Phase.FAILED | Phase.ABORTED:
-            stage, error = Stage.FAILED, "" if state.error is None else state.error.message
+            stage = Stage.FAILED if state.phase is Phase.FAILED else Stage.ABORTED
+            error = "" if state.error is None else state.error.message
         case phase if phase in BEFORE_SEALED:
             stage = Stage.RECEIVING
         case _:

@@ -4,8 +4,8 @@ Every step may be broken off anywhere, be done again, and be done by several pro
 
 1. The files of a version are read once and compared with its manifest. The block digests are written, then the manifest in the place of
    the one of before. A version whose manifest has the format of now is done.
-2. When all versions that a head leads to are done, it is written in the format of now, on condition that it has not changed; the nodes
-   of its history before it. A model whose head has the format of now is done.
+2. When all versions that a head leads to are done, it is written in the format of now, with the non-finite elements that their manifests
+   name, on condition that it has not changed; the nodes of its history before it. A model whose head has the format of now is done.
 
 So a reader finds a head of before, which the service refuses, or one of now, and then all manifests are of now, too. A service of
 before refuses what is done already; all must have been stopped, as one that goes on can add versions of before.
@@ -153,6 +153,7 @@ def migrate_model(
         WeighbridgeError: the store failed; the same call can be repeated.
     """
     done: dict[int, int] = {}
+    nonfinite: dict[int, int] = {}
     dropped: tuple[int, ...] = ()
 
     def report(problems: Mapping[int, WeighbridgeError]) -> MigratedModel:
@@ -169,12 +170,12 @@ def migrate_model(
             Head.from_json(text, model.head_key)
             return report({}) if attempt else None
         before = head_format2.read_head(text, model.head_key)
-        problems = _migrate_versions(store, model, before, done, on_bytes)
+        problems = _migrate_versions(store, model, before, done, nonfinite, on_bytes)
         damaged = {number for number, error in problems.items() if isinstance(error, DataLoss)}
         if problems.keys() - (damaged if drop_damaged else set()):
             return report(problems)
         dropped = tuple(sorted(damaged))
-        after = stamp(without(before, dropped), before, uuid.uuid4().hex)
+        after = stamp(_counted(without(before, dropped), nonfinite), before, uuid.uuid4().hex)
         try:
             store.put(model.head_key, heads.settle(model, after).to_json(), mode=IfMatch(etag))
         except (Conflict, DeadlineExceeded):  # the next attempt sees what there is now
@@ -186,16 +187,32 @@ def migrate_model(
 
 
 def _migrate_versions(
-    store: ObjectStore, model: ModelName, head: Head, done: dict[int, int], on_bytes: Callable[[int], None]
+    store: ObjectStore,
+    model: ModelName,
+    head: Head,
+    done: dict[int, int],
+    nonfinite: dict[int, int],
+    on_bytes: Callable[[int], None],
 ) -> dict[int, WeighbridgeError]:
-    """Migrate the versions of a head that are not ``done``, which gets how many bytes were read of each; what is wrong with others."""
+    """Migrate the versions of a head that are not done; gives what is wrong with others.
+
+    Args:
+        store: where they lie.
+        model: whose versions.
+        head: its head.
+        done: gets how many bytes were read of each version that was migrated now.
+        nonfinite: gets how many non-finite elements each has; those that are in it are not looked at again.
+        on_bytes: as in `migrate_model`.
+    """
     problems: dict[int, WeighbridgeError] = {}
     for number, entry in sorted(head.recent.items()):
-        if number in done:
+        if number in nonfinite:
             continue
         counter = _Counter(on_bytes)
         try:
-            if migrate_version(store, model, number, counter.took):
+            manifest, migrated = migrate_version(store, model, number, counter.took)
+            nonfinite[number] = manifest.nonfinite_elements
+            if migrated:
                 done[number] = counter.nbytes
         except (DataLoss, FailedPrecondition) as error:
             if not entry.retired:  # otherwise it may be half deleted, and will be gone soon
@@ -227,7 +244,9 @@ def is_of_before(head: bytes, where: str) -> bool:
     return strict_json.decode(head, where).integer("format") in head_format2.FORMATS
 
 
-def migrate_version(store: ObjectStore, model: ModelName, number: int, took: Callable[[int], None]) -> bool:
+def migrate_version(
+    store: ObjectStore, model: ModelName, number: int, took: Callable[[int], None]
+) -> tuple[Manifest, bool]:
     """Write a version's block digests, and its manifest in the format of now.
 
     Args:
@@ -237,7 +256,7 @@ def migrate_version(store: ObjectStore, model: ModelName, number: int, took: Cal
         took: is told how many more bytes were read.
 
     Returns:
-        Whether that was still to be done.
+        The manifest, and whether that was still to be done.
 
     Raises:
         DataLoss: its manifest is missing, malformed or that of another version, or its files are not what the manifest says.
@@ -249,8 +268,7 @@ def migrate_version(store: ObjectStore, model: ModelName, number: int, took: Cal
     except NotFound as error:
         raise DataLoss(f"the manifest of {model}@{number} is missing from the store") from error
     if strict_json.decode(text, key).integer("format") != manifest_format1.FORMAT:
-        _check_name(Manifest.from_json(text, key), model, number)
-        return False
+        return _check_name(Manifest.from_json(text, key), model, number), False
     manifest = _check_name(manifest_format1.read_manifest(text, key), model, number)
     tensors = tensors_of_files(manifest)
     found = {}
@@ -265,7 +283,16 @@ def migrate_version(store: ObjectStore, model: ModelName, number: int, took: Cal
     for name in after.weight_files:
         store.put(blocks_key(model, number, name), found[name].blocks, mode="overwrite")
     store.put(key, after.to_json(), mode="overwrite")
-    return True
+    return after, True
+
+
+def _counted(head: Head, nonfinite: Mapping[int, int]) -> Head:
+    """A head of before, with the numbers of non-finite elements that are known of its versions."""
+    recent = {
+        number: replace(entry, nonfinite_elements=nonfinite.get(number, 0))
+        for number, entry in head.recent.items()
+    }
+    return replace(head, recent=recent)
 
 
 def _check_name(manifest: Manifest, model: ModelName, number: int) -> Manifest:
