@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.gate import Gate
 from tests.killable_service import KillableService, free_port
@@ -541,9 +542,11 @@ def example(page: Path, having: str) -> str:
 
 def test_the_example_in_the_documentation_follows_a_model(service: RunningService, tmp_path: Path) -> None:
     small = tiny_folder(tmp_path / "small")
+    # of the dtype that most models have, and which is not torch's default
+    weights = {name: torch.from_numpy(array).bfloat16() for name, array in small.arrays.items()}
+    save_file(weights, small.folder / "model.safetensors")
     with TrainerClient(service.address) as trainer:
-        trainer.register_files("acme/smol", small.files)
-        trainer.push_folder("acme/smol", small.folder).wait(timeout=30)
+        trainer.import_folder("acme/smol", small.folder).wait(timeout=30)
     page = Path(__file__).parent.parent / "docs" / "asyncio.md"
     program = example(page, "AsyncEngineClient").replace("127.0.0.1:50051", service.address)
     program = textwrap.dedent(program) + "\n"

@@ -419,6 +419,16 @@ def test_a_history_is_rebuilt_whichever_node_is_damaged(
             assert after.head.next_version == before.head.next_version
 
 
+def test_a_damaged_reference_to_a_node_costs_no_version_that_was_below_it(
+    folder: Path, opened: LocalStore
+) -> None:
+    before = history_of(opened, LONG)
+    root = json.loads((folder / LONG.head_key).read_bytes())["root"]
+    edit(folder / LONG.head_key, root={**root, "last": 3})
+    repaired(folder, model=LONG)
+    assert without_writers(history_of(opened, LONG)) == without_writers(before)
+
+
 def test_entries_that_manifests_contradict_are_corrected_and_nothing_whole_is_deleted(
     folder: Path, opened: LocalStore
 ) -> None:

@@ -30,6 +30,7 @@ from weighbridge.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
+    LayoutError,
     NotFound,
     Unavailable,
     VersionFailed,
@@ -228,6 +229,22 @@ def test_bytes_that_are_no_whole_elements_of_the_tensor_given_are_copied_all_the
     assert wide.numpy().tobytes() == sources[0].arrays[name][1:6, 3:10].tobytes()
     with pytest.raises(InvalidArgument, match=f"{name}.*140 bytes"):
         list(pull.into([wide[:-1]].__getitem__))
+
+
+@pytest.mark.parametrize("lane", ["local", "grpc"])
+def test_a_tensor_of_another_float_is_refused_although_it_has_as_many_bytes(
+    service: RunningService, trainer: TrainerClient, sources: list[TinyModel], lane: str
+) -> None:
+    trainer.push_folder(MODEL, sources[0].folder).wait(timeout=20)
+    name = "model.norm.weight"
+    with EngineClient(service.address, lane=lane) as client:
+        pull = client.pull(MODEL, "live", Boxes([(name, (0,), (8,))]))
+        for wrong in (torch.zeros(16, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.float64)):
+            with pytest.raises(
+                LayoutError, match=f"{name}: a tensor of {wrong.dtype} .* a slice of torch.float32"
+            ):
+                list(pull.into([wrong].__getitem__))
+            assert not wrong.any()
 
 
 def test_whole_tensors_are_views_and_who_writes_to_one_changes_nobody_elses(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from weighbridge.layouts import Layout
-from weighbridge.tensor_stream import check_size
+from weighbridge.tensor_stream import check_target
 
 if TYPE_CHECKING:
     import torch
@@ -57,5 +57,5 @@ class HostSlices:
 
     def fill(self, index: int, tensor: torch.Tensor) -> None:
         """Copy a slice, by its index in the layout, to a tensor of its dtype and as many elements, on any device."""
-        check_size(self._layout.placements[index], tensor)
+        check_target(self._layout, self._layout.placements[index], tensor)
         tensor.copy_(self.tensor(index).view(tensor.shape))

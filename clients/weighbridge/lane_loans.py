@@ -13,7 +13,7 @@ from weighbridge.lane_plans import PlacedPlan
 from weighbridge.layouts import Layout
 from weighbridge.push_sources import ShardSource
 from weighbridge.strided import StridedCopy, is_dense, read_tensor
-from weighbridge.tensor_stream import check_size
+from weighbridge.tensor_stream import check_target
 from weighbridge.v1 import local_lane_pb2 as pb
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class ReadLoan:
     def fill(self, index: int, tensor: torch.Tensor) -> None:
         """Copy a slice, by its index in the layout, to a tensor on any device."""
         placement = self._layout.placements[index]
-        check_size(placement, tensor)
+        check_target(self._layout, placement, tensor)
         if placement.nbytes:
             read_tensor(tensor, self._copies[index], self._memories)
 

@@ -79,6 +79,22 @@ def check_size(placement: Placement, tensor: torch.Tensor) -> None:
         )
 
 
+def check_target(layout: Layout, placement: Placement, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that cannot hold a slice. One of integers takes the bytes as they are.
+
+    Raises:
+        LayoutError: it has another number of bytes, or is of another floating-point dtype, as whose numbers the bytes mean others.
+    """
+    name = placement.shard.tensor
+    dtype = layout.tensors[name].dtype
+    if tensor.dtype.is_floating_point and tensor.dtype != dtype.torch:
+        raise LayoutError(
+            f"{name}: a tensor of {tensor.dtype} was given for a slice of {dtype.torch}",
+            fix=f"give one of {dtype.torch}, or pull with dtype= to have the slice cast",
+        )
+    check_size(placement, tensor)
+
+
 class StreamWriter:
     """Writes a stream, as it comes in, into tensors.
 
@@ -105,7 +121,7 @@ class StreamWriter:
                 if not rest and placement.nbytes:
                     return
                 tensor = self._tensor_for(self._next)
-                check_size(placement, tensor)
+                check_target(self._layout, placement, tensor)
                 self._current = _open(tensor)
             target, host, view = self._current
             count = min(len(rest), placement.nbytes - self._filled)

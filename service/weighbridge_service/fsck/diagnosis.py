@@ -94,7 +94,7 @@ def diagnose(survey: Survey, now_ms: int) -> Diagnosis:
         for number, entry in survey.entries.items()
         if (said := survey.versions[number].described) is not None and said.contradictions(entry)
     )
-    numbers = _Numbers(survey, believed=not corrected)
+    numbers = _Numbers(survey, believed=not corrected and not survey.lost_nodes)
     adopted = tuple(number for number in survey.versions if numbers.is_adoptable(number, now_ms))
     findings = [
         *_findings_of_head(survey, numbers, adopted),
@@ -186,7 +186,8 @@ class _Numbers:
 
     Args:
         survey: what its objects say.
-        believed: whether a number of which the head knows nothing was given up or deleted. Not if manifests contradict the head.
+        believed: whether a number of which the head knows nothing was given up or deleted. Not if manifests contradict the head, or a
+            part of its history is lost: a damaged reference to a node may also say less numbers than were below it.
     """
 
     def __init__(self, survey: Survey, *, believed: bool) -> None:
@@ -215,21 +216,13 @@ class _Numbers:
             or number in head.open
         ):
             return False
-        return number in head.failed or (self._believed and not self._is_below_lost_node(number))
+        return self._believed or number in head.failed
 
     def is_strange(self, number: int) -> bool:
         """Whether another release has written a version of which the head knows nothing."""
         head = self.survey.head
         known = number in self.survey.entries or (head is not None and number in head.open)
         return self.survey.versions[number].foreign and not known and not self.is_gone(number)
-
-    def _is_below_lost_node(self, number: int) -> bool:
-        head = self.survey.head
-        return (
-            head is not None
-            and head.in_tree(number)
-            and any(node.first <= number <= node.last for node, _ in self.survey.lost_nodes)
-        )
 
 
 def _findings_of_head(survey: Survey, numbers: _Numbers, adopted: Collection[int]) -> Iterator[Finding]:
