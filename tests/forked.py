@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -114,9 +115,13 @@ class ForkedPython:
 
 @contextmanager
 def forked_python(
-    *arguments: str, stderr: int = 2, environment: Mapping[str, str] | None = None
+    *arguments: str,
+    stderr: int = 2,
+    environment: Mapping[str, str] | None = None,
+    checkout: Path | None = None,
 ) -> Iterator[ForkedPython]:
-    """A `ForkedPython`, killed in the end."""
+    """A `ForkedPython`, killed in the end. It runs the code of this process, and that of no other checkout."""
+    assert checkout is None
     with ForkedPython(*arguments, stderr=stderr, environment=environment) as process:
         try:
             yield process

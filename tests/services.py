@@ -23,7 +23,7 @@ class RunningService:
     there is no local socket, unless one is asked for.
     """
 
-    def __init__(self, store: Path | str, **settings: Any) -> None:
+    def __init__(self, store: Path | str, *, lane_clients: int = 1024, **settings: Any) -> None:
         defaults: dict[str, Any] = {
             "memory_budget": 1 << 30,
             "drain_seconds": 5.0,
@@ -37,7 +37,7 @@ class RunningService:
         except BaseException:
             listener.stop(0.0)
             raise
-        self.lane = LaneServer(self.service, config.local_socket, 1024)
+        self.lane = LaneServer(self.service, config.local_socket, lane_clients)
         self.health = Health.of(self.service)
         self.metrics = Metrics(self.service, self.lane, listener.calls)
         self.grpc = GrpcServer(listener, self.service, self.lane)

@@ -439,7 +439,10 @@ def test_entries_that_manifests_contradict_are_corrected_and_nothing_whole_is_de
     edit(folder / NAME.head_key, recent=recent)
     whats = dict(findings(folder))
     assert whats[3] == "is whole, and in no history"
-    assert whats[5] == "its entry in the history says another step, created_ms than its manifest"
+    assert (
+        whats[5]
+        == "its entry in the history says another step, created_ms, nonfinite_elements than its manifest"
+    )
     repaired(folder)
     assert without_writers(history_of(opened)) == without_writers(before)
 

@@ -188,11 +188,8 @@ def test_who_has_not_said_who_it_is_gets_nothing(
         assert lane.ask(begin_read()).error.reason == InvalidArgument.reason
 
 
-def test_no_more_clients_are_served_than_leave_the_service_its_descriptors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _what: (16, 16))
-    with running_service(tmp_path / "store", local_socket=str(tmp_path / "s")) as service:
+def test_no_more_clients_are_served_than_leave_the_service_its_descriptors(tmp_path: Path) -> None:
+    with running_service(tmp_path / "store", local_socket=str(tmp_path / "s"), lane_clients=4) as service:
         lanes = [RawLane(service.lane.path) for _ in range(40)]
         hello = pb.LaneRequest(hello=pb.LaneHello(client_id="one of many"))
         served = 0
