@@ -13,8 +13,8 @@ from weighbridge.boxes import Box
 from weighbridge.errors import DataLoss, LayoutError
 from weighbridge.lane_plans import LanePlans
 from weighbridge.layouts import Layout, Shard, TensorSpec
+from weighbridge.push_routes import without
 from weighbridge.push_sources import StagingPool, TensorSource
-from weighbridge.pushing import _without
 from weighbridge.v1 import local_lane_pb2 as pb
 
 SHAPES = {"a": (3, 5), "empty": (0, 4), "b": (7,), "c": (2, 2, 3)}
@@ -74,7 +74,7 @@ def test_what_is_sent_again_is_what_was_to_be_streamed_and_has_not_come() -> Non
             for n in random.integers(0, 6, 2)
         )
         left = {at for a, b in wanted for at in range(a, b)} - {at for a, b in received for at in range(a, b)}
-        found = _without(wanted, received)
+        found = without(wanted, received)
         assert sorted(at for a, b in found for at in range(a, b)) == sorted(left)
         assert all(a < b for a, b in found)
 

@@ -306,7 +306,7 @@ def answer(status: int, code: str = "", retries: int = 0, message: str = "m") ->
 
 
 TIMEOUT = ReadTimeoutError(endpoint_url="http://x")
-OURS, THEIRS = Found(1, '"a"', "ours"), Found(1, '"b"', "theirs")
+OURS, THEIRS = Found(1, '"a"', "ours", 0), Found(1, '"b"', "theirs", 0)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def told(running: RunningService, number: int) -> dict[str, Any]:
     """A version as a service tells it; all its interfaces must agree."""
     exports = Exports(running.service)
     try:
-        http = TestClient(create_app(running.service, exports, running.metrics))
+        http = TestClient(create_app(running.service, exports, running.metrics, running.health))
         listed = http.get(f"/v1/models/{MODEL}/versions", params={"include_invisible": True}).json()
         one = http.get(f"/v1/models/{MODEL}/versions/{number}").json()
     finally:

@@ -232,6 +232,15 @@ class Publisher:
         )
         return False
 
+    def discard_if_gone(self) -> None:
+        """Delete what an upload that was still under way has put into the store after the version was given up."""
+        try:
+            history = self.heads.history(self.model.name)
+            if history is not None and history.is_gone(self.entry.number):
+                discard_version(self.store, self.model.name, self.entry.number)
+        except WeighbridgeError as error:
+            log.warning("%s could not be cleaned up, and will be later: %s", self, error)
+
 
 def give_up(
     store: ObjectStore,

@@ -277,8 +277,12 @@ class PushSession:
     def _carry_out(self, effect: do.Awaited) -> None:
         answer = self._runner.run(effect, self._state)
         self.post(answer)
-        if self._state.phase in FINAL:
+        state = self._state
+        if state.phase in FINAL:
             self._runner.leave_line()  # it may have been asked for after the end
+        given_up = state.gave_up or state.phase in (Phase.FAILED, Phase.ABORTED)
+        if given_up and isinstance(effect, do.Upload | do.UploadDigests):
+            self._publisher.discard_if_gone()
         writer = self._runner.writer
         if isinstance(answer, on.ImageGranted) and writer is not None:
             writer.begin()
