@@ -82,6 +82,19 @@ def live(running: RunningService) -> int:
     return running.service.catalog.get_version(MODEL, "live").number
 
 
+def handed_to(running: RunningService) -> list[HandedVersion]:
+    """What other replicas hand over to a service, from now on."""
+    handed: list[HandedVersion] = []
+    take_over = running.service.intake.take_over
+
+    def keep(sender: Home, version: HandedVersion, *rest: Callable[..., Any]) -> None:
+        handed.append(version)
+        take_over(sender, version, *rest)
+
+    running.service.intake.take_over = keep  # type: ignore[method-assign]
+    return handed
+
+
 @contextmanager
 def writes_hang(running: RunningService, what: str) -> Iterator[None]:
     """While what this service writes hangs, and fails in the end: ``files`` of versions, or heads with a ``claim``, too."""
@@ -252,14 +265,7 @@ def test_a_handover_that_is_repeated_changes_nothing_and_another_push_of_the_num
     with replicas(tmp_path, source, 2) as (leaving, staying):
         held = HeldStore(tmp_path / "store", source, [1])
         number = push(leaving.address, source.arrays)
-        sent: list[HandedVersion] = []
-        take_over = staying.service.intake.take_over
-
-        def keep(sender: Home, version: HandedVersion, *rest: Callable[..., Any]) -> None:
-            sent.append(version)
-            take_over(sender, version, *rest)
-
-        staying.service.intake.take_over = keep  # type: ignore[method-assign]
+        sent = handed_to(staying)
         assert leaving.service.intake.drain(4.0)
         (version,) = sent
         held_now = staying.service.images.holdings()
@@ -268,6 +274,7 @@ def test_a_handover_that_is_repeated_changes_nothing_and_another_push_of_the_num
         def never(*_files: object) -> bool:
             raise AssertionError("it is there")
 
+        take_over = staying.service.intake.take_over
         take_over(home, version, never, never)
         with pytest.raises(AlreadyExists):
             take_over(home, replace(version, claim="another"), never, never)

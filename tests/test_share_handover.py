@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 
 from tests.raw_clients import RawClient, TinyModel, assert_equal, rows_layout, tiny_folder
 from tests.services import RunningService, eventually, running_service
-from tests.test_handover import NAME, live, replicas
+from tests.test_handover import NAME, handed_to, live, replicas
 from tests.test_memory_promises import Service
 from tests.test_ready_over_nodes import HeldStore, store_away
 from tests.test_replicas import FILE_BYTES
@@ -27,7 +27,6 @@ from weighbridge.resources import VersionState
 from weighbridge.safetensors_files import lay_out_files
 from weighbridge_service import models
 from weighbridge_service.push.declarations import Home
-from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.push.state import Phase
 from weighbridge_service.replicas.handover import handed_from_proto, handed_to_proto
 from weighbridge_service.replicas.links import Links
@@ -342,14 +341,7 @@ def test_a_share_is_sent_as_it_is_and_refused_if_it_is_of_other_files_or_of_no_r
     with replicas(tmp_path, source, 2) as (leaving, staying):
         held = HeldStore(tmp_path / "store", source, [1])
         push([leaving.address, staying.address], source)
-        sent: list[HandedVersion] = []
-        take_over = staying.service.intake.take_over
-
-        def keep(sender: Home, version: HandedVersion, *rest: Callable[..., Any]) -> None:
-            sent.append(version)
-            take_over(sender, version, *rest)
-
-        staying.service.intake.take_over = keep  # type: ignore[method-assign]
+        sent = handed_to(staying)
         assert leaving.service.intake.drain(20.0)
         [version] = sent
         assert version.share is not None

@@ -491,12 +491,12 @@ class Catalog:
                 self._changed_at[name] = self._changes
             self._changed.notify_all()
 
-    def _changes_of(self, name: ModelName | None) -> int:
-        """A number that is another one when something of a model, or of any, has changed."""
+    def _changes_of(self, name: ModelName) -> int:
+        """A number that is another one when something of a model has changed."""
         with self._changed:
-            return self._changes if name is None else self._changed_at.setdefault(name, 0)
+            return self._changed_at.setdefault(name, 0)
 
-    def _wait_for_change(self, name: ModelName | None, since: int, seconds: float) -> None:
+    def _wait_for_change(self, name: ModelName, since: int, seconds: float) -> None:
         """Wait until something has changed since `_changes_of` gave ``since``."""
         with self._changed:
             self._changed.wait_for(lambda: self._changes_of(name) != since, seconds)

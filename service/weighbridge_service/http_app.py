@@ -54,43 +54,20 @@ _DOCUMENTATION = "/docs"
 _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
 
-# patterns are declared for clients; what breaks them is refused where names are parsed, in better words
-Namespace = Annotated[
-    str,
-    Path(
-        description="First half of the model's name.",
-        examples=["acme"],
-        json_schema_extra={"pattern": MODEL_PART_PATTERN},
-    ),
-]
-Name = Annotated[
-    str,
-    Path(
-        description="Second half of the model's name.",
-        examples=["smol"],
-        json_schema_extra={"pattern": MODEL_PART_PATTERN},
-    ),
-]
-VersionOrRef = Annotated[
-    str,
-    Path(
-        description="A number or a ref.",
-        examples=["latest"],
-        json_schema_extra={"pattern": REF_PATTERN},
-    ),
-]
+
+def _text(description: str, pattern: str, *examples: str) -> Any:
+    """A text in a path. Its pattern is declared for clients; what breaks it is refused where it is parsed, in better words."""
+    return Path(
+        description=description, examples=list(examples) or None, json_schema_extra={"pattern": pattern}
+    )
+
+
+Namespace = Annotated[str, _text("First half of the model's name.", MODEL_PART_PATTERN, "acme")]
+Name = Annotated[str, _text("Second half of the model's name.", MODEL_PART_PATTERN, "smol")]
+VersionOrRef = Annotated[str, _text("A number or a ref.", REF_PATTERN, "latest")]
 Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]
-Ref = Annotated[
-    str,
-    Path(description="Name of the ref.", examples=["prod"], json_schema_extra={"pattern": REF_PATTERN}),
-]
-JobId = Annotated[
-    str,
-    Path(
-        description="The `id` that starting the export gave.",
-        json_schema_extra={"pattern": "^[0-9a-f]{32}$"},
-    ),
-]
+Ref = Annotated[str, _text("Name of the ref.", REF_PATTERN, "prod")]
+JobId = Annotated[str, _text("The `id` that starting the export gave.", "^[0-9a-f]{32}$")]
 
 
 def _models_router(service: Weighbridge) -> APIRouter:

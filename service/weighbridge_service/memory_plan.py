@@ -25,6 +25,8 @@ _HEADER_BYTES_PER_TENSOR = 256
 """In a safetensors header: name, dtype, shape and offsets."""
 _FILE_BYTES = 4 << 30
 """Files of a version are about this large; each begins on a page of its own."""
+MAKE_ROOM = "make room, or let fewer versions be kept: weighbridge retention MODEL --keep-last N"
+"""What to do about a disk that is full."""
 _LONG_SECONDS = 300.0
 """Who reads a version that nothing else keeps for longer than this probably needs it no more."""
 
@@ -192,7 +194,7 @@ def check_budget(budget: MemoryBudget, memory: Space) -> Check:
 
 def check_scratch(scratch: DiskReading, disk: Space) -> Check:
     """Whether versions for which memory has no room can go to disk."""
-    what = f"{scratch.folder} has {readable_size(scratch.available)} of {readable_size(scratch.size)} free"
+    what = str(scratch)
     if scratch.in_memory:
         return Check(
             "scratch folder",
@@ -295,15 +297,14 @@ def check_store_disk(store: DiskReading, largest: int) -> Check:
         store: the file system of the store's folder.
         largest: bytes of a version of the largest model; 0 if there is no model.
     """
-    what = f"{store.folder} has {readable_size(store.available)} of {readable_size(store.size)} free"
     if store.available < largest:
         return Check(
             "store disk",
             CheckStatus.FAIL,
-            f"{what}, and a version of the largest model takes {readable_size(largest)}: it could not become durable",
-            "make room, or let fewer versions be kept: weighbridge retention MODEL --keep-last N",
+            f"{store}, and a version of the largest model takes {readable_size(largest)}: it could not become durable",
+            MAKE_ROOM,
         )
-    return Check("store disk", CheckStatus.OK, what)
+    return Check("store disk", CheckStatus.OK, str(store))
 
 
 def check_memory(report: MemoryReport) -> list[Check]:

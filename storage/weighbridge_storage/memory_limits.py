@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from weighbridge.sizes import readable_size
 from weighbridge_storage.objects import error_for
 
 UNLIMITED = 1 << 62
@@ -90,6 +91,9 @@ class DiskReading:
     size: int
     available: int
     in_memory: bool
+
+    def __str__(self) -> str:
+        return f"{self.folder} has {readable_size(self.available)} of {readable_size(self.size)} free"
 
 
 @dataclass(frozen=True, slots=True)

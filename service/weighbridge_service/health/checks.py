@@ -7,10 +7,9 @@ from pathlib import Path
 
 from weighbridge.checks import Check, CheckStatus
 from weighbridge.errors import NotFound
-from weighbridge.sizes import readable_size
 from weighbridge_service.clock import unix_ms
 from weighbridge_service.health.monitor import NamedCheck
-from weighbridge_service.memory_plan import check_budget, check_images, check_limits
+from weighbridge_service.memory_plan import MAKE_ROOM, check_budget, check_images, check_limits
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.memory_limits import DiskReading, read_disk
 from weighbridge_storage.objects import ObjectStore
@@ -88,13 +87,11 @@ def check_clock(written_ms: tuple[int, int], modified_ms: int, most_ms: int) -> 
 
 def check_disk(disk: DiskReading) -> Check:
     """Whether there is room on a disk."""
-    what = f"{disk.folder} has {readable_size(disk.available)} of {readable_size(disk.size)} free"
-    fix = "make room, or let fewer versions be kept: weighbridge retention MODEL --keep-last N"
     if disk.available < _LEAST_DISK:
-        return Check(DISK_ROOM, CheckStatus.FAIL, what, fix)
+        return Check(DISK_ROOM, CheckStatus.FAIL, str(disk), MAKE_ROOM)
     if disk.available < disk.size * _LITTLE_DISK:
-        return Check(DISK_ROOM, CheckStatus.WARN, what, fix)
-    return Check(DISK_ROOM, CheckStatus.OK, what)
+        return Check(DISK_ROOM, CheckStatus.WARN, str(disk), MAKE_ROOM)
+    return Check(DISK_ROOM, CheckStatus.OK, str(disk))
 
 
 def worst(checks: list[Check]) -> Check:
