@@ -122,11 +122,8 @@ class PushSession:
         self._pools = pools
         self._timers = timers
         self._surroundings = surroundings
-        self._runner = EffectRunner(
-            model, publisher, exchange, relay, allocator, successors, self._go_on, self._post_all
-        )
+        self._runner = EffectRunner(model, publisher, exchange, relay, allocator, successors)
         self._runner.image = image
-        self._wake = self.tick  # one object, by which the timers know it
         self._lock = threading.Lock()
         self._state = state
         self._events: deque[on.Event] = deque()
@@ -154,6 +151,18 @@ class PushSession:
         """Whether it holds memory."""
         return self._runner.image is not None
 
+    @property
+    def image_used_at(self) -> float:
+        """When the image was last read, in seconds of the monotonic clock; 0 without one."""
+        image = self._runner.image
+        return 0.0 if image is None else image.used_at
+
+    @property
+    def files(self) -> frozenset[str] | None:
+        """The files that are put together here; None before there is a plan."""
+        share = self._state.share
+        return None if share is None else frozenset(share.files)
+
     def takes_part(self, client_id: str) -> bool:
         """Whether this client has declared a rank of the version."""
         return any(each.client_id == client_id for each in self._state.declarations.here.values())
@@ -162,9 +171,10 @@ class PushSession:
 
     def post(self, event: on.Event) -> None:
         """Something has happened."""
-        self._post_all((event,))
+        self.post_all((event,))
 
-    def _post_all(self, events: Sequence[on.Event]) -> None:
+    def post_all(self, events: Sequence[on.Event]) -> None:
+        """Several things have happened, one after another."""
         if not events:
             return
         with self._lock:
@@ -212,7 +222,9 @@ class PushSession:
         if after.phase in FINAL and (after.agreed is None or after.agreed.alone):
             self._runner.forget()  # other replicas may still ask for their part
         if after.wake_at is not None:
-            self._timers.wake(self._wake, after.wake_at)
+            self._timers.wake(self, after.wake_at)
+        elif after.phase in FINAL:
+            self._timers.forget(self)
         self._give_answers(after)
 
     def _log(self, before: PushState, after: PushState) -> None:
@@ -273,7 +285,9 @@ class PushSession:
                 self._surroundings.forget(self)
 
     def _carry_out(self, effect: do.Awaited) -> None:
-        answer = self._runner.run(effect, self._state)
+        if self._state.phase in FINAL:  # it has ended while this waited for a thread
+            return
+        answer = self._runner.run(effect, self._state, self)
         self.post(answer)
         if self._state.phase in FINAL:
             self._runner.leave_line()  # it may have been asked for after the end
@@ -293,7 +307,7 @@ class PushSession:
         if error is None and self._runner.image is not None:
             self._runner.image.freeze()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Raise if what an effect is at is not wanted any more."""
         if self._pools.stopping:
             raise _shutting_down()
@@ -315,7 +329,7 @@ class PushSession:
         Raises:
             WeighbridgeError: what ``answer`` raises.
         """
-        self._post_all(events)
+        self.post_all(events)
         found: Future[T] = Future()
         entry = (answer, found)
         with self._lock:
@@ -333,6 +347,10 @@ class PushSession:
     def _give_answers(self, state: PushState) -> None:
         with self._lock:
             self._waiting = [each for each in self._waiting if not _try(each[0], state, each[1])]
+
+    def forget(self) -> None:
+        """Drop what leads back here: so all that it holds goes with the last reference to it."""
+        self._runner.forget()
 
     def stop(self) -> None:
         """Nothing happens any more, and calls that wait are told so."""

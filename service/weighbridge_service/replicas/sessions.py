@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weighbridge.errors import NotFound, VersionFailed
 from weighbridge_service.push import events as on
 from weighbridge_service.push.declarations import Home
-from weighbridge_service.push.registry import Registry
+from weighbridge_service.push.registry import Push, Registry
 from weighbridge_service.push.session import PushSession
 from weighbridge_service.push.state import BEFORE_SEALED, FINAL, VISIBLE, Phase, PushState, check_not_failed
 from weighbridge_service.replicas.progress import Progress, SharedPush, Stage
@@ -50,8 +50,10 @@ class SharedSessions:
 
     def progress(self, model: str, number: int, claim: str) -> Progress | None:
         """See `heartbeat.SharedPushes`."""
-        session = self._session(model, number, claim)
-        return None if session is None else _progress(session.state, claim, session.handed_in)
+        push = self._push(model, number, claim)
+        if push is None:
+            return None
+        return _progress(push.state, claim, push.handed_in if isinstance(push, PushSession) else None)
 
     def heard(self, sender: Home, progress: Progress) -> None:
         """See `heartbeat.SharedPushes`."""
@@ -83,10 +85,12 @@ class SharedSessions:
 
     def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Lease]:
         """See `handlers.OwnFiles`."""
-        session = self._session(model, number, claim)
-        if session is None:
+        push = self._push(model, number, claim)
+        if push is not None:
+            check_not_failed(push.state)
+        if not isinstance(push, PushSession):
             raise NotFound(f"{model}@{number} is not received by this replica, or under another agreement")
-        return session.own_file(file)
+        return push.own_file(file)
 
     def files_elsewhere(self, name: ModelName, number: int) -> FilesElsewhere | None:
         """The files that other replicas own of a version that is visible here and not durable; None if there are none."""
@@ -105,16 +109,20 @@ class SharedSessions:
 
     def is_durable(self, name: ModelName, number: int, claim: str) -> bool:
         """Whether a version that was visible here is durable by now. Raises what it has failed of."""
-        session = self._session(str(name), number, claim)
-        if session is None:  # it has ended a while ago
+        push = self._push(str(name), number, claim)
+        if push is None:  # it has ended a while ago
             return True
-        check_not_failed(session.state)
-        return session.state.phase is Phase.PUBLISHED
+        check_not_failed(push.state)
+        return push.state.phase is Phase.PUBLISHED
 
     def _session(self, model: str, number: int, claim: str) -> PushSession | None:
-        session = self._registry.get(ModelName.parse(model), number)
-        agreed = None if session is None else session.state.agreed
-        return session if agreed is not None and agreed.claim == claim else None
+        push = self._push(model, number, claim)
+        return push if isinstance(push, PushSession) else None
+
+    def _push(self, model: str, number: int, claim: str) -> Push | None:
+        push = self._registry.find(ModelName.parse(model), number)
+        agreed = None if push is None else push.state.agreed
+        return push if agreed is not None and agreed.claim == claim else None
 
 
 def _shared(session: PushSession) -> SharedPush | None:
