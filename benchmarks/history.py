@@ -1,8 +1,9 @@
 """``python -m benchmarks.history``: does it cost more to push the last of many versions than the first, or to have many models?
 
-A service over a folder, or over SeaweedFS (``--s3``), receives versions of a tiny model one after the other, and then registers many models.
-What each operation takes, the bytes that a push reads from the store and writes to it, and the service's memory are measured in a window at
-the beginning and in one at the end; the ratio of the two is what history costs.
+One service receives many versions of a tiny model one after the other, another one few; and one gets many models with a version each, another
+one few. At the end the same is done at both in turn, so that a machine with other things to do slows both down alike: what each operation
+takes, the bytes that a push reads from the store and writes to it, and the service's memory. The ratio of the two is what history costs. It
+is compared with what may be: 1.3 times for everything, and 50 MB of memory. Stores are folders, or SeaweedFS (``--s3``).
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -33,8 +36,14 @@ from weighbridge.v1 import model_service_pb2 as pb
 
 T = TypeVar("T")
 MODEL = "bench/history"
+MOST_TIMES = 1.3
+"""How many times as long, and as many bytes, an operation may take at the end as near the beginning."""
+MOST_MEMORY = 50_000_000
+"""Bytes by which the service's memory may grow."""
 _CHANGING = "model.norm.weight"
 _PAGE = 100
+_WARM = 20
+"""After so many versions or models, what a process makes once is there."""
 _WAIT_SECONDS = 120.0
 
 
@@ -45,7 +54,7 @@ class Window:
     Attributes:
         begin, end: numbers of the first thing measured, and one past the last.
         samples: values by the name of what was measured; seconds, or bytes.
-        memory: bytes that the service had resident at the end.
+        memory: bytes by which the service has grown at the end.
     """
 
     begin: int
@@ -63,6 +72,16 @@ class Window:
         result = work()
         self.note(name, time.perf_counter() - started)
         return result
+
+    def note_counts(self, asked: Counts) -> None:
+        """Add what a push has asked of the store."""
+        self.note("head bytes", asked.head_read + asked.head_written)
+        self.note("store bytes", asked.read + asked.written)
+        self.note("store requests", asked.requests)
+
+    def typical(self, name: str) -> float:
+        """The median of times, and the mean of what is counted: the tree of a history is written now and then, and a lot at a time."""
+        return (statistics.fmean if _counted(name) else statistics.median)(self.samples[name])
 
 
 class Service:
@@ -100,125 +119,205 @@ def serving(store: str, scratch: Path) -> Iterator[Service]:
         yield Service(process)
 
 
-def windows(count: int, size: int) -> tuple[Window, Window]:
-    """A window near the beginning, behind the first page if there are enough for that, and one at the end."""
-    skipped = min(_PAGE, count // 4)
-    size = min(size, (count - skipped) // 2)
-    return Window(skipped, skipped + size), Window(count - size, count)
-
-
-class Versions:
-    """Pushes versions of one model, and looks at them.
+class Pushing:
+    """Pushes versions whose weights are not those of the version before, which would be copied within the store.
 
     Args:
-        service: receives them.
         model: whose weights they are, but for one tensor.
+        service: receives them.
+        page: how many are listed at a time.
     """
 
-    def __init__(self, service: Service, model: TinyModel) -> None:
-        self._service = service
-        self._client = EngineClient(service.address, lane="grpc")
-        self._raw = RawClient(service.address)
+    def __init__(self, model: TinyModel, service: Service, page: int) -> None:
+        self.service = service
+        self.page = page
+        self.client = EngineClient(service.address, lane="grpc")
+        self.raw = RawClient(service.address)
+        self._trainer = TrainerClient(service.address, lane="grpc")
+        self._model = model
         self._layout = whole_layout(model.arrays)
-        self._arrays = model.arrays
-        with TrainerClient(service.address) as trainer:
-            trainer.register_files(MODEL, model.files)
 
-    def push(self, step: int) -> tuple[float, float, Counts]:
-        """Push a version: seconds to open it, seconds from then until it is durable, and what that asked of the store.
+    def register(self, name: str) -> None:
+        """Register the model under a name."""
+        self._trainer.register_files(name, self._model.files)
 
-        Its weights are not those of the version before, which would be copied within the store.
-        """
-        arrays = {**self._arrays, _CHANGING: np.full_like(self._arrays[_CHANGING], step)}
-        before = self._service.counts()
-        started = time.perf_counter()
-        number = self._raw.open(MODEL, step=step)
-        opened = time.perf_counter()
-        assigned = self._raw.declare(MODEL, number, self._layout)
-        self._raw.push(MODEL, number, cut(stream_of(arrays, self._layout, assigned), 1 << 20))
-        self._raw.seal(MODEL, number)
-        self._client.wait_for(MODEL, number, VersionState.DURABLE, timeout=_WAIT_SECONDS)
-        done = time.perf_counter()
-        return opened - started, done - opened, self._service.counts().minus(before)
+    def push(self, name: str, step: int, window: Window) -> None:
+        """Push a version until it is durable."""
+        arrays = {
+            **self._model.arrays,
+            _CHANGING: np.full_like(self._model.arrays[_CHANGING], step),
+        }
+        before = self.service.counts()
+        number = window.time("open", lambda: self.raw.open(name, step=step))
 
-    def look(self, window: Window) -> None:
-        """Tag the newest version, list a hundred, hear of the newest."""
-        window.time("tag", lambda: self._client.set_ref(MODEL, "tag", "latest"))
-        request = pb.ListVersionsRequest(model=MODEL, page_size=_PAGE)
-        window.time("list 100", lambda: self._raw.call(self._raw.models.ListVersions, request))
-        watch = self._client.watch(MODEL, "latest")
+        def publish() -> None:
+            assigned = self.raw.declare(name, number, self._layout)
+            self.raw.push(name, number, cut(stream_of(arrays, self._layout, assigned), 1 << 20))
+            self.raw.seal(name, number)
+            self.client.wait_for(name, number, VersionState.DURABLE, timeout=_WAIT_SECONDS)
+
+        window.time("publish", publish)
+        window.note_counts(self.service.counts().minus(before))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._trainer.close()
+        self.client.close()
+        self.raw.channel.close()
+
+
+class Rounds(Protocol):
+    """Things of which there become many, one in each round."""
+
+    service: Service
+
+    def round(self, number: int, window: Window) -> None:
+        """One more, and everything that is measured of it."""
+
+
+class Versions(Pushing):
+    """Versions of one model."""
+
+    def __init__(self, model: TinyModel, service: Service, page: int) -> None:
+        super().__init__(model, service, page)
+        self.register(MODEL)
+
+    def round(self, number: int, window: Window) -> None:
+        """See `Rounds`: push one, tag the newest, list a page, hear of the newest."""
+        self.push(MODEL, number, window)
+        window.time("tag", lambda: self.client.set_ref(MODEL, "tag", "latest"))
+        request = pb.ListVersionsRequest(model=MODEL, page_size=self.page)
+        window.time("list", lambda: self.raw.call(self.raw.models.ListVersions, request))
+        watch = self.client.watch(MODEL, "latest")
         window.time("watch", lambda: next(watch))
 
-    def close(self) -> None:
-        """End the connections."""
-        self._client.close()
-        self._raw.channel.close()
+
+class Models(Pushing):
+    """Models with one version each, which is live."""
+
+    def round(self, number: int, window: Window) -> None:
+        """See `Rounds`: register one, push a version, tag it, list a page of models, and pull it."""
+        name = f"many/m{number:06d}"
+        window.time("register", lambda: self.register(name))
+        self.push(name, number, window)
+        window.time("tag", lambda: self.client.set_ref(name, "tag", "latest"))
+        page = pb.ListModelsRequest(page_size=self.page)
+        before = self.service.counts()
+        window.time("list", lambda: self.raw.call(self.raw.models.ListModels, page))
+        asked = self.service.counts().minus(before)
+        window.note("bytes of a list", asked.read + asked.written)
+        window.time("pull", lambda: dict(self.client.pull(name, "live")))
 
 
-def measure_versions(service: Service, model: TinyModel, count: int, size: int) -> tuple[Window, Window]:
-    """Push so many versions; the windows at both ends."""
-    ends = windows(count, size)
-    versions = Versions(service, model)
-    try:
-        for number in range(count):
-            opened, published, asked = versions.push(number)
-            for window in ends:
-                if window.begin <= number < window.end:
-                    window.note("open", opened)
-                    window.note("publish", published)
-                    window.note("head bytes", asked.head_read + asked.head_written)
-                    window.note("store bytes", asked.read + asked.written)
-                    window.note("store requests", asked.requests)
-                    versions.look(window)
-                    window.memory = service.memory
-    finally:
-        versions.close()
+def measure(
+    subjects: Callable[[Service, int], AbstractContextManager[Rounds]],
+    services: tuple[Service, Service],
+    count: int,
+    size: int,
+) -> tuple[Window, Window]:
+    """Make few of something at one service and many at another one, and measure both.
+
+    Args:
+        subjects: gives what there become many of at a service, of which so many are listed at a time.
+        services: one for few, and one for many.
+        count: how many there are at the end.
+        size: how many are measured at both ends.
+
+    Returns:
+        A window near the beginning, behind the first page if there are enough for that, and one at the end.
+    """
+    skipped = min(_PAGE, count // 4)
+    size = min(size, (count - skipped) // 2)
+    ends = Window(skipped, skipped + size), Window(count - size, count)
+    with ExitStack() as stack:
+        both = [stack.enter_context(subjects(service, skipped)) for service in services]
+        starts = [0, 0]
+        for i, (rounds, window) in enumerate(zip(both, ends, strict=True)):
+            unmeasured = Window(0, window.begin)
+            for number in range(window.begin):
+                if number == min(_WARM, window.begin - 1):
+                    starts[i] = rounds.service.memory
+                rounds.round(number, unmeasured)
+        for done in range(size):
+            turn = list(zip(both, ends, strict=True))
+            for rounds, window in turn[:: 1 if done % 2 else -1]:
+                rounds.round(window.begin + done, window)
+        for rounds, window, start in zip(both, ends, starts, strict=True):
+            window.memory = rounds.service.memory - start
     return ends
 
 
-def measure_models(service: Service, model: TinyModel, count: int, size: int) -> tuple[Window, Window]:
-    """Register so many models; the windows at both ends. Those within them get a version, to be tagged."""
-    ends = windows(count, size)
-    page = pb.ListModelsRequest(page_size=_PAGE)
-    with TrainerClient(service.address, lane="grpc") as client, RawClient(service.address) as raw:
-        for number in range(count):
-            name = f"many/m{number:06d}"
-            within = [window for window in ends if window.begin <= number < window.end]
-            register = partial(client.register_files, name, model.files)
-            if not within:
-                register()
-            for window in within:
-                window.time("register", register)
-                client.push_folder(name, model.folder).wait(timeout=_WAIT_SECONDS)
-                window.time("tag", partial(client.set_ref, name, "tag", "latest"))
-                before = service.counts()
-                window.time("list 100", partial(raw.call, raw.models.ListModels, page))
-                asked = service.counts().minus(before)
-                window.note("store bytes of a list", asked.read + asked.written)
-                window.memory = service.memory
-    return ends
+def _counted(name: str) -> bool:
+    return "bytes" in name or "requests" in name
 
 
-def rows(ends: tuple[Window, Window]) -> Iterator[list[str]]:
-    """Medians of both windows, and their ratio."""
+@dataclass(frozen=True)
+class Verdict:
+    """A figure near the beginning and at the end.
+
+    Attributes:
+        name: what was measured.
+        first, last: typical values; seconds, bytes or a number.
+        grown: how many times as much; of memory, bytes.
+        ok: whether that is within its limit.
+    """
+
+    name: str
+    first: float
+    last: float
+    grown: float
+    ok: bool
+
+    def row(self) -> list[str]:
+        """As a row of a table."""
+        values = [_shown(self.name, value) for value in (self.first, self.last)]
+        if self.name == "memory":
+            return [
+                self.name,
+                *values,
+                f"{self.grown / 1e6:.0f} MB",
+                f"{MOST_MEMORY / 1e6:.0f} MB",
+                self._said,
+            ]
+        return [self.name, *values, f"{self.grown:.2f}", f"{MOST_TIMES:.2f}", self._said]
+
+    @property
+    def _said(self) -> str:
+        return "ok" if self.ok else "OVER"
+
+
+def _shown(name: str, value: float) -> str:
+    if name == "memory":
+        return f"{value / 1e6:+.0f} MB"
+    return f"{value:.0f}" if _counted(name) else f"{value * 1e3:.2f} ms"
+
+
+def verdicts(ends: tuple[Window, Window]) -> list[Verdict]:
+    """What has become of each figure."""
     first, last = ends
+    found = []
     for name in first.samples:
-        medians = [statistics.median(window.samples[name]) for window in ends]
-        counted = "bytes" in name or "requests" in name
-        shown = [f"{m:.0f}" if counted else f"{m * 1e3:.2f} ms" for m in medians]
-        yield [name, *shown, f"{medians[1] / medians[0]:.2f}" if medians[0] else "-"]
-    grown = (last.memory - first.memory) / 2**20
-    yield ["memory", *(f"{w.memory / 2**20:.0f} MiB" for w in ends), f"{grown:+.0f} MiB"]
+        before, after = first.typical(name), last.typical(name)
+        times = after / before if before else float(after > 0)
+        found.append(Verdict(name, before, after, times, times <= MOST_TIMES))
+    return [
+        *found,
+        Verdict("memory", first.memory, last.memory, last.memory, last.memory <= MOST_MEMORY),
+    ]
 
 
 def table(what: str, ends: tuple[Window, Window]) -> str:
-    """A table of both windows."""
-    headings = [what, *(f"{w.begin + 1} to {w.end}" for w in ends), "ratio"]
-    return report.table(headings, rows(ends))
+    """A table of both windows, and what was to be shown."""
+    headings = [what, *(f"{w.begin + 1} to {w.end}" for w in ends), "grown", "limit", ""]
+    return report.table(headings, (verdict.row() for verdict in verdicts(ends)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure and print; exits with 1 if something has grown by more than it may."""
     parser = argparse.ArgumentParser(prog="benchmarks.history", description=__doc__)
     parser.add_argument("--versions", type=int, default=300, help="versions of one model (default 300)")
     parser.add_argument("--models", type=int, default=200, help="models (default 200)")
@@ -228,22 +327,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     processes.end_tidily()
     os.environ.update(AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY)
+    found = {}
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         model = tiny_folder(folder / "hf", hidden_size=8)
-        if args.s3:
-            (folder / "s3").mkdir()
-            server = stack.enter_context(seaweedfs(folder / "s3"))
-        found = {}
-        for what, measure, count in (
-            ("versions", measure_versions, args.versions),
-            ("models", measure_models, args.models),
-        ):
-            store = server.location() if args.s3 else str(folder / what)
-            with serving(store, folder / f"{what}-scratch") as service:
-                if count:
-                    found[what] = measure(service, model, count, args.window)
-                    print(table(what, found[what]), end="\n\n", flush=True)
+
+        def location(name: str) -> str:
+            if not args.s3:
+                return str(folder / name)
+            (folder / name).mkdir()
+            return stack.enter_context(seaweedfs(folder / name)).location()
+
+        for what, kind, count in (("versions", Versions, args.versions), ("models", Models, args.models)):
+            if not count:
+                continue
+            with ExitStack() as running:
+                few, many = (
+                    running.enter_context(
+                        serving(location(f"{how}-{what}"), folder / f"{how}-{what}-scratch")
+                    )
+                    for how in ("few", "many")
+                )
+                found[what] = measure(partial(kind, model), (few, many), count, args.window)
+                print(table(what, found[what]), end="\n\n", flush=True)
     if args.json is not None:
         report.write_json(
             args.json,
@@ -253,6 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for what, ends in found.items()
             },
         )
+    sys.exit(not all(verdict.ok for ends in found.values() for verdict in verdicts(ends)))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -237,21 +239,40 @@ def test_a_store_that_counts_has_counted_every_byte(tmp_path: Path) -> None:
 def test_history_is_measured_at_both_ends_of_it(tmp_path: Path) -> None:
     model = tiny_folder(tmp_path / "hf", hidden_size=8)
     weights = (model.folder / "model.safetensors").stat().st_size
-    with history.serving(str(tmp_path / "store"), tmp_path / "scratch") as service:
-        versions = history.measure_versions(service, model, 8, 2)
-        registered = history.measure_models(service, model, 8, 2)
-        with TrainerClient(service.address) as client:
-            assert [version.number for version in client.versions(history.MODEL)] == list(range(8, 0, -1))
-            assert len(client.models()) == 9
-    assert [(window.begin, window.end) for window in versions] == [(2, 4), (6, 8)]
+    with ExitStack() as stack:
+        few, many = (
+            stack.enter_context(history.serving(str(tmp_path / how), tmp_path / f"{how}-scratch"))
+            for how in ("few", "many")
+        )
+        versions = history.measure(partial(history.Versions, model), (few, many), 8, 2)
+        registered = history.measure(partial(history.Models, model), (few, many), 8, 2)
+        for service, count in ((few, 4), (many, 8)):
+            with TrainerClient(service.address) as client:
+                assert [version.number for version in client.versions(history.MODEL)] == [
+                    *range(count, 0, -1)
+                ]
+                assert len(client.models()) == count + 1
+    for ends in (versions, registered):
+        assert [(window.begin, window.end) for window in ends] == [(2, 4), (6, 8)]
     for window in (*versions, *registered):
-        assert window.memory > 0
         assert all(len(values) == 2 for values in window.samples.values())
         assert all(value > 0 for values in window.samples.values() for value in values)
-    for window in versions:
         stored, heads = window.samples["store bytes"], window.samples["head bytes"]
         assert all(all_of_it > head + weights for all_of_it, head in zip(stored, heads, strict=True))
     assert "open" in history.table("versions", versions)
+
+
+def test_what_has_grown_by_more_than_it_may_is_said() -> None:
+    first = history.Window(0, 2, {"open": [1.0, 3.0, 1.0], "store bytes": [10, 10, 40]}, 5)
+    for open_s, nbytes, memory, expected in (
+        (1.2, 70, 50_000_000, [True, True, True]),
+        (1.4, 70, 50_000_000, [False, True, True]),
+        (1.2, 90, 50_000_000, [True, False, True]),
+        (1.2, 70, 50_000_001, [True, True, False]),
+    ):
+        last = history.Window(8, 10, {"open": [9.0, open_s, 0.1], "store bytes": [nbytes, 4, 4]}, memory)
+        assert [verdict.ok for verdict in history.verdicts((first, last))] == expected
+        assert ("OVER" in history.table("versions", (first, last))) is not all(expected)
 
 
 @pytest.mark.usefixtures("forked")

@@ -5,26 +5,49 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import MISSING, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.raw_clients import RawClient, TinyModel, stream_of, tiny_folder, whole_layout
+from tests.raw_clients import RawClient, TinyModel, assert_equal, stream_of, tiny_folder, whole_layout
 from tests.services import RunningService, eventually, running_service
-from weighbridge import TrainerClient
-from weighbridge.errors import Unavailable, WeighbridgeError
+from weighbridge import EngineClient, TrainerClient
+from weighbridge.errors import Unavailable, VersionFailed, WeighbridgeError
+from weighbridge.v1 import resources_pb2
+from weighbridge_service import catalog
+from weighbridge_service.models import RegisteredModel
 from weighbridge_service.push import effect_pools, effect_runner, intake, registry
 from weighbridge_service.push import effects as do
+from weighbridge_service.push import events as on
+from weighbridge_service.push.declarations import Home
 from weighbridge_service.push.effect_pools import DaemonPool, EffectPools
+from weighbridge_service.push.ended import EndedPush
+from weighbridge_service.push.handover import HandedVersion
+from weighbridge_service.push.image_allocator import VersionRequest
+from weighbridge_service.push.image_writer import ImageWriter
 from weighbridge_service.push.publisher import Publisher
+from weighbridge_service.push.push_plan import PreparedPush
+from weighbridge_service.push.session import PushSession
+from weighbridge_service.push.timers import Timers
+from weighbridge_storage.entries import OpenEntry
+from weighbridge_storage.head import Head
+from weighbridge_storage.head_changes import open_version
 from weighbridge_storage.head_store import HeadStore
+from weighbridge_storage.history import History
+from weighbridge_storage.images import Image
 from weighbridge_storage.manifest import TensorEntry
 from weighbridge_storage.names import ModelName
+from weighbridge_storage.regions import Region
 
 MODEL = "acme/tiny"
+NAME = ModelName.parse(MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +104,118 @@ def test_ended_versions_are_remembered_up_to_a_number(
         number = client.open(MODEL, step=step)
         running.service.intake.abort_version(MODEL, number, "no")
     # the oldest go when another one is opened
-    assert sorted(running.service.catalog.snapshots(ModelName.parse(MODEL))) == [6, 7, 8]
+    assert sorted(running.service.catalog.snapshots(ModelName.parse(MODEL))) == [5, 6, 7, 8]
+
+
+def live_objects(*kinds: type) -> Counter[type]:
+    gc.collect()
+    return Counter(type(each) for each in gc.get_objects() if type(each) in kinds)
+
+
+def push_to(running: RunningService, client: RawClient, tiny: TinyModel, names: Iterable[str]) -> None:
+    with TrainerClient(running.address) as trainer:
+        for name in names:
+            trainer.register_files(name, tiny.files)
+            client.push_whole(name, tiny.arrays)
+            finished(running)
+
+
+def test_many_models_with_a_durable_version_each_hold_no_more_than_a_few(
+    running: RunningService, client: RawClient, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_KEPT_IMAGES", 3)
+    monkeypatch.setattr(catalog, "_KEPT_MODELS", 2)
+    names = [f"acme/m{i}" for i in range(12)]
+    kinds = (PushSession, ImageWriter, Image, Region, RegisteredModel, PreparedPush)
+    before = live_objects(*kinds)
+    push_to(running, client, tiny, names)
+    held = live_objects(*kinds)
+    held.subtract(before)
+    # one more each: the push that was the last to begin, and what it has taken the place of
+    most = {PushSession: 5, ImageWriter: 1, Image: 5, Region: 5, RegisteredModel: 7, PreparedPush: 7}
+    assert all(held[kind] <= most[kind] for kind in kinds), held
+    with EngineClient(running.address) as engine:
+        for name in names:
+            assert_equal(engine, name, "live", tiny.arrays)
+    push_to(running, client, tiny, names[:2])
+    with EngineClient(running.address) as engine:
+        assert_equal(engine, names[0], "latest", tiny.arrays)
+        assert engine.version(names[0], "latest").number == 2
+
+
+def test_the_images_that_were_read_last_are_kept(
+    running: RunningService, client: RawClient, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_memory() -> list[str]:
+        known = running.service.catalog.snapshot
+        return [name for name in names if (v := known(ModelName.parse(name), 1)) is not None and v.image]
+
+    monkeypatch.setattr(registry, "_KEPT_IMAGES", 3)
+    names = [f"acme/m{i}" for i in range(6)]
+    push_to(running, client, tiny, names[:3])
+    assert in_memory() == names[:3]
+    with EngineClient(running.address) as engine:
+        assert_equal(engine, names[0], "live", tiny.arrays)
+        push_to(running, client, tiny, names[3:5])
+        assert in_memory() == [
+            names[0],
+            *names[2:5],
+        ]  # the newest was not durable when the others were counted
+        reading = engine.pull(names[0], "live")
+        push_to(running, client, tiny, names[5:])
+        assert in_memory() == [names[0], *names[3:]]
+        assert len(dict(reading)) == len(tiny.arrays)
+
+
+@pytest.mark.parametrize("ending", ["durable", "aborted"])
+def test_who_asks_again_after_the_end_of_a_push_is_told_how_it_ended(
+    running: RunningService, client: RawClient, tiny: TinyModel, ending: str
+) -> None:
+    layout = whole_layout(tiny.arrays)
+    number = client.open(MODEL, request_id="r/1")
+    stream = stream_of(tiny.arrays, layout, client.declare(MODEL, number, layout))
+    if ending == "durable":
+        client.push(MODEL, number, [(0, stream)])
+        client.seal(MODEL, number)
+        finished(running)
+        push_to(running, client, tiny, [MODEL])  # takes its image
+    else:
+        running.service.intake.abort_version(MODEL, number, "changed my mind")
+
+    def answers() -> list[Any]:
+        calls: list[Callable[[], Any]] = [
+            lambda: client.open(MODEL, request_id="r/1"),
+            lambda: client.received(MODEL, number),
+            lambda: client.seal(MODEL, number).state,
+            lambda: client.declare(MODEL, number, layout),
+            lambda: client.push(MODEL, number, [(0, stream)]),
+            lambda: running.service.intake.abort_version(MODEL, number, "no").state,
+            lambda: client.received(MODEL, number, rank=1),
+            lambda: running.service.intake._has_taken(handed("other")),
+        ]
+        found = []
+        for call in calls[ending == "aborted" :]:  # an aborted version that is opened again is another one
+            try:
+                found.append(call())
+            except WeighbridgeError as error:
+                found.append((type(error), error.message, error.fix))
+        return found
+
+    def handed(claim: str) -> HandedVersion:
+        model = running.service.catalog.model(NAME)
+        entry = OpenEntry(number, "r/1", 1, "r", 1, 1, 1, model.files_id, 0)
+        return HandedVersion(model, entry, claim, 1, [])
+
+    known = running.service.intake._registry
+    assert isinstance(known.find(NAME, number), PushSession)
+    before = answers()
+    client.open(MODEL, request_id="r/2")
+    assert isinstance(known.find(NAME, number), EndedPush)
+    assert answers() == before
+    if ending == "durable":
+        assert before[:3] == [number, [(0, len(stream))], resources_pb2.VERSION_STATE_DURABLE]
+    else:
+        assert all("changed my mind" in str(each) for each in before[:4])
 
 
 def test_an_image_goes_back_if_nothing_can_write_to_it(
@@ -98,6 +232,119 @@ def test_an_image_goes_back_if_nothing_can_write_to_it(
 
 
 # --- what keeps them going
+
+
+@pytest.mark.parametrize("kind", [do.Awaited, do.Release])
+def test_messages_name_effects_in_words(kind: type[do.Effect]) -> None:
+    known: dict[str, Any] = {
+        "file": "model.safetensors", "to": Home("host:1", "boot"), "error": Unavailable("it is away"), "unless_claimed": False,
+    }  # fmt: skip
+    for each in kind.__subclasses__():
+        required = [f.name for f in fields(each) if f.default is MISSING]
+        words = str(each(**{name: known[name] for name in required}))
+        assert words.startswith(("the ", "its ")), each
+        assert not set("()=_") & set(words.replace("(boot)", "")), "no word of a program"
+
+
+def test_a_store_that_is_away_is_said_once_and_again_when_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Heads:
+        away = True
+
+        def history(self, model: ModelName) -> History:
+            if self.away:
+                raise Unavailable("the store is away")
+            head, _ = open_version(Head(), request_id="r", step=1, run="r", ranks=1, now_ms=1, lease_ms=1)
+            return History(head, lambda ref: pytest.fail(f"no node was written: {ref}"))
+
+    heads: Any = Heads()
+    store: Any = None
+    model: Any = SimpleNamespace(name=NAME)
+    publisher = Publisher(
+        store, heads, model, OpenEntry(1, "r", 1, "r", 1, 1, 2, "", 0), Home("host:1", "boot")
+    )
+    with caplog.at_level("INFO"):
+        for away in (True, True, True, False, False, True, True):
+            heads.away = away
+            verdict = publisher.look(do.LookAtHead()).verdict
+            assert verdict is (on.Verdict.UNKNOWN if away else on.Verdict.OPEN)
+    assert [("cannot" in text, "again" in text) for text in caplog.messages] == [
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
+
+
+def test_a_version_that_was_aborted_while_it_waited_gets_no_image(
+    tmp_path: Path, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(effect_pools, "_IMAGES", 1)
+    busy, done, taken = threading.Event(), threading.Event(), list[int]()
+    take = VersionRequest.take
+
+    def slow(self: VersionRequest, clients: Any) -> Image:
+        taken.append(self._owner.number)
+        busy.set()
+        done.wait(30)
+        return take(self, clients)
+
+    monkeypatch.setattr(VersionRequest, "take", slow)
+    layout = whole_layout(tiny.arrays)
+    with running_service(tmp_path / "store") as running, RawClient(running.address) as client:
+        with TrainerClient(running.address) as trainer:
+            trainer.register_model(MODEL, tiny.folder)
+        first, second = client.open(MODEL, request_id="a"), client.open(MODEL, request_id="b")
+        with ThreadPoolExecutor(2) as pool:
+            declared = pool.submit(client.declare, MODEL, first, layout)
+            assert busy.wait(20)
+            refused = pool.submit(client.declare, MODEL, second, layout)
+            waiting = running.service.intake._registry
+            eventually(lambda: do.AcquireImage() in waiting.get(NAME, second).state.running)  # type: ignore[union-attr]
+            running.service.intake.abort_version(MODEL, second, "changed my mind")
+            done.set()
+            assert declared.result(20)
+            with pytest.raises(VersionFailed, match="changed my mind"):
+                refused.result(20)
+        third = client.open(MODEL, request_id="c")
+        client.declare(MODEL, third, layout)
+        assert taken == [first, third]
+        assert running.service.images.usage().made == 2
+
+
+def test_a_timer_calls_at_the_earliest_time_that_was_asked_for_and_holds_nothing_for_the_others() -> None:
+    timers, called = Timers(), list[tuple[str, float]]()
+
+    class Sleeper:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def tick(self) -> None:
+            called.append((self.name, time.monotonic()))
+
+    try:
+        early, late, never = Sleeper("early"), Sleeper("late"), Sleeper("never")
+        begun = time.monotonic()
+        for step in range(1000):  # each time is earlier than the one before
+            timers.wake(late, begun + 1000 - step / 1000)
+            timers.wake(never, begun + 1000 - step / 1000)
+            timers.wake(early, begun + 1000 - step / 1000)
+        assert len(timers._queue) < 300
+        timers.wake(late, begun + 0.3)
+        timers.wake(early, begun + 0.1)
+        timers.wake(early, begun + 0.2)
+        timers.forget(never)
+        gone = weakref.ref(never)
+        del never
+        gc.collect()
+        assert gone() is None
+        eventually(lambda: len(called) == 2)
+        assert [name for name, _ in called] == ["early", "late"]
+        assert [at >= begun + due for (_, at), due in zip(called, (0.1, 0.3), strict=True)] == [True, True]
+        timers.wake(early, 0.0)
+        eventually(lambda: len(called) == 3)
+    finally:
+        timers.stop()
 
 
 def test_calls_of_the_store_that_hang_keep_no_others_from_it() -> None:

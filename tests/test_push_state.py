@@ -634,10 +634,17 @@ class World:
         )  # by the data plane: true
         again = [e for e in everything if not isinstance(e, told)]
         event = self.dice.choice(
-            [*again[-50:], on.Published(ENTRY), on.Claimed(), on.SampleCompared(), on.Digested("a", 0)]
+            [
+                *again[-50:],
+                on.Published(ENTRY),
+                on.Claimed(),
+                on.SampleCompared(),
+                on.Digested("a", 0),
+                on.Idle(),
+            ]
         )
         effect = on.answered_by(event)
-        if effect is None and not isinstance(event, on.Tick | on.Draining | on.Superseded):
+        if effect is None and not isinstance(event, on.Tick | on.Draining | on.Superseded | on.Idle):
             return
         if effect not in push.state.running:
             self.post(replica, push, event)

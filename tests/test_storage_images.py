@@ -131,6 +131,23 @@ def test_free_regions_give_way_to_what_is_needed_within_the_budget() -> None:
     assert usage.memory_in_use + usage.memory_free <= 10 * MIB
 
 
+def test_free_regions_of_many_sizes_do_not_use_up_the_descriptors() -> None:
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    pool, before = ImagePool(256 * MIB), descriptors()
+    images = [pool.acquire({"a": (1 + i) * PAGE}) for i in range(200)]
+    assert descriptors() - before >= 200
+    for image in images:
+        image.release()
+    del image, images
+    assert descriptors() - before <= 130
+    usage = pool.usage()
+    assert usage.memory_in_use == 0
+    assert usage.memory_free == sum((1 + i) * PAGE for i in range(200 - 64, 200)), "the last are kept"
+
+
 def test_what_is_over_the_budget_goes_to_disk_and_comes_back(tmp_path: Path) -> None:
     pool = ImagePool(4 * MIB, tmp_path)
     inside = pool.acquire({"a": 3 * MIB})

@@ -47,8 +47,9 @@ log = logging.getLogger(__name__)
 _RETIRED = "it was taken out of history, and is there only for those who are reading it"
 AWAY = (Unavailable, DeadlineExceeded)
 """What a store raises that is away. What is in memory can be read all the same."""
-_KEPT_MODELS = 64
-"""Models that a process remembers, those with versions that it receives or has in memory not counted: 70 MB for the largest."""
+_KEPT_MODELS = 128
+_KEPT_MODEL_BYTES = 1 << 30
+"""Models that a process remembers, and what they may take together; those that it receives versions of are remembered in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class Catalog:
         self._snapshots: dict[ModelName, dict[int, VersionSnapshot]] = {}
         self._changes = 0
         self._changed_at: dict[ModelName, int] = {}
+        self._all_changed_at = 0
 
     def register_model(
         self, name: str, files: Mapping[str, bytes], dtype: str = "", found: Sequence[TensorSpec] = ()
@@ -211,9 +213,13 @@ class Catalog:
     def _keep(self, model: RegisteredModel) -> None:
         """Remember a model; those that were not used for longest and have nothing under way are forgotten for it."""
         self._models[model.name] = model
-        idle = [name for name in self._models if not self._snapshots.get(name) and name != model.name]
-        for name in idle[: max(len(self._models) - _KEPT_MODELS, 0)]:
-            del self._models[name]
+        self._models.move_to_end(model.name)
+        count, nbytes = len(self._models), sum(each.nbytes for each in self._models.values())
+        for name in list(self._models)[:-1]:
+            if count <= _KEPT_MODELS and nbytes <= _KEPT_MODEL_BYTES:
+                break
+            if not any(known.unfinished for known in self._snapshots.get(name, {}).values()):
+                count, nbytes = count - 1, nbytes - self._models.pop(name).nbytes
 
     # --- what this process knows beyond the store
 
@@ -486,7 +492,8 @@ class Catalog:
         with self._changed:
             self._changes += 1
             if name is None:
-                self._changed_at = dict.fromkeys(self._changed_at, self._changes)
+                self._changed_at.clear()
+                self._all_changed_at = self._changes
             else:
                 self._changed_at[name] = self._changes
             self._changed.notify_all()
@@ -494,7 +501,7 @@ class Catalog:
     def _changes_of(self, name: ModelName) -> int:
         """A number that is another one when something of a model has changed."""
         with self._changed:
-            return self._changed_at.setdefault(name, 0)
+            return self._changed_at.get(name, self._all_changed_at)
 
     def _wait_for_change(self, name: ModelName, since: int, seconds: float) -> None:
         """Wait until something has changed since `_changes_of` gave ``since``."""

@@ -35,6 +35,8 @@ _KEPT_SHARDS = 2_000_000
 """Shards of declared layouts, and slices of pulls, that a model remembers: some 1 KB each."""
 _KEPT_OFFERS = 100_000
 """Layouts of which a model remembers that other replicas can find them."""
+_SHARD_BYTES, _PART_BYTES = 2 << 10, 300
+"""About what is taken by a tensor or a shard with the plan that it is part of, and by a copy in the plan of a pull."""
 _KEPT_PARTS = 1_000_000
 """Copies in the plans of pulls and restores that a model remembers; a plan itself counts as a thousand."""
 IDENTITY_FORMAT = 2
@@ -110,6 +112,13 @@ class RegisteredModel:
             line = [name, targets, list(entry.rule.copies), links[id(of_kind)]]
             digest.update(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         return f"{IDENTITY_FORMAT}:{digest.hexdigest()}"
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes now, without the `bridge`, which models of one config share."""
+        tensors = len(self.__dict__.get("tensors", ()))  # they are derived when they are needed
+        shards = tensors + self._layouts.weight + self._requests.weight
+        return len(self.config_json) + shards * _SHARD_BYTES + self._reads.weight * _PART_BYTES
 
     @cached_property
     def _engine_layouts(self) -> EngineLayouts:

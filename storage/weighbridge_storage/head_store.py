@@ -32,7 +32,7 @@ from weighbridge_storage.names import ModelName, node_name
 from weighbridge_storage.objects import IfMatch, ObjectStore, PutMode
 
 _CACHED_BYTES = 8 << 20
-"""Text of the heads that are remembered; parsed, it takes about three times as much."""
+"""Text of the heads that are remembered; parsed, it takes about four times as much."""
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.25
 

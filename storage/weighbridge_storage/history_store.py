@@ -14,7 +14,7 @@ from weighbridge_storage.names import ModelName, node_key
 from weighbridge_storage.objects import ObjectStore
 
 _CACHED_BYTES = 4 << 20
-"""Text of the nodes that are remembered, some 250 bytes for each version; parsed, it takes about three times as much."""
+"""Text of the nodes that are remembered, some 300 bytes for each version; parsed, it takes about three times as much."""
 _WRITES_AT_ONCE = 8
 
 

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 _NOBODY = ImageOwner()
 _LOOK_SECONDS = 0.25
 """How often who waits looks again: what other processes let go of, nothing here hears of."""
+_MOST_FREE = 64
+"""Free regions that wait to be used again, whatever their sizes: each takes two descriptors and a mapping."""
 _NAMED = 20
 """Holders that an error names."""
 
@@ -376,9 +378,11 @@ class ImagePool:
             return
         with self._changed:
             free = self._books.put_back(region, holding)
+            surplus = self._books.give_surplus_up(_MOST_FREE)
             self._changed.notify_all()
         if not free:
             self._recall(region)
+        self._close_all(surplus)
 
     def _close_all(self, regions: list[Region]) -> int:
         """Close regions; returns their bytes."""

@@ -80,6 +80,7 @@ class Image:
         self._leases: dict[int, float] = {}  # when each began, by its number; that of the acquirer is 1
         self._count = 0
         self._frozen = False
+        self._used_at = time.monotonic()
         self._acquirers = self.lease()
         self._owner, self._since = owner, time.monotonic()
 
@@ -145,6 +146,11 @@ class Image:
             held = now - self._since
             return Holding(self._owner, self._nbytes, self._in_memory, use, held, len(readers), reading)
 
+    @property
+    def used_at(self) -> float:
+        """When a lease on it last began or ended, in seconds of the monotonic clock."""
+        return self._used_at
+
     def assign(self, owner: ImageOwner) -> None:
         """It is for this version from now on."""
         with self._lock:
@@ -163,7 +169,7 @@ class Image:
         with self._lock:
             self._live()
             self._count += 1
-            self._leases[self._count] = time.monotonic()
+            self._used_at = self._leases[self._count] = time.monotonic()
             return Lease(functools.partial(self._drop, self._count))
 
     def release(self) -> None:
@@ -173,6 +179,7 @@ class Image:
     def _drop(self, number: int) -> None:
         with self._lock:
             del self._leases[number]
+            self._used_at = time.monotonic()
             if self._leases:
                 return
             region, self._region = self._region, None

@@ -44,6 +44,11 @@ class Cache(Generic[V]):
                 self._weight -= self._weigh(self._values.popitem(last=False)[1])
 
     @property
+    def weight(self) -> int:
+        """What the values that are there weigh together."""
+        return self._weight
+
+    @property
     def keys(self) -> list[Any]:
         """The keys of the values that are there."""
         with self._lock:

@@ -13,8 +13,9 @@ Values and decisions, without I/O; `models` uses the first three:
 Owners and I/O:
 
 - `intake`: what ranks and other replicas call
-- `registry`: the sessions of this process
+- `registry`: the sessions of this process, and what it keeps of those that have ended
 - `session`: owns the state of one version
+- `ended`: what is remembered of a push that has ended
 - `effect_runner`, `effect_pools`, `timers`: carry effects out, and wake sessions
 - `image_writer`, `sample`: the data plane, and pieces of it that are compared again
 - `publisher`: what a push does in the object store

@@ -6,7 +6,8 @@ import functools
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, WeighbridgeError
 from weighbridge_service.models import RegisteredModel
@@ -28,6 +29,16 @@ log = logging.getLogger(__name__)
 _NAMED = 20
 
 
+class Owner(Protocol):
+    """Whose effects are carried out. A runner keeps no reference to it: both go at once when the push has ended."""
+
+    def go_on(self) -> None:
+        """Raise if what takes long is not wanted any more."""
+
+    def post_all(self, events: Sequence[on.Event]) -> None:
+        """Take the events of the data plane."""
+
+
 class EffectRunner:
     """What a push needs and holds outside of its state. The session calls `run` for one effect of a kind at a time.
 
@@ -37,8 +48,6 @@ class EffectRunner:
         exchange: with other replicas.
         allocator: gives images.
         successors: other replicas that may take the version over.
-        go_on: raises if what takes long is not wanted any more.
-        post: takes the events of the data plane.
 
     Attributes:
         writer: the data plane; None before there is an image.
@@ -52,8 +61,6 @@ class EffectRunner:
         exchange: Exchange,
         allocator: ImageAllocator,
         successors: Successors,
-        go_on: Callable[[], None],
-        post: Callable[[Sequence[on.Event]], None],
     ) -> None:
         self.writer: ImageWriter | None = None
         self.image: Image | None = None
@@ -62,8 +69,6 @@ class EffectRunner:
         self._exchange = exchange
         self._allocator = allocator
         self._successors = successors
-        self._go_on = go_on
-        self._post = post
         self._request: VersionRequest | None = None
         self._digests: dict[str, FileDigests] = {}
         self._handed_in: dict[int, Written] = {}
@@ -77,36 +82,36 @@ class EffectRunner:
         """Another replica has uploaded these files."""
         self._handed_in.setdefault(replica, written)
 
-    def run(self, effect: do.Awaited, state: PushState) -> on.Event:
+    def run(self, effect: do.Awaited, state: PushState, owner: Owner) -> on.Event:
         """Carry an effect out; gives its answer, a failure included."""
         try:
-            return self._run(effect, state)
+            return self._run(effect, state, owner)
         except WeighbridgeError as error:
             if not isinstance(effect, do.AcquireImage):  # tried again all the time while there is no room
                 log.warning("%s: %s failed: %s", state.name, effect, error.message)
-            return on.EffectFailed(effect, error)
+            return on.EffectFailed(effect, error.with_traceback(None))  # the state keeps it
         except Exception as error:  # nobody else would answer, and the push would wait for ever
             log.exception("%s: %s failed", state.name, effect)
             return on.EffectFailed(effect, _unexpected(effect, error))
 
-    def _run(self, effect: do.Awaited, state: PushState) -> on.Event:
+    def _run(self, effect: do.Awaited, state: PushState, owner: Owner) -> on.Event:
         match effect:
             case do.MakePlan():
                 declared = state.declarations.declared
                 digests = [declared[rank].digest for rank in range(len(declared))]
                 return on.Planned(self._model.prepare(digests, numbers_of(declared)))
             case do.AcquireImage():
-                return self._acquire_image(state)
+                return self._acquire_image(state, owner)
             case do.NameMissing():
                 heard_at = 0.0 if self.writer is None else self.writer.progress[1]
                 return on.TimedOut(tuple(self._missing(state)[:_NAMED]), heard_at)
             case do.Digest(file):
-                return self._digest(file)
+                return self._digest(file, owner)
             case do.CompareSample():
                 self._compare_sample()
                 return on.SampleCompared()
             case do.Upload(file):
-                return self._upload(file)
+                return self._upload(file, owner)
             case do.UploadDigests(file):
                 self._publisher.upload_digests(file, self._digests[file])
                 return on.DigestsUploaded(file)
@@ -149,7 +154,7 @@ class EffectRunner:
 
     # --- memory
 
-    def _acquire_image(self, state: PushState) -> on.Event:
+    def _acquire_image(self, state: PushState, owner: Owner) -> on.Event:
         agreed, share = _agreed(state), state.share
         if self._request is None:
             files = frozenset[str]() if share is None else share.files.keys()
@@ -157,7 +162,7 @@ class EffectRunner:
         image = self._request.take({each.client_id for each in state.declarations.here.values()})
         try:
             home = state.declarations.home
-            self.writer = ImageWriter(state.name, agreed, home, image, self._post)
+            self.writer = ImageWriter(state.name, agreed, home, image, owner.post_all)
         except BaseException:
             image.release()
             raise
@@ -181,11 +186,11 @@ class EffectRunner:
             raise VersionFailed(f"{self._publisher} was given up")
         return image
 
-    def _digest(self, file: str) -> on.Event:
+    def _digest(self, file: str, owner: Owner) -> on.Event:
         image = self._held()
         with image.lease():
-            digests = digest_file(self._model.files, file, image.read_only_buffers[file], self._go_on)
-        self._go_on()  # what is kept after the end would stay
+            digests = digest_file(self._model.files, file, image.read_only_buffers[file], owner.go_on)
+        owner.go_on()  # what is kept after the end would stay
         self._digests[file] = digests
         return on.Digested(file, sum(digests.nonfinite.values()))
 
@@ -195,11 +200,11 @@ class EffectRunner:
             with image.lease():
                 self.writer.compare_sample(image.read_only_buffers)
 
-    def _upload(self, file: str) -> on.Event:
+    def _upload(self, file: str, owner: Owner) -> on.Event:
         image = self._held()
         with image.lease():
             data = image.read_only_buffers[file]
-            is_there = self._publisher.upload(file, data, self._digests.get(file), self._go_on)
+            is_there = self._publisher.upload(file, data, self._digests.get(file), owner.go_on)
         return on.Uploaded(file) if is_there else on.PerhapsUnchanged(file)
 
     def _missing(self, state: PushState) -> list[str]:

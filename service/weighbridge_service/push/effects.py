@@ -7,6 +7,7 @@ A release ends something and is answered by nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from weighbridge.errors import WeighbridgeError
 from weighbridge_service.push.declarations import Home, KnownSet
@@ -14,7 +15,16 @@ from weighbridge_service.push.declarations import Home, KnownSet
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Something to do."""
+    """Something to do.
+
+    Attributes:
+        WORDS: what it is called in messages.
+    """
+
+    WORDS: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return self.WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +36,28 @@ class Awaited(Effect):
 class MakePlan(Awaited):
     """Share the shards out and plan the copies, from the declarations of all ranks. `Planned`."""
 
+    WORDS = "the plan of the push"
+
 
 @dataclass(frozen=True, slots=True)
 class AcquireImage(Awaited):
     """Get memory for the files of this replica, and write their headers. `ImageGranted`."""
+
+    WORDS = "the allocation of its image"
 
 
 @dataclass(frozen=True, slots=True)
 class Claim(Awaited):
     """Record the agreement in head.json, as the only one that may write the version's folder. `Claimed`."""
 
+    WORDS = "its claim in head.json"
+
 
 @dataclass(frozen=True, slots=True)
 class Renew(Awaited):
     """Extend the lease of the open version in head.json. `Renewed`."""
+
+    WORDS = "the renewal of its lease"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +68,8 @@ class LookAtHead(Awaited):
         closing: whether versions whose lease has expired are closed on the way.
     """
 
+    WORDS = "the look at head.json"
+
     closing: bool = False
 
 
@@ -57,35 +77,49 @@ class LookAtHead(Awaited):
 class Confirm(Awaited):
     """Read once more, when everything is here, whether the version is still open. `HeadSaid`."""
 
+    WORDS = "the last look at head.json"
+
 
 @dataclass(frozen=True, slots=True)
 class FindOut(Awaited):
     """After a publication that has failed: read whether it was made all the same. `HeadSaid`."""
+
+    WORDS = "the question whether it was published"
 
 
 @dataclass(frozen=True, slots=True)
 class TellReplicas(Awaited):
     """Tell other replicas what ranks have declared here. `ReplicasTold`."""
 
+    WORDS = "the word to other replicas of what ranks have declared"
+
 
 @dataclass(frozen=True, slots=True)
 class HearReplicas(Awaited):
     """Read what ranks have declared to other replicas. `HeardElsewhere`."""
+
+    WORDS = "the word of other replicas of what ranks have declared"
 
 
 @dataclass(frozen=True, slots=True)
 class HandIn(Awaited):
     """Tell other replicas which files this one has uploaded, and their digests. `HandedIn`."""
 
+    WORDS = "the handing in of its files"
+
 
 @dataclass(frozen=True, slots=True)
 class CollectHandIns(Awaited):
     """Read which files other replicas have uploaded. `ReplicasHandedIn`."""
 
+    WORDS = "the collection of what other replicas hand in"
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeMemory(Awaited):
     """See whether another process can still write to the image. `MemoryReleased` or `MemoryStillHeld`."""
+
+    WORDS = "the probe of its memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +128,18 @@ class Digest(Awaited):
 
     file: str
 
+    def __str__(self) -> str:
+        return f"the digests of {self.file}"
+
 
 @dataclass(frozen=True, slots=True)
 class Upload(Awaited):
     """Put a file into the object store, or have it copied from the version before. `Uploaded`, or `PerhapsUnchanged`."""
 
     file: str
+
+    def __str__(self) -> str:
+        return f"the upload of {self.file}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +148,22 @@ class UploadDigests(Awaited):
 
     file: str
 
+    def __str__(self) -> str:
+        return f"the upload of the block digests of {self.file}"
+
 
 @dataclass(frozen=True, slots=True)
 class CompareSample(Awaited):
     """Compare a sample of what ranks sent with what lies in the image. `SampleCompared`; DataLoss if it differs."""
 
+    WORDS = "the comparison of a sample"
+
 
 @dataclass(frozen=True, slots=True)
 class WriteManifestAndPublish(Awaited):
     """Write the manifest, and make the version part of history. `Published`."""
+
+    WORDS = "its publication"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +172,22 @@ class HandOver(Awaited):
 
     to: Home
 
+    def __str__(self) -> str:
+        return f"the handover to {self.to}"
+
 
 @dataclass(frozen=True, slots=True)
 class NameMissing(Awaited):
     """List what has not arrived, because nothing more is heard of the ranks. `TimedOut`."""
 
+    WORDS = "the list of what is missing"
+
 
 @dataclass(frozen=True, slots=True)
 class RecallMemory(Effect):
     """Ask processes that have the image mapped for writing to unmap it."""
+
+    WORDS = "the recall of lent memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +196,22 @@ class CloseStream(Effect):
 
     rank: int
 
+    def __str__(self) -> str:
+        return f"the end of the stream of rank {self.rank}"
+
 
 @dataclass(frozen=True, slots=True)
 class Supersede(Effect):
     """Tell the sessions of older versions of the model that this one is visible."""
 
+    WORDS = "the word to older versions"
+
 
 @dataclass(frozen=True, slots=True)
 class Remember(Effect):
     """Keep the declarations for the next push of the model; None forgets those of before."""
+
+    WORDS = "the note for the next push"
 
     known: KnownSet | None
 
@@ -158,6 +219,8 @@ class Remember(Effect):
 @dataclass(frozen=True, slots=True)
 class NotifyReplicas(Effect):
     """Tell other replicas at once how far this one is."""
+
+    WORDS = "the notice to other replicas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +232,16 @@ class Release(Effect):
 class CloseWriter(Release):
     """Take no more bytes. `error` is what those get who still push; None if all bytes are here."""
 
+    WORDS = "the end of what is received"
+
     error: WeighbridgeError | None
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseImage(Release):
     """Give the image back, as soon as nobody reads it."""
+
+    WORDS = "the release of its memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +254,8 @@ class GiveUp(Release):
         aborted: whether somebody asked for it.
     """
 
+    WORDS = "its removal from head.json and the store"
+
     error: WeighbridgeError
     unless_claimed: bool
     aborted: bool = False
@@ -195,3 +264,5 @@ class GiveUp(Release):
 @dataclass(frozen=True, slots=True)
 class Forget(Release):
     """Drop the version from what this process lists: other replicas receive it."""
+
+    WORDS = "its removal from what is listed"

@@ -312,6 +312,11 @@ class Superseded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Idle(Event):
+    """The image of a durable version has not been read for longer than many others."""
+
+
+@dataclass(frozen=True, slots=True)
 class Draining(Event):
     """The service shuts down: no pauses between attempts from now on, and the next failure is the last before it is handed over.
 

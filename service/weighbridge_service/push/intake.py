@@ -30,13 +30,14 @@ from weighbridge_service.models import RegisteredModel
 from weighbridge_service.push import events as on
 from weighbridge_service.push.declarations import Agreement, Declarations, Home, alone_at
 from weighbridge_service.push.effect_pools import EffectPools
+from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.handover import HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator
 from weighbridge_service.push.image_writer import MemoryGrant
 from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.opening import OpeningRequest, check_not_received_alone
 from weighbridge_service.push.publisher import Publisher, give_up
-from weighbridge_service.push.registry import Registry
+from weighbridge_service.push.registry import Push, Registry
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_service.push.session import PushSession, now
 from weighbridge_service.push.standbys import Standbys
@@ -191,7 +192,7 @@ class Intake:
             if (there := find()) is not None:
                 return there
             self._check_room()
-            known = [session.snapshot.version for session in self._registry.of_model(model_name)]
+            known = [push.snapshot.version for push in self._registry.of_model(model_name)]
             given_up = {version.number: version for version in known if version.state.given_up}
             lease_ms = round(self.limits.lease * 1000)
             asked = OpeningRequest(request_id, step, run, ranks, self.home, lease_ms, given_up)
@@ -218,13 +219,13 @@ class Intake:
     def _opened_before(
         self, name: ModelName, asked: tuple[int, str, int], request_id: str, client_id: str
     ) -> Version | None:
-        session = self._registry.of_request(name, request_id)
-        if session is None:
+        push = self._registry.of_request(name, request_id)
+        if push is None:
             return None
-        version = session.snapshot.version
+        version = push.snapshot.version
         if version.state.given_up:
             return None
-        if version.state.visible and client_id != session.client_id and not session.takes_part(client_id):
+        if version.state.visible and client_id != push.client_id and not push.takes_part(client_id):
             return None
         check_same_request(version.number, (version.step, version.run, version.ranks), asked)
         return version
@@ -281,11 +282,18 @@ class Intake:
         )
 
     def _find(self, name: str, number: int) -> PushSession:
-        """The session of a version that is being received here, or was."""
+        """The session of a version that is being received here. Raises as `EndedPush.refuse` if it was."""
+        push = self._find_push(name, number)
+        if isinstance(push, EndedPush):
+            push.refuse()
+        return push
+
+    def _find_push(self, name: str, number: int) -> Push:
+        """The push of a version that is being received here, or was."""
         model_name = ModelName.parse(name)
-        session = self._registry.get(model_name, number)
-        if session is not None:
-            return session
+        push = self._registry.find(model_name, number)
+        if push is not None:
+            return push
         history = self._catalog.history(model_name)
         if history.find(number) is not None:
             raise FailedPrecondition(f"{name}@{number} is sealed", fix="push a new version")
@@ -320,7 +328,7 @@ class Intake:
     def _find_or_join(self, name: str, number: int, client_id: str) -> PushSession:
         """The session of a version, begun now if the version was opened at another replica."""
         model_name = ModelName.parse(name)
-        if self._registry.get(model_name, number) is None:
+        if self._registry.find(model_name, number) is None:
             with self._opening(model_name):
                 if (there := self._registry.get(model_name, number)) is not None:
                     return there
@@ -397,11 +405,10 @@ class Intake:
             VersionFailed: the version is not open any more, or the replicas do not agree.
         """
         model_name = ModelName.parse(name)
-        session = self._registry.get(model_name, number)
-        if session is None:
+        if self._registry.find(model_name, number) is None:
             still_open(self._catalog.head(model_name), number)
             raise Unavailable(f"no rank of {name}@{number} has come to {self.home} yet", fix="try again")
-        writer = session.writer_for_other(rank, claim)
+        writer = self._find(name, number).writer_for_other(rank, claim)
         return self._take(pieces, partial(writer.write_of_other, claim, rank))
 
     def _take(self, pieces: Pieces, write: Callable[[int, memoryview, int], None]) -> int:
@@ -437,19 +444,19 @@ class Intake:
         model = self._catalog.model(ModelName.parse(name))
         if self.draining:
             return None
-        sessions = self._registry.of_model(model.name)
-        last = next((session for session in reversed(sessions) if session.takes_part(client_id)), None)
+        pushes = reversed(self._registry.of_model(model.name))
+        last = next((push for push in pushes if push.takes_part(client_id)), None)
         if last is None:
             raise FailedPrecondition(
                 f"{model.name}: memory is prepared only for those who have just pushed a version"
             )
-        share = last.state.share
-        files = model.files.file_sizes.keys() if share is None else share.files.keys()
-        return self._allocator.prepare(model, files, sum(session.has_image for session in sessions))
+        files = model.files.file_sizes.keys() if last.files is None else last.files
+        held = sum(session.has_image for session in self._registry.sessions_of(model.name))
+        return self._allocator.prepare(model, files, held)
 
     def push_state(self, name: str, number: int, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
         """Ranges of a rank's stream that have arrived, its length, and whether it is sealed."""
-        return self._find(name, number).push_state(rank)
+        return self._find_push(name, number).push_state(rank)
 
     # --- the end
 
@@ -460,10 +467,12 @@ class Intake:
             FailedPrecondition: something is missing; names tensors and boxes.
             DeadlineExceeded: not sealed within ``seconds``; says what is waited for.
         """
-        session = self._find(name, number)
-        if not session.seal(rank, client_id, seconds):
+        push = self._find_push(name, number)
+        if isinstance(push, EndedPush):
+            push.seal(rank)
+        elif not push.seal(rank, client_id, seconds):
             raise DeadlineExceeded(
-                f"rank {rank} could not be sealed in time: {session.name_waits()}", fix="try again"
+                f"rank {rank} could not be sealed in time: {push.name_waits()}", fix="try again"
             )
         return self._catalog.get_version(name, str(number))
 
@@ -471,11 +480,15 @@ class Intake:
         """Give a version up. Raises FailedPrecondition if it is visible already."""
         model_name = ModelName.parse(name)
         reason = reason[:500] or "aborted"
-        session = self._registry.get(model_name, number)
-        if session is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
+        push = self._registry.find(model_name, number)
+        if push is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
             self._give_up(model_name, number, reason, aborted=True)
             return self._catalog.get_version(name, str(number))
-        self._find(name, number).abort(reason)
+        push = self._find_push(name, number)
+        if isinstance(push, EndedPush):
+            push.abort()
+        else:
+            push.abort(reason)
         found = self._catalog.get_version(name, str(number))
         if found.state.visible:  # another replica has just published it
             raise FailedPrecondition(f"{found} is visible already and cannot be aborted")
@@ -538,7 +551,7 @@ class Intake:
             return
         self._registry.add_taken(session)
         session.post(on.Superseded())  # nobody reads its image here once the version is durable
-        for each in there:
+        for each in (push for push in there if isinstance(push, PushSession)):
             each.post(on.ShareMoved(number, self.home, agreed.handovers[number]))
 
     def _image_for(self, version: HandedVersion, may_wait: Callable[[], bool]) -> Image:
@@ -560,9 +573,9 @@ class Intake:
         if self.draining:
             raise FailedPrecondition("the service is shutting down")
         there = self._registry.of_version(version.model.name, version.entry.number)
-        for session in there:
-            check_owned(session.state, version.claim)
-        return any(version.share is None or session.state.share_number == version.number for session in there)
+        for push in there:
+            check_owned(push.state, version.claim)
+        return any(version.share is None or push.share_number == version.number for push in there)
 
     def drain(self, seconds: float) -> bool:
         """Refuse new versions and wait for those under way, or hand them over; whether none of them is lost.

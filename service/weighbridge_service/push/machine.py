@@ -105,6 +105,8 @@ def _after_the_end(state: PushState, event: on.Event) -> _Step:
             return state, (do.ReleaseImage(),)
         case on.Superseded() if state.image:
             return replace(state, image=False, superseded=True), (do.ReleaseImage(),)
+        case on.Idle() if state.image and state.phase is Phase.PUBLISHED:
+            return replace(state, image=False), (do.ReleaseImage(),)
         case on.LeftToOthers():
             return state, (do.Forget(),)
     return state, ()

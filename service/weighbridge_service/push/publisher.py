@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from weighbridge.errors import VersionFailed, WeighbridgeError
@@ -61,6 +62,7 @@ class Publisher:
     model: RegisteredModel
     entry: OpenEntry
     home: Home
+    _away: threading.Event = field(default_factory=threading.Event, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.model.name}@{self.entry.number}"
@@ -99,8 +101,13 @@ class Publisher:
                 return on.HeadSaid(effect, verdict.GIVEN_UP, reason=f"the model {name} was removed")
             there = None if number in history.head.open else history.find(number)
         except WeighbridgeError as error:
-            log.warning("%s: whether it is still open could not be seen: %s", self, error)
+            if not self._away.is_set():  # it is asked each second
+                log.warning("%s: whether it is still open cannot be seen: %s", self, error)
+            self._away.set()
             return on.HeadSaid(effect, verdict.UNKNOWN)
+        if self._away.is_set():
+            log.warning("%s: whether it is still open can be seen again", self)
+            self._away.clear()
         if there is not None:
             return on.HeadSaid(effect, verdict.PUBLISHED, there.write_id, entry=there)
         failed = history.head.failed.get(number)

@@ -1,23 +1,36 @@
-"""Registry of the sessions of this process, by model, number and request."""
+"""Registry of the pushes of this process, by model, number and request: sessions, and what is remembered of those that have ended.
+
+What a push holds is bounded here: a session that is over becomes an `EndedPush`, and of images that nobody needs but for reading a durable
+version once more, only those used last are kept.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from typing import TypeAlias
 
 from weighbridge.resources import VersionState
 from weighbridge_service.catalog import Catalog, VersionSnapshot
 from weighbridge_service.push import events as on
+from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.session import PushSession
+from weighbridge_service.push.state import FINAL, Phase
 from weighbridge_storage.names import ModelName
 
 _KEPT_ENDED = 100
 """Ended versions of each model that are remembered, so that whoever pushed them learns what became of them."""
 _KEPT_ENDED_IN_ALL = 1000
 """The same of all models together."""
+_KEPT_IMAGES = 64
+"""Images of durable versions that are kept so that they can be read in memory. Each takes whole pages, two descriptors and a mapping,
+and with it stays the session."""
+
+Push: TypeAlias = PushSession | EndedPush
 
 
 class Registry:
-    """The sessions that there are, and their `Surroundings`. Thread-safe.
+    """The pushes that there are, and their `Surroundings`. Thread-safe.
 
     Args:
         catalog: is shown what becomes of them.
@@ -30,8 +43,9 @@ class Registry:
         self._lock = threading.Lock()
         self._sessions: dict[ModelName, dict[int, PushSession]] = {}
         self._taken: list[PushSession] = []  # of shares of versions that have a session of their own here
+        self._ended: dict[ModelName, dict[int, EndedPush]] = {}
+        self._ended_in_order: dict[tuple[ModelName, int], None] = {}
         self._by_request: dict[tuple[ModelName, str], int] = {}
-        self._in_order: dict[PushSession, None] = {}
 
     def add(self, session: PushSession) -> None:
         """Enter a session that was just made, and begin it."""
@@ -40,44 +54,57 @@ class Registry:
         with self._lock:
             self._sessions.setdefault(name, {})[session.number] = session
             self._by_request[name, session.request_id] = session.number
-            self._in_order[session] = None
-        self._forget_old(name)
+        self._settle()
         session.tick()
 
     def add_taken(self, session: PushSession) -> None:
         """Enter the session of a share that another replica has handed over, of a version that this replica receives itself."""
         with self._lock:
-            self._taken = [each for each in self._taken if not _is_over(each)] + [session]
+            self._taken.append(session)
+        self._settle()
         session.tick()
 
-    def of_version(self, name: ModelName, number: int) -> list[PushSession]:
-        """The session of a version, and those of shares of it that were taken over beside that."""
+    def of_version(self, name: ModelName, number: int) -> list[Push]:
+        """The push of a version, under way or remembered, and the sessions of shares of it that were taken over beside that."""
         with self._lock:
-            own = self._sessions.get(name, {}).get(number)
+            own = self._find(name, number)
             taken = [each for each in self._taken if (each.model.name, each.number) == (name, number)]
-        return ([] if own is None else [own]) + taken
+        return [*([] if own is None else [own]), *taken]
 
     def get(self, name: ModelName, number: int) -> PushSession | None:
         """The session of a version, if there is one here; of a share that was taken over, only if it is the version's only one."""
         with self._lock:
             return self._sessions.get(name, {}).get(number)
 
-    def of_request(self, name: ModelName, request_id: str) -> PushSession | None:
-        """The newest session that a request has opened."""
+    def find(self, name: ModelName, number: int) -> Push | None:
+        """The push of a version, under way or remembered."""
         with self._lock:
-            number = self._by_request.get((name, request_id), 0)
-            return self._sessions.get(name, {}).get(number)
+            return self._find(name, number)
 
-    def of_model(self, name: ModelName) -> list[PushSession]:
-        """The sessions of a model, in the order of their numbers."""
+    def of_request(self, name: ModelName, request_id: str) -> Push | None:
+        """The newest push that a request has opened."""
         with self._lock:
-            known = self._sessions.get(name, {})
+            return self._find(name, self._by_request.get((name, request_id), 0))
+
+    def of_model(self, name: ModelName) -> list[Push]:
+        """The pushes of a model, in the order of their numbers."""
+        with self._lock:
+            known: dict[int, Push] = {**self._ended.get(name, {}), **self._sessions.get(name, {})}
             return [known[number] for number in sorted(known)]
+
+    def sessions_of(self, name: ModelName) -> list[PushSession]:
+        """The sessions of a model."""
+        with self._lock:
+            return list(self._sessions.get(name, {}).values())
 
     def all(self) -> list[PushSession]:
         """All sessions."""
         with self._lock:
             return [s for known in self._sessions.values() for s in known.values()] + self._taken
+
+    def _find(self, name: ModelName, number: int) -> Push | None:
+        session = self._sessions.get(name, {}).get(number)
+        return session if session is not None else self._ended.get(name, {}).get(number)
 
     # --- Surroundings
 
@@ -89,7 +116,7 @@ class Registry:
 
     def supersede(self, session: PushSession) -> None:
         """See `Surroundings`."""
-        sessions = self.of_model(session.model.name)
+        sessions = self.sessions_of(session.model.name)
         visible = [each.number for each in sessions if each.snapshot.version.state.visible]
         newest = max(visible, default=0)
         for each in sessions:
@@ -102,26 +129,72 @@ class Registry:
 
     def forget(self, session: PushSession) -> None:
         """See `Surroundings`."""
-        name = session.model.name
+        name, number = session.model.name, session.number
         with self._lock:
-            known = self._sessions.get(name, {})
-            if known.get(session.number) is not session:
+            there = self._sessions.get(name, {}).get(number)
+            if there is session:
+                self._remove(session)
+                self._forget_request(name, session.request_id, number)
+            elif there is not None or not self._forget_ended(((name, number),)):
                 return
-            del known[session.number], self._in_order[session]
-            if not known:
-                del self._sessions[name]
-            if self._by_request.get((name, session.request_id)) == session.number:
-                del self._by_request[name, session.request_id]
-        self._catalog.forget(name, session.number)
+        self._catalog.forget(name, number)
 
-    def _forget_old(self, name: ModelName) -> None:
-        for session in [each for each in self.of_model(name) if _is_over(each)][:-_KEPT_ENDED]:
-            self.forget(session)
+    # --- what is kept
+
+    def _settle(self) -> None:
+        """Remember sessions that are over as ended pushes, up to a number, and let go of images that nobody has read for long."""
+        sessions = self.all()
+        for session in filter(_is_over, sessions):
+            self._end(session)
         with self._lock:
-            too_many = len(self._in_order) - _KEPT_ENDED_IN_ALL
-            oldest = list(self._in_order) if too_many > 0 else []
-        for session in list(filter(_is_over, oldest))[: max(too_many, 0)]:
-            self.forget(session)
+            self._taken = [session for session in self._taken if not _is_over(session)]
+            too_many = len(self._ended_in_order) - _KEPT_ENDED_IN_ALL
+            oldest = list(self._ended_in_order)[:too_many] if too_many > 0 else []
+            forgotten = self._forget_ended(oldest)
+        for name, number in forgotten:
+            self._catalog.forget(name, number)
+        idle = sorted(filter(_is_idle, sessions), key=lambda session: session.image_used_at)
+        for session in idle[:-_KEPT_IMAGES]:
+            session.post(on.Idle())
+
+    def _end(self, session: PushSession) -> None:
+        name, number = session.model.name, session.number
+        ended = EndedPush.of(session)
+        with self._lock:
+            if self._sessions.get(name, {}).get(number) is not session:
+                return
+            self._remove(session)
+            session.forget()
+            of_model = self._ended.setdefault(name, {})
+            of_model[number] = ended
+            self._ended_in_order[name, number] = None
+            forgotten = self._forget_ended([(name, each) for each in list(of_model)[:-_KEPT_ENDED]])
+        for _, each in forgotten:
+            self._catalog.forget(name, each)
+
+    def _remove(self, session: PushSession) -> None:
+        of_model = self._sessions[session.model.name]
+        del of_model[session.number]
+        if not of_model:
+            del self._sessions[session.model.name]
+
+    def _forget_ended(self, which: Iterable[tuple[ModelName, int]]) -> list[tuple[ModelName, int]]:
+        """Remember ended pushes no more; gives those that were. The lock is held."""
+        forgotten = []
+        for name, number in which:
+            of_model = self._ended.get(name, {})
+            ended = of_model.pop(number, None)
+            if ended is not None:
+                del self._ended_in_order[name, number]
+                if not of_model:
+                    del self._ended[name]
+                self._forget_request(name, ended.request_id, number)
+                forgotten.append((name, number))
+        return forgotten
+
+    def _forget_request(self, name: ModelName, request_id: str, number: int) -> None:
+        if self._by_request.get((name, request_id)) == number:
+            del self._by_request[name, request_id]
 
     def count(self, *states: VersionState) -> int:
         """Sessions in these states."""
@@ -130,4 +203,9 @@ class Registry:
 
 def _is_over(session: PushSession) -> bool:
     """Whether nothing is to be done for a version any more, and it holds no memory."""
-    return not session.state.unfinished and not session.has_image
+    return session.state.phase in FINAL and not session.has_image
+
+
+def _is_idle(session: PushSession) -> bool:
+    """Whether the image is there only so that a durable version can be read in memory."""
+    return session.state.phase is Phase.PUBLISHED and session.has_image

@@ -120,16 +120,13 @@ class PushSession:
         self._pools = pools
         self._timers = timers
         self._surroundings = surroundings
-        self._runner = EffectRunner(
-            model, publisher, exchange, allocator, successors, self._go_on, self._post_all
-        )
+        self._runner = EffectRunner(model, publisher, exchange, allocator, successors)
         self._runner.image = image
-        self._wake = self.tick  # one object, by which the timers know it
         self._lock = threading.Lock()
         self._state = state
         self._events: deque[on.Event] = deque()
         self._draining = False
-        self._waiting: list[tuple[Callable[[PushState], Any], Future[Any]]] = []
+        self._waiting: dict[Future[Any], Callable[[PushState], Any]] = {}
         self._shown = self._snapshot(state)
 
     @property
@@ -152,6 +149,23 @@ class PushSession:
         """Whether it holds memory."""
         return self._runner.image is not None
 
+    @property
+    def image_used_at(self) -> float:
+        """When the image was last read, in seconds of the monotonic clock; 0 without one."""
+        image = self._runner.image
+        return 0.0 if image is None else image.used_at
+
+    @property
+    def share_number(self) -> int | None:
+        """Which share of the version this session has; None before there is a plan."""
+        return self._state.share_number
+
+    @property
+    def files(self) -> frozenset[str] | None:
+        """The files that are put together here; None before there is a plan."""
+        share = self._state.share
+        return None if share is None else frozenset(share.files)
+
     def takes_part(self, client_id: str) -> bool:
         """Whether this client has declared a rank of the version."""
         return any(each.client_id == client_id for each in self._state.declarations.here.values())
@@ -160,9 +174,10 @@ class PushSession:
 
     def post(self, event: on.Event) -> None:
         """Something has happened."""
-        self._post_all((event,))
+        self.post_all((event,))
 
-    def _post_all(self, events: Sequence[on.Event]) -> None:
+    def post_all(self, events: Sequence[on.Event]) -> None:
+        """Several things have happened, one after another."""
         if not events:
             return
         with self._lock:
@@ -203,10 +218,12 @@ class PushSession:
         self._start_all((effect for effect in effects if not isinstance(effect, do.Awaited)), after)
         if after.phase in FINAL and (after.agreed is None or after.agreed.alone):
             self._runner.forget()  # other replicas may still ask for their part
-        self._give_answers(after)  # before threads begin that would compete with those who wait for them
+        self._give_answers()  # before threads begin that would compete with those who wait for them
         self._start_all((effect for effect in effects if isinstance(effect, do.Awaited)), after)
         if after.wake_at is not None:
-            self._timers.wake(self._wake, after.wake_at)
+            self._timers.wake(self, after.wake_at)
+        elif after.phase in FINAL:
+            self._timers.forget(self)
 
     def _log(self, before: PushState, after: PushState) -> None:
         if after.phase is before.phase:
@@ -275,7 +292,9 @@ class PushSession:
                 self._surroundings.forget(self)
 
     def _carry_out(self, effect: do.Awaited) -> None:
-        answer = self._runner.run(effect, self._state)
+        if self._state.phase in FINAL:  # it has ended while this waited for a thread
+            return
+        answer = self._runner.run(effect, self._state, self)
         self.post(answer)
         state = self._state
         if state.phase in FINAL:
@@ -299,7 +318,7 @@ class PushSession:
         if error is None and self._runner.image is not None:
             self._runner.image.freeze()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Raise if what an effect is at is not wanted any more."""
         if self._pools.stopping:
             raise _shutting_down()
@@ -321,30 +340,35 @@ class PushSession:
         Raises:
             WeighbridgeError: what ``answer`` raises.
         """
-        self._post_all(events)
         found: Future[T] = Future()
-        entry = (answer, found)
         with self._lock:
-            if not _try(answer, self._state, found):
-                if self._pools.stopping:
-                    raise _shutting_down()
-                self._waiting.append(entry)
+            self._waiting[found] = answer  # first: no state on the way to the last is missed
+        self.post_all(events)
+        self._give_answers()
+        if self._pools.stopping:
+            self.stop()
         try:
             return found.result(seconds)
         except TimeoutError:
             with self._lock:
-                self._waiting = [each for each in self._waiting if each is not entry]
+                self._waiting.pop(found, None)
             return None
 
-    def _give_answers(self, state: PushState) -> None:
+    def _give_answers(self) -> None:
         with self._lock:
-            self._waiting = [each for each in self._waiting if not _try(each[0], state, each[1])]
+            answered = [found for found, answer in self._waiting.items() if _try(answer, self._state, found)]
+            for found in answered:
+                del self._waiting[found]
+
+    def forget(self) -> None:
+        """Drop what leads back here: so all that it holds goes with the last reference to it."""
+        self._runner.forget()
 
     def stop(self) -> None:
         """Nothing happens any more, and calls that wait are told so."""
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-        for _, found in waiting:
+            waiting, self._waiting = self._waiting, {}
+        for found in waiting:
             found.set_exception(_shutting_down())
 
     # --- what ranks call

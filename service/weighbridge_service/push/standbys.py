@@ -13,6 +13,7 @@ from weighbridge_service.push.mappings import Mappings
 from weighbridge_storage.image_books import ImageOwner
 from weighbridge_storage.image_pool import ImagePool
 from weighbridge_storage.images import Image
+from weighbridge_storage.lru import Cache
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.regions import Region
 
@@ -25,6 +26,8 @@ _MADE_SECONDS = 10.0
 """How long a push waits for memory that is just being made ahead, to be given it, before it takes other memory."""
 _MAKE_SECONDS = 1.0
 """How long a model that has been given memory ahead waits for some that others will let go of, before it is given more."""
+_REMEMBERED = 1000
+"""Models of which is remembered that they have been given some."""
 
 
 class Standbys:
@@ -42,7 +45,7 @@ class Standbys:
         self._waiting: dict[ModelName, Image] = {}
         self._making: set[ModelName] = set()
         self._wanting = 0  # versions that look for room now
-        self._given: set[ModelName] = set()  # that new memory was made for
+        self._given: Cache[bool] = Cache(_REMEMBERED)  # models that new memory was made for
         self._asked: dict[ModelName, float] = {}  # since when there has been none
 
     def get(self, model: ModelName, sizes: Mapping[str, int], *, may_make: bool) -> Image | None:
@@ -61,7 +64,8 @@ class Standbys:
                 return waiting
             self._making.add(model)
             asked = self._asked.setdefault(model, time.monotonic())
-            soon = model in self._given and time.monotonic() - asked < _MAKE_SECONDS
+            given = self._given.get(model) is not None
+            soon = given and time.monotonic() - asked < _MAKE_SECONDS
         try:
             image = self._images.reuse(sizes, ImageOwner(str(model)))
             if image is None and may_make and not soon and self._images.fits(sizes):
@@ -84,7 +88,7 @@ class Standbys:
             log.info("no memory was made ahead for %s: %s", model, error.message)
         finally:
             with self._lock:
-                self._given.add(model)
+                self._given.put(model, True)
             self._enter(model, made)
 
     def _enter(self, model: ModelName, image: Image | None) -> None:

@@ -421,14 +421,24 @@ def check_not_failed(state: PushState) -> None:
     """Raise what the version has failed of, if it has."""
     error = state.error
     if error is not None and state.phase in (Phase.FAILED, Phase.ABORTED):
-        raise type(error)(error.message, fix=error.fix, details=error.details)
+        raise anew(error)
+
+
+def anew(error: WeighbridgeError) -> WeighbridgeError:
+    """The same error without its traceback, which leads to all that was in use when it was raised."""
+    return type(error)(error.message, fix=error.fix, details=error.details)
 
 
 def check_incomplete(state: PushState) -> None:
     """Raise if nothing more can be received: what the version has failed of, or FailedPrecondition."""
     check_not_failed(state)
     if state.phase not in INCOMPLETE:
-        raise FailedPrecondition(f"{state.name} is sealed", fix="push a new version: another step or run")
+        raise sealed(state)
+
+
+def sealed(state: PushState) -> FailedPrecondition:
+    """What those are told who would push more to a version that is complete."""
+    return FailedPrecondition(f"{state.name} is sealed", fix="push a new version: another step or run")
 
 
 def answer_declare(state: PushState, rank: int, client_id: str, digest: str) -> Agreement | None:

@@ -7,37 +7,67 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from typing import Protocol
 
 log = logging.getLogger(__name__)
 
+_SPARE = 64
+"""Times in the queue that nobody waits for any more, beyond as many as are waited for, before it is made anew without them."""
+
+
+class Sleeper(Protocol):
+    """Who is woken."""
+
+    def tick(self) -> None:
+        """The time has come. Must not block."""
+
 
 class Timers:
-    """Calls back at given times. Thread-safe."""
+    """Wakes at given times. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._next: dict[Callable[[], None], float] = {}
+        self._queue: list[
+            tuple[float, int]
+        ] = []  # times and serials; what is not in `_waiting` any more counts nothing
+        self._waiting: dict[int, Sleeper] = {}
+        self._asked: dict[Sleeper, tuple[float, int]] = {}
         self._serials = itertools.count()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="push-timers", daemon=True)
         self._thread.start()
 
-    def wake(self, wake: Callable[[], None], at: float) -> None:
-        """Call back once, at the earliest of the times that were asked for since the last call.
+    def wake(self, sleeper: Sleeper, at: float) -> None:
+        """Wake once, at the earliest of the times that were asked for since the last time.
 
         Args:
-            wake: what to call; it must not block.
+            sleeper: what to wake.
             at: when, in seconds of the monotonic clock.
         """
         with self._changed:
-            if self._stopped or self._next.get(wake, float("inf")) <= at:
+            there = self._asked.get(sleeper)
+            if self._stopped or (there is not None and there[0] <= at):
                 return
-            self._next[wake] = at
-            heapq.heappush(self._queue, (at, next(self._serials), wake))
-            if self._queue[0][2] is wake:
+            self._drop(sleeper)
+            asked = at, next(self._serials)
+            self._asked[sleeper] = asked
+            self._waiting[asked[1]] = sleeper
+            heapq.heappush(self._queue, asked)
+            if self._queue[0] == asked:
                 self._changed.notify()
+
+    def forget(self, sleeper: Sleeper) -> None:
+        """Do not wake it."""
+        with self._changed:
+            self._drop(sleeper)
+
+    def _drop(self, sleeper: Sleeper) -> None:
+        there = self._asked.pop(sleeper, None)
+        if there is None:
+            return
+        del self._waiting[there[1]]
+        if len(self._queue) > 2 * len(self._waiting) + _SPARE:
+            self._queue = sorted(self._asked.values())
 
     def _run(self) -> None:
         while True:
@@ -46,20 +76,22 @@ class Timers:
                     self._changed.wait(self._queue[0][0] - time.monotonic() if self._queue else None)
                 if self._stopped:
                     return
-                at, _, wake = heapq.heappop(self._queue)
-                if self._next.get(wake) != at:
-                    continue  # it was called at an earlier time
-                del self._next[wake]
+                sleeper = self._waiting.pop(heapq.heappop(self._queue)[1], None)
+                if sleeper is None:
+                    continue  # it was to be woken earlier, or not at all
+                del self._asked[sleeper]
             try:
-                wake()
+                sleeper.tick()
             except Exception:  # the others must not suffer from it
                 log.exception("a timer failed")
+            del sleeper  # it may end before the next one is due
 
     def stop(self) -> None:
-        """Call nothing back any more."""
+        """Wake nobody any more."""
         with self._changed:
             self._stopped = True
             self._queue.clear()
-            self._next.clear()
+            self._waiting.clear()
+            self._asked.clear()
             self._changed.notify()
         self._thread.join()

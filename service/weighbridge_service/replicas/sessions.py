@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from weighbridge.errors import NotFound, VersionFailed
 from weighbridge_service.push import events as on
 from weighbridge_service.push.declarations import Agreement, Home
-from weighbridge_service.push.registry import Registry
+from weighbridge_service.push.registry import Push, Registry
 from weighbridge_service.push.session import PushSession
 from weighbridge_service.push.state import BEFORE_SEALED, FINAL, VISIBLE, Phase, PushState, check_not_failed
 from weighbridge_service.replicas.progress import Progress, SharedPush, Stage
 from weighbridge_storage.images import Lease
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import ByteArray
-from weighbridge_storage.version_writing import Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +51,13 @@ class SharedSessions:
 
     def progress(self, model: str, number: int, claim: str) -> Sequence[Progress]:
         """See `heartbeat.SharedPushes`."""
-        return [
-            _progress(session.state, agreed, session.handed_in)
-            for session, agreed in self._sessions(model, number, claim)
-        ]
+        return [_progress(push, agreed) for push, agreed in self._pushes(model, number, claim)]
 
     def heard(self, sender: Home, progress: Progress) -> None:
         """See `heartbeat.SharedPushes`."""
-        for session, _ in self._sessions(*progress.version):
-            _hear(session, sender, progress)
+        for push, _ in self._pushes(*progress.version):
+            if isinstance(push, PushSession):
+                _hear(push, sender, progress)
 
     def lost(self, replica: Home, error: VersionFailed) -> None:
         """See `heartbeat.SharedPushes`."""
@@ -72,11 +69,14 @@ class SharedSessions:
 
     def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Lease]:
         """See `handlers.OwnFiles`."""
-        sessions = self._sessions(model, number, claim)
+        pushes = [push for push, _ in self._pushes(model, number, claim)]
+        for push in pushes:
+            check_not_failed(push.state)
+        sessions = [push for push in pushes if isinstance(push, PushSession)]
         if not sessions:
             raise NotFound(f"{model}@{number} is not received by this replica, or under another agreement")
-        holding = [session for session, _ in sessions if session.holds(file)]
-        return (holding or [sessions[0][0]])[0].own_file(file)
+        holding = [session for session in sessions if session.holds(file)]
+        return (holding or sessions)[0].own_file(file)
 
     def files_elsewhere(self, name: ModelName, number: int) -> FilesElsewhere | None:
         """The files of a version that is visible and not durable which are not in its image here; None if there are none."""
@@ -95,20 +95,18 @@ class SharedSessions:
 
     def is_durable(self, name: ModelName, number: int, claim: str) -> bool:
         """Whether a version that was visible here is durable by now. Raises what it has failed of."""
-        sessions = self._sessions(str(name), number, claim)
-        if not sessions:  # it has ended a while ago
+        pushes = self._pushes(str(name), number, claim)
+        if not pushes:  # it has ended a while ago
             return True
-        state = sessions[0][0].state
+        state = pushes[0][0].state
         check_not_failed(state)
         return state.phase is Phase.PUBLISHED
 
-    def _sessions(self, model: str, number: int, claim: str) -> list[tuple[PushSession, Agreement]]:
-        """The sessions of a version under this claim, that of this replica's own part first."""
-        sessions = self._registry.of_version(ModelName.parse(model), number)
-        found = [(session, session.state.agreed) for session in sessions]
-        return [
-            (session, agreed) for session, agreed in found if agreed is not None and agreed.claim == claim
-        ]
+    def _pushes(self, model: str, number: int, claim: str) -> list[tuple[Push, Agreement]]:
+        """The pushes of a version under this claim, that of this replica's own part first."""
+        pushes = self._registry.of_version(ModelName.parse(model), number)
+        found = [(push, push.state.agreed) for push in pushes]
+        return [(push, agreed) for push, agreed in found if agreed is not None and agreed.claim == claim]
 
 
 def _hear(session: PushSession, sender: Home, progress: Progress) -> None:
@@ -149,11 +147,12 @@ def _shared(session: PushSession) -> SharedPush | None:
     if agreed is None or agreed.alone or state.phase in FINAL:
         return None
     peers = tuple(home for home in agreed.homes if home != state.declarations.home)
-    return SharedPush(_progress(state, agreed, session.handed_in), peers)
+    return SharedPush(_progress(session, agreed), peers)
 
 
-def _progress(state: PushState, agreed: Agreement, written: Written | None) -> Progress:
-    opened, error, share = state.opened, "", state.share_number or 0
+def _progress(push: Push, agreed: Agreement) -> Progress:
+    state, share, error = push.state, push.share_number or 0, ""
+    opened, written = state.opened, push.handed_in
     match state.phase:
         case Phase.PUBLISHED:
             stage = Stage.PUBLISHED

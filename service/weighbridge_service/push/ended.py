@@ -1,0 +1,119 @@
+"""Ended push, as this process remembers it: a small value, from which whoever pushed the version learns what became of it.
+
+A session holds its model, its plan and the data plane. None of that is needed once a push has ended and its image is given back, and
+a process that receives versions of many models would keep as many of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from weighbridge.layouts import Layout
+from weighbridge_service.catalog import VersionSnapshot
+from weighbridge_service.planning import Plan
+from weighbridge_service.push.declarations import Declarations
+from weighbridge_service.push.push_plan import PreparedPush
+from weighbridge_service.push.session import PushSession
+from weighbridge_service.push.state import PushState, anew, answer_abort, check_not_failed, sealed
+from weighbridge_service.transfers import Transfer
+from weighbridge_storage.version_writing import Written
+
+_EMPTY = Layout.stream((), ())
+_NO_PLAN = PreparedPush({}, {}, Transfer(Plan(_EMPTY, _EMPTY, (), ()), scatter=True), {}, {})
+
+
+@dataclass(frozen=True, slots=True)
+class EndedPush:
+    """A push that has ended and holds no memory any more.
+
+    Attributes:
+        state: how it has ended, without its plan and what its ranks have declared.
+        snapshot: the version as everybody saw it last.
+        client_id: who opened the version.
+        request_id: which request opened it.
+        clients: who has declared a rank here.
+        share_number: which share of the version this process had; None if there never was a plan.
+        lengths: of the ranks' streams, in bytes; empty if there never was a plan.
+        files: those that were put together here; None if there never was a plan.
+    """
+
+    state: PushState
+    snapshot: VersionSnapshot
+    client_id: str
+    request_id: str
+    clients: frozenset[str]
+    share_number: int | None
+    lengths: Sequence[int]
+    files: frozenset[str] | None
+
+    @staticmethod
+    def of(session: PushSession) -> EndedPush:
+        """What is remembered of a session that is over."""
+        state = session.state
+        agreed, share = state.agreed, state.share
+        streams = {} if agreed is None else agreed.prepared.streams
+        return EndedPush(
+            _without_plan(state),
+            session.snapshot,
+            session.client_id,
+            session.request_id,
+            frozenset(each.client_id for each in state.declarations.here.values()),
+            state.share_number,
+            array("Q", [streams[rank].nbytes for rank in range(len(streams))]),
+            None if share is None else frozenset(share.files),
+        )
+
+    @property
+    def handed_in(self) -> Written | None:
+        """See `PushSession.handed_in`: whoever was to read it has done so, or reads the version's manifest."""
+        return None
+
+    def takes_part(self, client_id: str) -> bool:
+        """See `PushSession.takes_part`."""
+        return client_id in self.clients
+
+    def refuse(self) -> NoReturn:
+        """Raise why nothing more can be received: what the version has failed of, or FailedPrecondition."""
+        check_not_failed(self.state)
+        raise sealed(self.state)
+
+    def push_state(self, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
+        """See `PushSession.push_state`: everything has come."""
+        check_not_failed(self.state)
+        self.state.declarations.check_rank(rank)
+        length = self.lengths[rank]
+        return [(0, length)] if length else [], length, True
+
+    def seal(self, rank: int) -> None:
+        """A rank says again that it has pushed everything. Raises what the version has failed of."""
+        check_not_failed(self.state)
+        self.state.declarations.check_rank(rank)
+
+    def abort(self) -> None:
+        """Do nothing if the version was given up. Raises FailedPrecondition if it is visible."""
+        answer_abort(self.state)
+
+
+def _without_plan(state: PushState) -> PushState:
+    """What the pure questions about a push that has ended need of its state."""
+    there, agreed = state.declarations, state.agreed
+    light = None if agreed is None else replace(agreed, prepared=_NO_PLAN)
+    return PushState(
+        state.opened,
+        state.limits,
+        Declarations(there.name, there.ranks, there.created_ms, there.home, agreed=light),
+        heard_at=state.heard_at,
+        renew_at=state.renew_at,
+        phase=state.phase,
+        nonfinite=state.nonfinite,
+        received_bytes=state.received_bytes,
+        ready_ms=state.ready_ms,
+        verified_ms=state.verified_ms,
+        durable_ms=state.durable_ms,
+        error=None if state.error is None else anew(state.error),
+        superseded=state.superseded,
+        handed_to=state.handed_to,
+    )
