@@ -871,7 +871,29 @@ def test_a_push_over_replicas_is_ready_when_every_owner_has_said_that_its_files_
     assert do.Confirm() in effects
     state, effects = step(state, on.HeadSaid(do.Confirm(), on.Verdict.OPEN), NOW)
     assert state.phase is Phase.READY
-    assert do.NotifyReplicas() in effects
+    assert do.NotifyReplicas() not in effects, "they have heard that this part is complete"
+
+
+def test_other_replicas_are_told_at_once_when_a_part_is_complete_and_when_it_ends() -> None:
+    replicas = [Home("host0:1", "boot"), Home("host1:1", "boot")]
+    opened = Version("acme/m", 1, VersionState.OPEN, ranks=2)
+    state = PushState.begin(opened, replicas[0], replace(LIMITS, spreading=True), None, 120.0, NOW)
+    told = []
+    for event in (
+        on.Declared(0, "c0", "d"),
+        on.HeardElsewhere([(1, Declaration("c1", "d", replicas[1]))]),
+        on.Planned(planned((0, 1))),
+        on.ImageGranted(),
+        on.FilesFilled(frozenset(FILES)),
+        on.RankWhole(0),
+        on.SealAsked(0),
+        on.Broken(DataLoss("bytes were lost")),
+    ):
+        state, effects = step(state, event, NOW)
+        if do.NotifyReplicas() in effects:
+            told.append(type(event))
+    # the first one makes the replicas known to each other
+    assert told == [on.Planned, on.SealAsked, on.Broken]
 
 
 @pytest.mark.parametrize("ready", [False, True])

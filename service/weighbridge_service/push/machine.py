@@ -72,10 +72,12 @@ def step(state: PushState, event: on.Event, now: Moment) -> _Step:
     return after, effects
 
 
-def _told_to_replicas(state: PushState) -> tuple[Phase, bool] | None:
-    """What other replicas are told of a push that they take part in."""
-    together = state.share is not None and not state.share.alone
-    return (state.phase, state.handed_in_here) if together else None
+def _told_to_replicas(state: PushState) -> tuple[Phase | None, bool] | None:
+    """What other replicas are told of a push that they take part in: whether its part is complete, handed in, or at an end."""
+    if state.share is None or state.share.alone:
+        return None
+    stage = None if state.phase in BEFORE_SEALED else Phase.SEALED
+    return state.phase if state.phase in FINAL else stage, state.handed_in_here
 
 
 def _taken(state: PushState, event: on.Event, now: Moment) -> _Step:
@@ -308,9 +310,7 @@ def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
     if state.image and at_leisure:
         for file in sorted(state.filled - state.digested):
             yield do.Digest(file), 0.0
-    if not state.compared and (
-        phase in VISIBLE or (phase is Phase.SEALED and share is not None and not share.alone)
-    ):
+    if not state.compared and phase in VISIBLE:
         yield do.CompareSample(), 0.0
     if phase in VISIBLE and state.compared and state.may_be_handed_over:
         yield do.HandOver(state.successors[0]), state.hand_over_at
