@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture
 def running(tmp_path: Path, tiny: TinyModel) -> Iterator[RunningService]:
-    with running_service(tmp_path / "store", publish_attempts=1) as service:
+    with running_service(tmp_path / "store") as service:
         with TrainerClient(service.address) as trainer:
             trainer.register_model(MODEL, tiny.folder)
         yield service

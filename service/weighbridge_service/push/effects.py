@@ -149,6 +149,11 @@ class Supersede(Effect):
 
 
 @dataclass(frozen=True, slots=True)
+class WantMemory(Effect):
+    """Tell the sessions of older versions of the model that this one waits for memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class Remember(Effect):
     """Keep the declarations for the next push of the model; None forgets those of before."""
 

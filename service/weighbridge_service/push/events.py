@@ -66,7 +66,7 @@ class Broken(Event):
 
 @dataclass(frozen=True, slots=True)
 class Aborted(Event):
-    """Somebody wants the version given up."""
+    """Somebody wants the version given up; one that is visible already, only if it cannot be made durable."""
 
     reason: str
 
@@ -309,6 +309,11 @@ class HandedOver(Event):
 @dataclass(frozen=True, slots=True)
 class Superseded(Event):
     """A newer version of the model is visible."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWanted(Event):
+    """A newer version of the model waits for memory."""
 
 
 @dataclass(frozen=True, slots=True)

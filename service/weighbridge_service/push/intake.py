@@ -141,7 +141,6 @@ class Intake:
             receive_timeout=config.receive_timeout,
             image_wait=config.image_wait,
             lease=config.open_lease,
-            attempts=config.publish_attempts,
             spreading=bool(config.advertise),
         )
         self.standbys = Standbys(images, mappings)
@@ -467,17 +466,23 @@ class Intake:
             )
         return self._catalog.get_version(name, str(number))
 
-    def abort_version(self, name: str, number: int, reason: str) -> Version:
-        """Give a version up. Raises FailedPrecondition if it is visible already."""
+    def abort_version(self, name: str, number: int, reason: str, seconds: float) -> Version:
+        """Give a version up. One that is visible and cannot be made durable stays visible until a newer one is.
+
+        Raises:
+            FailedPrecondition: it is visible already, and nothing keeps it from becoming durable.
+            DeadlineExceeded: not within ``seconds``; says what is waited for.
+        """
         model_name = ModelName.parse(name)
         reason = reason[:500] or "aborted"
         session = self._registry.get(model_name, number)
         if session is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
             self._give_up(model_name, number, reason, aborted=True)
             return self._catalog.get_version(name, str(number))
-        self._find(name, number).abort(reason)
+        session = self._find(name, number)
+        session.abort(reason, seconds)
         found = self._catalog.get_version(name, str(number))
-        if found.state.visible:  # another replica has just published it
+        if found.state.visible and not session.snapshot.abandoned:  # another replica has just published it
             raise FailedPrecondition(f"{found} is visible already and cannot be aborted")
         return found
 
