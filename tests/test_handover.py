@@ -248,10 +248,11 @@ def test_a_version_that_was_given_up_before_is_handed_over_and_stays_live(
     tmp_path: Path, source: TinyModel
 ) -> None:
     with replicas(tmp_path, source, 2) as (leaving, staying):
-        # the first attempt may fail before the version is ready, and so must not be the last
-        leaving.service.intake.limits = replace(leaving.service.intake.limits, attempts=2)
         HeldStore(tmp_path / "store", source, [1])
         number = push(leaving.address, source.arrays)
+        with TrainerClient(leaving.address) as trainer:
+            eventually(lambda: leaving.service.catalog.not_durable)
+            trainer.abort(MODEL, number, "not wanted")
         eventually(lambda: leaving.service.catalog.snapshot(NAME, number).abandoned)  # type: ignore[union-attr]
         assert leaving.service.intake.drain(4.0)
         eventually(lambda: live(staying) == number)

@@ -25,7 +25,15 @@ from weighbridge_storage.local import LocalStore
 from weighbridge_storage.memory_limits import DiskReading
 from weighbridge_storage.objects import error_for
 
-NAMES = ["accepting", "store-reachable", "store-writable", "clock", "disk-room", "memory-room"]
+NAMES = [
+    "accepting",
+    "store-reachable",
+    "store-writable",
+    "clock",
+    "disk-room",
+    "memory-room",
+    "versions-durable",
+]
 WELL = Check("store", CheckStatus.OK, "it answers")
 SLOW = NamedCheck("store", lambda: WELL, every=5.0, patience=10.0)
 

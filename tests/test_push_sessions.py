@@ -57,7 +57,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture
 def running(tmp_path: Path, tiny: TinyModel) -> Iterator[RunningService]:
-    with running_service(tmp_path / "store", publish_attempts=1) as service:
+    with running_service(tmp_path / "store") as service:
         with TrainerClient(service.address) as trainer:
             trainer.register_model(MODEL, tiny.folder)
         yield service
@@ -102,7 +102,7 @@ def test_ended_versions_are_remembered_up_to_a_number(
     monkeypatch.setattr(registry, "_KEPT_ENDED_IN_ALL", 3)
     for step in range(8):
         number = client.open(MODEL, step=step)
-        running.service.intake.abort_version(MODEL, number, "no")
+        running.service.intake.abort_version(MODEL, number, "no", 10.0)
     # the oldest go when another one is opened
     assert sorted(running.service.catalog.snapshots(ModelName.parse(MODEL))) == [5, 6, 7, 8]
 
@@ -180,7 +180,7 @@ def test_who_asks_again_after_the_end_of_a_push_is_told_how_it_ended(
         finished(running)
         push_to(running, client, tiny, [MODEL])  # takes its image
     else:
-        running.service.intake.abort_version(MODEL, number, "changed my mind")
+        running.service.intake.abort_version(MODEL, number, "changed my mind", 10.0)
 
     def answers() -> list[Any]:
         calls: list[Callable[[], Any]] = [
@@ -189,7 +189,7 @@ def test_who_asks_again_after_the_end_of_a_push_is_told_how_it_ended(
             lambda: client.seal(MODEL, number).state,
             lambda: client.declare(MODEL, number, layout),
             lambda: client.push(MODEL, number, [(0, stream)]),
-            lambda: running.service.intake.abort_version(MODEL, number, "no").state,
+            lambda: running.service.intake.abort_version(MODEL, number, "no", 10.0).state,
             lambda: client.received(MODEL, number, rank=1),
             lambda: running.service.intake._has_taken(handed("other")),
         ]
@@ -301,7 +301,7 @@ def test_a_version_that_was_aborted_while_it_waited_gets_no_image(
             refused = pool.submit(client.declare, MODEL, second, layout)
             waiting = running.service.intake._registry
             eventually(lambda: do.AcquireImage() in waiting.get(NAME, second).state.running)  # type: ignore[union-attr]
-            running.service.intake.abort_version(MODEL, second, "changed my mind")
+            running.service.intake.abort_version(MODEL, second, "changed my mind", 10.0)
             done.set()
             assert declared.result(20)
             with pytest.raises(VersionFailed, match="changed my mind"):
@@ -447,7 +447,6 @@ def test_a_service_that_loses_a_visible_version_when_it_ends_says_so(
 
     monkeypatch.setattr(Publisher, "publish", away)
     number = client.push_whole(MODEL, tiny.arrays)
-    finished(running)
-    assert running.service.catalog.get_version(MODEL, str(number)).state.visible
+    eventually(lambda: [version.number for version in running.service.catalog.not_durable] == [number])
     assert not running.service.drain()
     assert "is lost: not durable: the store is away" in caplog.text

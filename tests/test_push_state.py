@@ -40,7 +40,7 @@ from weighbridge_service.push.declarations import (
     KnownSet,
     numbers_of,
 )
-from weighbridge_service.push.machine import step
+from weighbridge_service.push.machine import LONGEST_PAUSE, step
 from weighbridge_service.push.push_plan import PreparedPush
 from weighbridge_service.push.replica_placement import Spread
 from weighbridge_service.push.state import (
@@ -73,7 +73,7 @@ RUNS = int(os.environ.get("WEIGHBRIDGE_SESSION_RUNS", "300"))
 FIRST_SEED = int(os.environ.get("WEIGHBRIDGE_SESSION_SEED", "1"))
 BATCHES = 10
 STEPS = 200
-LIMITS = Limits(receive_timeout=300.0, image_wait=60.0, lease=120.0, attempts=3)
+LIMITS = Limits(receive_timeout=300.0, image_wait=60.0, lease=120.0)
 FILES = ("a", "b", "c")
 STORE = (
     do.Claim, do.Renew, do.LookAtHead, do.Confirm, do.FindOut, do.TellReplicas, do.HearReplicas, do.HandIn,
@@ -211,6 +211,10 @@ class World:
                             self.post(replica, other, on.Superseded())
                 case do.GiveUp():
                     self.give_up(replica, push, effect)
+                case do.WantMemory():
+                    for other in replica.parts:
+                        if other.number < push.number:
+                            self.post(replica, other, on.MemoryWanted())
                 case do.Forget():
                     push.forgotten = True
 
@@ -744,13 +748,21 @@ class World:
     # --- that it ends
 
     def settle(self, *, store_away: bool) -> None:
-        """From here on no rank is heard of any more, but replicas hear each other, and effects are answered: every push ends."""
+        """From here on no rank is heard of any more, but replicas hear each other, and effects are answered: every push ends.
+
+        As long as the store is away, what is visible stays so, and is ended by whoever needs its memory or wants it given up.
+        """
         self.fault_rate = 0.0
         for _ in range(3000):
             waiting = [(r, p, e) for r in self.replicas for p in r.parts for e in p.inflight]
             for replica, push, effect in waiting:
                 self.answer(replica, push, effect, store_away=store_away)
-            unfinished = [p.state for r in self.replicas for p in r.parts if p.state.unfinished]
+            unfinished = [
+                p.state
+                for r in self.replicas
+                for p in r.parts
+                if p.state.unfinished and not (store_away and p.state.may_be_dropped)
+            ]
             if not unfinished:
                 break
             if waiting:
@@ -765,10 +777,25 @@ class World:
                         self.hear(replica, push, number)
         for replica in self.replicas:
             for push in replica.parts:
+                if store_away and push.state.may_be_dropped:
+                    self.check_dropped(push.state)
+                    continue
                 assert not push.state.unfinished, (push.state.phase, list(waits_for(push.state)))
                 if push.state.gave_up:
                     self.post(replica, push, on.Superseded())
                     assert push.state.phase is Phase.FAILED
+
+    def check_dropped(self, state: PushState) -> None:
+        """A version that cannot be made durable ends if somebody says so."""
+        superseded, _ = step(state, on.Superseded(), self.now)
+        for before, event in ((state, on.Aborted("not wanted")), (superseded, on.MemoryWanted())):
+            after, _ = step(before, event, self.now)
+            if after.settling is not None:
+                if do.FindOut() not in after.running:
+                    after, _ = step(after, on.Tick(), Moment(self.now.seconds + 1e6, self.now.unix_ms))
+                after, _ = step(after, on.HeadSaid(do.FindOut(), on.Verdict.UNKNOWN), self.now)
+            handing_over = after.may_be_handed_over and after.settling is None
+            assert after.gave_up or after.phase is Phase.FAILED or handing_over, after.phase
 
 
 def reachable(phase: Phase) -> set[Phase]:
@@ -779,6 +806,14 @@ def reachable(phase: Phase) -> set[Phase]:
         found |= new
         new = {after for each in found for after in TRANSITIONS[each]}
     return found
+
+
+def settled_in_all_ways(world: World) -> None:
+    """Everything ends, with the store there, and with one that is away and comes back."""
+    world.clone().settle(store_away=False)
+    waiting = world.clone()
+    waiting.settle(store_away=True)
+    waiting.settle(store_away=False)
 
 
 def answer_raises_at_end(state: PushState) -> bool:
@@ -797,8 +832,7 @@ def test_every_order_of_events_keeps_all_promises_and_comes_to_an_end(batch: int
                 world.act()
                 seen.update(p.state.phase for r in world.replicas for p in r.parts)
                 if turn in looks:
-                    for store_away in (False, True):
-                        world.clone().settle(store_away=store_away)
+                    settled_in_all_ways(world)
             world.settle(store_away=False)
         except BaseException as error:
             error.add_note(f"seed {seed}")
@@ -828,9 +862,8 @@ def test_a_version_that_is_ready_outlives_replicas_that_leave_in_every_order_of_
                 world.act_when_ready()
                 seen.update(p.state.phase for r in world.replicas for p in r.parts)
                 if turn == 30:
-                    for store_away in (False, True):
-                        world.clone().settle(store_away=store_away)
-            without_faults = not world.fault_rate and not world.unrest
+                    settled_in_all_ways(world)
+            without_faults = not world.fault_rate and not world.unrest and 60.0 not in world.pauses
             world.settle(store_away=False)
             if without_faults:
                 assert world.published, "lost although nothing went wrong"
@@ -878,7 +911,29 @@ def test_a_push_over_replicas_is_ready_when_every_owner_has_said_that_its_files_
     assert do.Confirm() in effects
     state, effects = step(state, on.HeadSaid(do.Confirm(), on.Verdict.OPEN), NOW)
     assert state.phase is Phase.READY
-    assert do.NotifyReplicas() in effects
+    assert do.NotifyReplicas() not in effects, "they have heard that this part is complete"
+
+
+def test_other_replicas_are_told_at_once_when_a_part_is_complete_and_when_it_ends() -> None:
+    replicas = [Home("host0:1", "boot"), Home("host1:1", "boot")]
+    opened = Version("acme/m", 1, VersionState.OPEN, ranks=2)
+    state = PushState.begin(opened, replicas[0], replace(LIMITS, spreading=True), None, 120.0, NOW)
+    told = []
+    for event in (
+        on.Declared(0, "c0", "d"),
+        on.HeardElsewhere([(1, Declaration("c1", "d", replicas[1]))]),
+        on.Planned(planned((0, 1))),
+        on.ImageGranted(),
+        on.FilesFilled(frozenset(FILES)),
+        on.RankWhole(0),
+        on.SealAsked(0),
+        on.Broken(DataLoss("bytes were lost")),
+    ):
+        state, effects = step(state, event, NOW)
+        if do.NotifyReplicas() in effects:
+            told.append(type(event))
+    # the first one makes the replicas known to each other
+    assert told == [on.Planned, on.SealAsked, on.Broken]
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -996,8 +1051,64 @@ def test_what_went_wrong_for_a_while_is_not_said_any_more_when_it_is_over() -> N
     assert version_of(state).error == ""
 
 
+def test_a_version_that_is_visible_is_tried_to_be_made_durable_for_days() -> None:
+    state, now = ready_alone(), NOW
+    assert do.Claim() in state.running
+    tries = []
+    while now.seconds < NOW.seconds + 3 * 86_400:
+        state, effects = step(state, on.EffectFailed(do.Claim(), Unavailable("the store is away")), now)
+        assert state.phase is Phase.READY
+        assert version_of(state).error == "not durable yet: the store is away"
+        assert state.wake_at is not None
+        now = Moment(max(state.not_before[do.Claim()], now.seconds), now.unix_ms)
+        state, effects = step(state, on.Tick(), now)
+        assert do.Claim() in effects
+        tries.append(now.seconds)
+    assert tries[1] - tries[0] < 5 < tries[-1] - tries[-2] <= LONGEST_PAUSE
+
+
+def test_memory_of_a_version_that_cannot_be_made_durable_goes_to_a_newer_one_when_that_waits_for_it() -> None:
+    state, _ = step(ready_alone(), on.MemoryWanted(), NOW)
+    assert state.phase is Phase.READY
+    failing, _ = step(state, on.EffectFailed(do.Claim(), Unavailable("the store is away")), NOW)
+    kept, _ = step(failing, on.MemoryWanted(), NOW)
+    assert kept.phase is Phase.READY, "it is the newest that is visible"
+    superseded, _ = step(failing, on.Superseded(), NOW)
+    assert superseded.phase is Phase.READY, "nobody needs its memory"
+    ended, effects = step(superseded, on.MemoryWanted(), NOW)
+    assert ended.phase is Phase.FAILED
+    assert do.ReleaseImage() in effects
+    assert "its memory was needed for a newer version: the store is away" in version_of(ended).error
+
+
+def test_a_version_that_waits_for_memory_says_so_to_older_ones() -> None:
+    opened = Version("acme/m", 2, VersionState.OPEN, ranks=1)
+    state = PushState.begin(opened, Home("host0:1", "boot0"), LIMITS, None, 120.0, NOW)
+    state, _ = step(state, on.Declared(0, "c0", "d0"), NOW)
+    state, _ = step(state, on.Planned(planned((0,))), NOW)
+    full = ResourceExhausted("no room")
+    full.retry_after = 1.0
+    state, effects = step(state, on.EffectFailed(do.AcquireImage(), full), NOW)
+    assert do.WantMemory() in effects
+    assert state.phase is Phase.PLANNED
+
+
+def test_a_visible_version_can_be_given_up_only_if_something_keeps_it_from_becoming_durable() -> None:
+    state = ready_alone()
+    after, _ = step(state, on.Aborted("not wanted"), NOW)
+    assert not after.gave_up
+    with pytest.raises(FailedPrecondition, match="visible already"):
+        answer_abort(after)
+    failing, _ = step(state, on.EffectFailed(do.Claim(), Unavailable("the store is away")), NOW)
+    after, effects = step(failing, on.Aborted("not wanted"), NOW)
+    assert after.gave_up
+    assert after.phase is Phase.READY, "it stays visible until a newer one is"
+    assert answer_abort(after) is True
+    assert any(isinstance(effect, do.GiveUp) for effect in effects)
+
+
 def test_a_push_that_cannot_find_out_how_it_ended_does_not_ask_for_ever() -> None:
-    state = ready_alone(replace(LIMITS, attempts=1))
+    state = replace(ready_alone(), hurrying=True)
     for event in (
         on.Claimed(),
         on.SampleCompared(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from tests.raw_clients import Arrays, TinyModel, assert_equal, rows_layout, tiny_folder
-from tests.services import RunningService, running_service
+from tests.services import RunningService, eventually, running_service
 from tests.test_replicas import FILE_BYTES, LayoutOf, columns_layout, copies_layout, files_of, pipeline_layout
 from tests.test_resume import CuttingProxy
 from weighbridge import EngineClient, TrainerClient, wire
 from weighbridge.bulk import Connections
+from weighbridge.errors import VersionFailed
 from weighbridge.layouts import Layout
-from weighbridge.push_handle import PushReport
+from weighbridge.push_handle import PushHandle, PushReport
 from weighbridge.push_sources import ShardSource, StagingPool, TensorSource
 from weighbridge.resources import VersionState
 from weighbridge.safetensors_files import lay_out_files
@@ -142,6 +143,84 @@ def test_ranks_write_what_their_own_replica_owns_and_stream_the_rest(
             else:
                 assert 0.4 * pushed < sum(by_lane) < 0.9 * pushed
     assert files_of(sources[0].arrays).files[1:], "there are several files to be owned"
+
+
+class WatchedSource(TensorSource):
+    """Shards of which those that belong to shared memory are copied when something has happened, or never."""
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor], before: Callable[[], None]) -> None:
+        super().__init__(StagingPool(), layout, tensors)
+        self._before = before
+
+    def write(self, *arguments: Any) -> None:
+        self._before()
+        super().write(*arguments)
+
+
+def push_watched(client: TrainerClient, arrays: Arrays, rank: int, before: Callable[[], None]) -> PushHandle:
+    """One of two ranks that cut tensors by rows pushes."""
+    layout = rows_layout(arrays, rank, 2)
+
+    def open_source(indexes: Sequence[int], stream: Layout) -> ShardSource:
+        shards = [layout.placements[i].shard for i in indexes]
+        boxes = [
+            tuple(slice(o, o + e) for o, e in zip(s.box.offset, s.box.extent, strict=True)) for s in shards
+        ]
+        tensors = [torch.from_numpy(arrays[s.tensor][b].copy()) for s, b in zip(shards, boxes, strict=True)]
+        return WatchedSource(stream, tensors, before)
+
+    return client.push_shards(MODEL, layout, wire.HUGGING_FACE, open_source, step=1, rank=rank, world_size=2)
+
+
+def test_what_goes_to_the_other_node_is_on_its_way_while_the_rest_is_copied(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    arrays = sources[0].arrays
+    with nodes(tmp_path / "store", tmp_path, sources[0]) as running, ExitStack() as stack:
+        clients = [stack.enter_context(TrainerClient(each.address, lane="local")) for each in running]
+        intakes = [each.service.intake for each in running]
+
+        def arrived(at: int) -> bool:
+            return intakes[at].bytes_in > intakes[at].bytes_in_locally
+
+        with ThreadPoolExecutor(2) as pool:
+            pushes = [
+                pool.submit(
+                    push_watched,
+                    clients[rank],
+                    arrays,
+                    rank,
+                    functools.partial(eventually, functools.partial(arrived, 1 - rank)),
+                )
+                for rank in range(2)
+            ]
+            handles = [each.result(60) for each in pushes]
+        assert [handle.report(60).lane for handle in handles] == ["mixed", "mixed"]
+        with EngineClient(running[0].address) as engine:
+            engine.wait_for(MODEL, handles[0].number, VersionState.DURABLE, timeout=30)
+            assert_equal(engine, MODEL, handles[0].number, arrays)
+
+
+def test_a_rank_that_cannot_copy_the_rest_fails_the_version_and_gives_its_memory_back(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    arrays = sources[0].arrays
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with nodes(tmp_path / "store", tmp_path, sources[0]) as running, ExitStack() as stack:
+        clients = [stack.enter_context(TrainerClient(each.address, lane="local")) for each in running]
+        with ThreadPoolExecutor(2) as pool:
+            other = pool.submit(push_watched, clients[1], arrays, 1, lambda: None)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                push_watched(clients[0], arrays, 0, fail)
+            with pytest.raises(VersionFailed, match=r"rank 0 gave up.*out of memory"):
+                other.result(60).wait(VersionState.READY, timeout=30)
+        number, _ = push_all(clients, arrays, rows_layout, 2)
+        with EngineClient(running[1].address) as engine:
+            engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=30)
+            assert_equal(engine, MODEL, number, arrays)
 
 
 def test_a_stream_that_breaks_beside_a_grant_is_resumed_with_what_was_to_be_streamed(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ import pytest
 from tests.raw_clients import RawClient, TinyModel, assert_equal, cut, stream_of, tiny_folder, whole_layout
 from tests.services import RunningService, eventually, running_service
 from weighbridge import EngineClient, TrainerClient
-from weighbridge.errors import DeadlineExceeded, FailedPrecondition, VersionFailed
+from weighbridge.checks import CheckStatus
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, Unavailable, VersionFailed
 from weighbridge.resources import VersionState
+from weighbridge_service.health.checks import check_durable
 from weighbridge_service.push import publisher
 from weighbridge_storage.names import ModelName
 
@@ -145,3 +149,89 @@ def test_who_gives_a_version_up_and_who_takes_it_out_of_history_is_told_apart(
     assert trainer.version(MODEL, numbers[0]).state.visible
     states = {v.number: v.state for v in trainer.versions(MODEL, include_invisible=True)}
     assert states == {aborted: VersionState.ABORTED, numbers[1]: VersionState.DURABLE}
+
+
+@contextmanager
+def store_refuses(running: RunningService) -> Iterator[None]:
+    """While no file of a version can be written."""
+    store = running.service.catalog.store
+    put = store.put
+
+    def refuse(key: str, data: Any, **options: Any) -> str:
+        if "/versions/" in key:
+            raise Unavailable("the store is away")
+        return put(key, data, **options)
+
+    store.put = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        store.put = put  # type: ignore[method-assign]
+
+
+def test_a_version_that_the_store_refuses_is_named_by_the_health_check_and_becomes_durable_when_it_is_back(
+    running: RunningService, raw: RawClient, trainer: TrainerClient, source: TinyModel
+) -> None:
+    catalog = running.service.catalog
+    with store_refuses(running):
+        number = raw.push_whole(MODEL, source.arrays)
+        eventually(lambda: catalog.not_durable)
+        with pytest.raises(DeadlineExceeded, match="the store is away"):
+            trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=1)
+        found = check_durable(catalog.not_durable)
+        assert found.status is CheckStatus.WARN
+        assert f"{MODEL}@{number}" in found.what
+        assert "the store is away" in found.what
+    trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=60)
+    assert check_durable(catalog.not_durable).status is CheckStatus.OK
+
+
+def test_an_operator_may_give_up_a_version_that_the_store_refuses_and_it_stays_live(
+    running: RunningService, raw: RawClient, trainer: TrainerClient, source: TinyModel
+) -> None:
+    with store_refuses(running):
+        number = raw.push_whole(MODEL, source.arrays)
+        eventually(lambda: running.service.catalog.not_durable)
+        assert trainer.abort(MODEL, number, "not wanted").state.visible
+        with pytest.raises(VersionFailed, match="not wanted"):
+            trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+    with EngineClient(running.address) as engine:
+        assert_equal(engine, MODEL, "live", source.arrays)
+    eventually(lambda: number in running.service.catalog.head(NAME).failed)
+    again = raw.push_whole(MODEL, source.arrays)
+    trainer.wait_for(MODEL, again, VersionState.DURABLE, timeout=20)
+    eventually(lambda: trainer.version(MODEL, number).state is VersionState.FAILED)
+
+
+def test_versions_that_the_store_refuses_leave_their_memory_to_newer_ones(
+    tmp_path: Path, source: TinyModel
+) -> None:
+    room = 5 * sum(array.nbytes for array in source.arrays.values()) // 2
+    with (
+        running_service(tmp_path / "store", memory_budget=room, spill_budget=0, drain_seconds=0.5) as running,
+        TrainerClient(running.address) as trainer,
+        RawClient(running.address) as raw,
+        EngineClient(running.address) as engine,
+    ):
+        trainer.register_files(MODEL, source.files)
+        with store_refuses(running):
+            first = raw.push_whole(MODEL, source.arrays)
+            second = raw.push_whole(MODEL, source.arrays)
+            eventually(lambda: len(running.service.catalog.not_durable) == 2)
+            third = raw.push_whole(MODEL, source.arrays)
+            with pytest.raises(VersionFailed, match="its memory was needed for a newer version"):
+                trainer.wait_for(MODEL, first, VersionState.DURABLE, timeout=20)
+            assert [v.number for v in running.service.catalog.not_durable if v.number < third] == [second]
+            assert_equal(engine, MODEL, "live", source.arrays)
+        for number in (second, third):
+            trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=60)
+
+
+def test_an_abort_that_takes_too_long_says_so(
+    running: RunningService, raw: RawClient, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = raw.open(MODEL)
+    [session] = running.service.intake._registry.of_version(NAME, number)
+    monkeypatch.setattr(session, "_take", lambda _event: None)  # nothing that happens is taken note of
+    with pytest.raises(DeadlineExceeded, match=r"could not be given up in time: .*waits for declarations"):
+        running.service.intake.abort_version(MODEL, number, "not wanted", 0.2)

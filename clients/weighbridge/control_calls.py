@@ -176,15 +176,18 @@ def wait_for(
     request = pb.GetVersionRequest(model=model, version=str(version), wait_for=wire.state_to_proto(state))
     longest = _WAIT_SECONDS if on_progress is None else _PROGRESS_SECONDS
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    looked = False
+    said: list[str] | None = None  # why not, as of the last call; None before the first one
     while True:
         left = deadline - time.monotonic()
-        if left <= 0 and looked:
-            raise DeadlineExceeded(f"{model}@{version} was not {state.value} within {timeout} s")
-        looked = True
+        if left <= 0 and said is not None:
+            raise DeadlineExceeded(
+                f"{model}@{version} was not {state.value} within {timeout} s", details=said
+            )
+        said = []
         try:
             response = yield from _call("GetVersion", request, min(longest, max(left, 1.0)))
-        except DeadlineExceeded:
+        except DeadlineExceeded as error:
+            said = [error.message]
             if on_progress is not None:
                 on_progress((yield from get_version(model, version)))
             yield Pause(_PAUSE_SECONDS)  # the service may be too busy to let this call wait

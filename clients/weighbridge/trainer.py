@@ -217,7 +217,13 @@ class TrainerClient(Client):
         super().close()
 
     def abort(self, model: str, number: int, reason: str = "aborted by the trainer") -> Version:
-        """Give a version up that has not become visible yet."""
+        """Give a version up that has not become visible yet, or that cannot be made durable.
+
+        The latter stays visible until a newer version is; no further attempt is made.
+
+        Raises:
+            FailedPrecondition: it is visible already, and nothing keeps it from becoming durable.
+        """
         request = pb.AbortVersionRequest(model=model, number=number, reason=reason)
         return wire.version_from_proto(self._call(self._checkpoints.AbortVersion, request).version)
 

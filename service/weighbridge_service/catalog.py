@@ -264,6 +264,12 @@ class Catalog:
         """Versions for which this process has something to do yet."""
         return sum(snapshot.unfinished for snapshot in self._all_snapshots())
 
+    @property
+    def not_durable(self) -> list[Version]:
+        """Versions that are visible here and that could not be made durable so far; each says why."""
+        versions = (snapshot.version for snapshot in self._all_snapshots())
+        return [version for version in versions if version.state.visible and version.error]
+
     def _all_snapshots(self) -> list[VersionSnapshot]:
         with self._changed:
             return [snapshot for known in self._snapshots.values() for snapshot in known.values()]
@@ -293,7 +299,8 @@ class Catalog:
                 raise VersionFailed(f"{found} failed: {found.error}", details=found.error_details)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise DeadlineExceeded(f"{found} was not {wait_for.value} in time")
+                why = f": {found.error}" if found.error else ""
+                raise DeadlineExceeded(f"{found} was not {wait_for.value} in time{why}")
             if self.stopping.is_set():
                 raise Unavailable("the service is shutting down", fix="try again when it is back")
             self._wait_for_change(model_name, changes, min(left, 1.0))

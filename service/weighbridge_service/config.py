@@ -38,7 +38,6 @@ class ServiceConfig:
         open_lease: seconds after which a version that is being received is taken for abandoned if no replica renews that; each does
             at half of it. Clocks of replicas must differ by less.
         peer_patience: seconds without a word from another replica after which it counts as gone.
-        publish_attempts: how often making a version durable is tried.
         image_wait: seconds that a push waits for its turn and for room while all room for images is taken.
         max_receiving: versions of all models together that may be received at one time.
         drain_seconds: how long shutting down waits for pushes and publications that are under way.
@@ -64,7 +63,6 @@ class ServiceConfig:
     advertise: str = ""
     open_lease: float = 120.0
     peer_patience: float = 60.0
-    publish_attempts: int = 5
     image_wait: float = 60.0
     max_receiving: int = 64
     drain_seconds: float = 30.0

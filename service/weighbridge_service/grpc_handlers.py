@@ -317,7 +317,9 @@ class CheckpointHandlers(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
     def AbortVersion(
         self, request: checkpoint_service_pb2.AbortVersionRequest, context: grpc.ServicerContext
     ) -> checkpoint_service_pb2.AbortVersionResponse:
-        version = self._intake.abort_version(request.model, request.number, request.reason)
+        version = self._intake.abort_version(
+            request.model, request.number, request.reason, patience(context, _SEAL_SECONDS)
+        )
         return checkpoint_service_pb2.AbortVersionResponse(version=wire.version_to_proto(version))
 
     def Restore(  # type: ignore[override]

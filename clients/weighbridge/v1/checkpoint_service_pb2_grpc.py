@@ -118,7 +118,8 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortVersion(self, request, context):
-        """Gives a version up. It was never visible.
+        """Gives a version up. It was never visible; or it is, and cannot be made durable: then it stays visible until a newer one is, and no
+        further attempt is made.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

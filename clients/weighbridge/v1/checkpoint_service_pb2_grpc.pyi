@@ -48,7 +48,9 @@ class CheckpointServiceStub:
     SealRank: _grpc.UnaryUnaryMultiCallable[_checkpoint_service_pb2.SealRankRequest, _checkpoint_service_pb2.SealRankResponse]
     """The rank has pushed everything, to all replicas. Is called where it has declared. The last one makes the version ready."""
     AbortVersion: _grpc.UnaryUnaryMultiCallable[_checkpoint_service_pb2.AbortVersionRequest, _checkpoint_service_pb2.AbortVersionResponse]
-    """Gives a version up. It was never visible."""
+    """Gives a version up. It was never visible; or it is, and cannot be made durable: then it stays visible until a newer one is, and no
+    further attempt is made.
+    """
     Restore: _grpc.UnaryStreamMultiCallable[_checkpoint_service_pb2.RestoreRequest, _checkpoint_service_pb2.RestoreResponse]
     """The bytes for the caller's layout, as one stream, shards one behind the other."""
     DescribeShards: _grpc.UnaryUnaryMultiCallable[_checkpoint_service_pb2.DescribeShardsRequest, _checkpoint_service_pb2.DescribeShardsResponse]
@@ -74,7 +76,9 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     SealRank: _aio.UnaryUnaryMultiCallable[_checkpoint_service_pb2.SealRankRequest, _checkpoint_service_pb2.SealRankResponse]  # type: ignore[assignment]
     """The rank has pushed everything, to all replicas. Is called where it has declared. The last one makes the version ready."""
     AbortVersion: _aio.UnaryUnaryMultiCallable[_checkpoint_service_pb2.AbortVersionRequest, _checkpoint_service_pb2.AbortVersionResponse]  # type: ignore[assignment]
-    """Gives a version up. It was never visible."""
+    """Gives a version up. It was never visible; or it is, and cannot be made durable: then it stays visible until a newer one is, and no
+    further attempt is made.
+    """
     Restore: _aio.UnaryStreamMultiCallable[_checkpoint_service_pb2.RestoreRequest, _checkpoint_service_pb2.RestoreResponse]  # type: ignore[assignment]
     """The bytes for the caller's layout, as one stream, shards one behind the other."""
     DescribeShards: _aio.UnaryUnaryMultiCallable[_checkpoint_service_pb2.DescribeShardsRequest, _checkpoint_service_pb2.DescribeShardsResponse]  # type: ignore[assignment]
@@ -133,7 +137,9 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _checkpoint_service_pb2.AbortVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_service_pb2.AbortVersionResponse, _abc.Awaitable[_checkpoint_service_pb2.AbortVersionResponse]]:
-        """Gives a version up. It was never visible."""
+        """Gives a version up. It was never visible; or it is, and cannot be made durable: then it stays visible until a newer one is, and no
+        further attempt is made.
+        """
 
     @_abc_1.abstractmethod
     def Restore(

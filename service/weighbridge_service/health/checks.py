@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from weighbridge.checks import Check, CheckStatus
 from weighbridge.errors import NotFound
+from weighbridge.resources import Version
 from weighbridge_service.clock import unix_ms
 from weighbridge_service.health.monitor import NamedCheck
 from weighbridge_service.memory_plan import MAKE_ROOM, check_budget, check_images, check_limits
@@ -20,9 +22,12 @@ STORE_WRITABLE = "store-writable"
 CLOCK = "clock"
 DISK_ROOM = "disk-room"
 MEMORY_ROOM = "memory-room"
+VERSIONS_DURABLE = "versions-durable"
 
 _LEAST_DISK = 256 << 20
 """Bytes: below that there is no room on a disk."""
+_NAMED = 5
+"""Versions that a finding names at most."""
 _LITTLE_DISK = 0.05
 """Part of a disk below which it is nearly full."""
 
@@ -94,6 +99,23 @@ def check_disk(disk: DiskReading) -> Check:
     return Check(DISK_ROOM, CheckStatus.OK, str(disk))
 
 
+def check_durable(failing: Sequence[Version]) -> Check:
+    """Whether versions that are visible can be made durable.
+
+    Args:
+        failing: those for which that has failed so far.
+    """
+    if not failing:
+        return Check(VERSIONS_DURABLE, CheckStatus.OK, "no version waits for the store to take it")
+    return Check(
+        VERSIONS_DURABLE,
+        CheckStatus.WARN,
+        "; ".join(f"{version}: {version.error}" for version in failing[:_NAMED]),
+        "see why the object store does not take it: it is tried again until it does, is held in memory alone meanwhile, and is given "
+        "up if a newer version needs its memory or somebody aborts it",
+    )
+
+
 def worst(checks: list[Check]) -> Check:
     """The one of several checks that stands worst; the first of them if several do."""
     order = list(CheckStatus)
@@ -126,4 +148,7 @@ def checks_of(service: Weighbridge) -> list[NamedCheck]:
         NamedCheck(CLOCK, store.clock, every=300.0, patience=15.0),
         NamedCheck(DISK_ROOM, disk_room, every=10.0, patience=10.0),
         NamedCheck(MEMORY_ROOM, memory_room, every=5.0, patience=10.0),
+        NamedCheck(
+            VERSIONS_DURABLE, lambda: check_durable(service.catalog.not_durable), every=5.0, patience=10.0
+        ),
     ]

@@ -208,6 +208,13 @@ class Supersede(Effect):
 
 
 @dataclass(frozen=True, slots=True)
+class WantMemory(Effect):
+    """Tell the sessions of older versions of the model that this one waits for memory."""
+
+    WORDS = "the word to older versions that memory is short"
+
+
+@dataclass(frozen=True, slots=True)
 class Remember(Effect):
     """Keep the declarations for the next push of the model; None forgets those of before."""
 

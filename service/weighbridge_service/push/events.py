@@ -66,7 +66,7 @@ class Broken(Event):
 
 @dataclass(frozen=True, slots=True)
 class Aborted(Event):
-    """Somebody wants the version given up."""
+    """Somebody wants the version given up; one that is visible already, only if it cannot be made durable."""
 
     reason: str
 
@@ -314,6 +314,11 @@ class Superseded(Event):
 @dataclass(frozen=True, slots=True)
 class Idle(Event):
     """The image of a durable version has not been read for longer than many others."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWanted(Event):
+    """A newer version of the model waits for memory."""
 
 
 @dataclass(frozen=True, slots=True)

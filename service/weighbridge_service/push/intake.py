@@ -142,7 +142,6 @@ class Intake:
             receive_timeout=config.receive_timeout,
             image_wait=config.image_wait,
             lease=config.open_lease,
-            attempts=config.publish_attempts,
             spreading=bool(config.advertise),
         )
         self.standbys = Standbys(images, mappings)
@@ -476,8 +475,13 @@ class Intake:
             )
         return self._catalog.get_version(name, str(number))
 
-    def abort_version(self, name: str, number: int, reason: str) -> Version:
-        """Give a version up. Raises FailedPrecondition if it is visible already."""
+    def abort_version(self, name: str, number: int, reason: str, seconds: float) -> Version:
+        """Give a version up. One that is visible and cannot be made durable stays visible until a newer one is.
+
+        Raises:
+            FailedPrecondition: it is visible already, and nothing keeps it from becoming durable.
+            DeadlineExceeded: not within ``seconds``; says what is waited for.
+        """
         model_name = ModelName.parse(name)
         reason = reason[:500] or "aborted"
         push = self._registry.find(model_name, number)
@@ -488,9 +492,9 @@ class Intake:
         if isinstance(push, EndedPush):
             push.abort()
         else:
-            push.abort(reason)
+            push.abort(reason, seconds)
         found = self._catalog.get_version(name, str(number))
-        if found.state.visible:  # another replica has just published it
+        if found.state.visible and not push.snapshot.abandoned:  # another replica has just published it
             raise FailedPrecondition(f"{found} is visible already and cannot be aborted")
         return found
 

@@ -28,7 +28,6 @@ from weighbridge_service.push.state import (
     INCOMPLETE,
     TRANSITIONS,
     VISIBLE,
-    Failures,
     Moment,
     Phase,
     PushState,
@@ -38,6 +37,7 @@ from weighbridge_storage.entries import VersionEntry
 FIRST_PAUSE = 0.5
 """Seconds, doubled with each failure in a row: so long is the pause before an effect that has failed is tried again."""
 LONGEST_PAUSE = 30.0
+_DOUBLINGS = 10
 _LOOK = 1.0
 """Seconds between two looks at whether a version is still open."""
 _LISTEN = 0.25
@@ -72,10 +72,12 @@ def step(state: PushState, event: on.Event, now: Moment) -> _Step:
     return after, effects
 
 
-def _told_to_replicas(state: PushState) -> tuple[Phase, bool] | None:
-    """What other replicas are told of a push that they take part in."""
-    together = state.share is not None and not state.share.alone
-    return (state.phase, state.handed_in_here) if together else None
+def _told_to_replicas(state: PushState) -> tuple[Phase | None, bool] | None:
+    """What other replicas are told of a push that they take part in: whether its part is complete, handed in, or at an end."""
+    if state.share is None or state.share.alone:
+        return None
+    stage = None if state.phase in BEFORE_SEALED else Phase.SEALED
+    return state.phase if state.phase in FINAL else stage, state.handed_in_here
 
 
 def _taken(state: PushState, event: on.Event, now: Moment) -> _Step:
@@ -128,6 +130,10 @@ def _apply(state: PushState, event: on.Event, now: Moment) -> _Step:
             return _end(state, Phase.FAILED, error)
         case on.Aborted(reason) if state.phase in INCOMPLETE:
             return _end(state, Phase.ABORTED, VersionFailed(reason))
+        case on.Aborted(reason) if state.may_be_dropped:
+            return _settle(state, VersionFailed(reason))
+        case on.MemoryWanted() if state.superseded and state.may_be_dropped:
+            return _settle(state, _dropped(state))
         case on.TimedOut(missing, heard_at):
             return _timed_out(replace(state, heard_at=max(state.heard_at, heard_at)), missing, now)
         case on.HandedOver(to) if state.phase in VISIBLE:
@@ -310,9 +316,7 @@ def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
     if state.image and at_leisure:
         for file in sorted(state.filled - state.digested):
             yield do.Digest(file), 0.0
-    if not state.compared and (
-        phase in VISIBLE or (phase is Phase.SEALED and share is not None and not share.alone)
-    ):
+    if not state.compared and phase in VISIBLE:
         yield do.CompareSample(), 0.0
     if phase in VISIBLE and state.compared and state.may_be_handed_over:
         yield do.HandOver(state.successors[0]), state.hand_over_at
@@ -389,7 +393,7 @@ def _failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Mom
         case do.AcquireImage():
             for_now = isinstance(error, ResourceExhausted) and error.retry_after is not None
             if for_now and now.seconds < state.image_by:
-                return _pause(state, effect, now.seconds + _IMAGE_PAUSE), ()
+                return _pause(state, effect, now.seconds + _IMAGE_PAUSE), (do.WantMemory(),)
             return _end(state, Phase.FAILED, error)
         case do.FindOut() if state.settling is not None:  # as if the store could not be read
             return _not_found_out(state, state.settling, now)
@@ -408,14 +412,24 @@ def _failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Mom
         return _settle(state, error)
     if state.gave_up:  # digests are still wanted, and nobody waits for them
         return _pause(state, effect, now.seconds + LONGEST_PAUSE), ()
-    before = state.failures.get(effect, Failures())
-    after = Failures(before.total + 1, before.counted + state.complete_here)
-    state = replace(state, failures={**state.failures, effect: after}, error=error)
+    times = state.failures.get(effect, 0) + 1
+    state = replace(state, failures={**state.failures, effect: times}, error=error)
     if state.may_be_handed_over:
         state = replace(state, hand_over_at=min(state.hand_over_at, now.seconds))
-    elif after.counted >= state.limits.attempts or state.hurrying:
+    elif state.hurrying and state.needed_here:
         return _settle(state, error)
-    return _pause(state, effect, now.seconds + min(FIRST_PAUSE * 2**after.total, LONGEST_PAUSE)), ()
+    # for as long as it takes: what is here is nowhere else
+    pause = min(FIRST_PAUSE * 2 ** min(times, _DOUBLINGS), LONGEST_PAUSE)
+    return _pause(state, effect, now.seconds + pause), ()
+
+
+def _dropped(state: PushState) -> WeighbridgeError:
+    """What a version fails of whose memory a newer one needs."""
+    why = "" if state.error is None else f": {state.error.message}"
+    return VersionFailed(
+        f"{state.name} could not be made durable before its memory was needed for a newer version{why}",
+        fix="see why the object store does not take it",
+    )
 
 
 def _settle(state: PushState, error: WeighbridgeError) -> _Step:

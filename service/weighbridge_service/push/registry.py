@@ -123,6 +123,13 @@ class Registry:
             if each.number < newest and not each.state.superseded:
                 each.post(on.Superseded())
 
+    def want_memory(self, session: PushSession) -> None:
+        """See `Surroundings`."""
+        for each in self.all():
+            older = each.model.name == session.model.name and each.number < session.number
+            if older and each.state.superseded and each.state.may_be_dropped:
+                each.post(on.MemoryWanted())
+
     def notify(self, session: PushSession) -> None:
         """See `Surroundings`."""
         self._news.set()

@@ -16,7 +16,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from weighbridge.errors import FailedPrecondition, NotFound, Unavailable, WeighbridgeError
+from weighbridge.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    Unavailable,
+    WeighbridgeError,
+)
 from weighbridge_service.catalog import VersionSnapshot
 from weighbridge_service.clock import unix_ms
 from weighbridge_service.models import RegisteredModel
@@ -57,7 +63,6 @@ from weighbridge_storage.version_writing import Written
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_ABORT_SECONDS = 60.0
 _READABLE = VISIBLE | {Phase.PUBLISHED, Phase.HANDED_OVER}
 
 
@@ -69,6 +74,9 @@ class Surroundings(Protocol):
 
     def supersede(self, session: PushSession) -> None:
         """The version is visible: older ones of the model are not the newest any more."""
+
+    def want_memory(self, session: PushSession) -> None:
+        """The version waits for memory, which older ones of the model may have."""
 
     def notify(self, session: PushSession) -> None:
         """Other replicas are to be told how far this one is."""
@@ -286,6 +294,8 @@ class PushSession:
                 self.model.known_set = known
             case do.Supersede():
                 self._surroundings.supersede(self)
+            case do.WantMemory():
+                self._surroundings.want_memory(self)
             case do.NotifyReplicas():
                 self._surroundings.notify(self)
             case do.Forget():
@@ -503,9 +513,12 @@ class PushSession:
             pass
         raise NotFound(f"{file} of {state.name} is in no image of this replica")
 
-    def abort(self, reason: str) -> None:
-        """Give the version up. Raises FailedPrecondition if it is visible."""
-        self.ask(answer_abort, _ABORT_SECONDS, on.Aborted(reason))
+    def abort(self, reason: str, seconds: float) -> None:
+        """Give the version up. See `Intake.abort_version`."""
+        if self.ask(answer_abort, seconds, on.Aborted(reason)) is None:
+            raise DeadlineExceeded(
+                f"the version could not be given up in time: {self.name_waits()}", fix="try again"
+            )
 
     def wait_finished(self, seconds: float) -> bool:
         """Whether nothing is to be done any more, at once or within ``seconds``."""

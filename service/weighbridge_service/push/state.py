@@ -85,14 +85,12 @@ class Limits:
         receive_timeout: seconds without a word from any rank after which it is given up.
         image_wait: seconds that it waits for an image.
         lease: seconds that it stays open in head.json unless that is renewed.
-        attempts: how often an effect may fail once all bytes are here, before the version is not made durable.
         spreading: whether ranks may push to other replicas, too.
     """
 
     receive_timeout: float = 300.0
     image_wait: float = 60.0
     lease: float = 120.0
-    attempts: int = 5
     spreading: bool = False
 
 
@@ -107,14 +105,6 @@ class Moment:
 
     seconds: float
     unix_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failures:
-    """How often an effect has failed in a row, and how often of these after all bytes were here."""
-
-    total: int = 0
-    counted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +153,7 @@ class PushState:
         handed_to: who has taken it over.
         running: effects that are awaited.
         not_before: when an effect may be started again.
-        failures: of effects, since they last succeeded.
+        failures: how often effects have failed since they last succeeded.
         wake_at: when something is to be done even if nothing happens; None if there is no such time.
     """
 
@@ -213,7 +203,7 @@ class PushState:
     handed_to: Home | None = None
     running: frozenset[Awaited] = frozenset()
     not_before: Mapping[Awaited, float] = field(default_factory=dict)
-    failures: Mapping[Awaited, Failures] = field(default_factory=dict)
+    failures: Mapping[Awaited, int] = field(default_factory=dict)
     wake_at: float | None = None
 
     @staticmethod
@@ -337,6 +327,11 @@ class PushState:
         if share is None or share.alone or self.phase in (Phase.OPEN, Phase.PLANNED, Phase.FILLING):
             return False
         return (self.handed_in_here or share.me not in share.owners) and not self.all_handed_in
+
+    @property
+    def may_be_dropped(self) -> bool:
+        """Whether it is visible, and what would make it durable fails: it may be given up if somebody says so."""
+        return self.phase in VISIBLE and bool(self.failures) and not self.gave_up
 
     @property
     def needed_here(self) -> bool:
@@ -492,10 +487,10 @@ def answer_seal(state: PushState, rank: int) -> bool | None:
 
 
 def answer_abort(state: PushState) -> bool | None:
-    """Whether a version is given up: True. Raises FailedPrecondition if it is visible."""
-    if state.phase in (Phase.FAILED, Phase.ABORTED):
+    """Whether a version is given up: True. Raises FailedPrecondition if it is visible, and nothing keeps it from becoming durable."""
+    if state.phase in (Phase.FAILED, Phase.ABORTED) or state.gave_up:
         return True
-    if state.phase in INCOMPLETE:
+    if state.phase in INCOMPLETE or state.may_be_dropped or state.settling is not None:
         return None
     raise FailedPrecondition(f"{version_of(state)} is visible already and cannot be aborted")
 
