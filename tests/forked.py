@@ -140,6 +140,8 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    # this process, unlike those that are daemons for multiprocessing, may start others
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     option, program, *sys.argv[1:] = arguments
     if option == "-m":
         runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import grpc
 import numpy as np
 import pytest
 
+from tests.forked import forked_python
 from tests.raw_clients import (
     RawClient,
     TinyModel,
@@ -1028,17 +1028,8 @@ raw.checkpoints.Push(messages())
 
 def test_a_client_that_is_killed_in_mid_push_leaves_nothing_to_see(bench: Bench, model: str) -> None:
     file = bench.source.folder / "model.safetensors"
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, bench.running.address, model, str(file)],
-        stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
+    with forked_python("-c", KILLED, bench.running.address, model, str(file)) as process:
         number = int(process.stdout.readline())
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
     assert_never_visible(bench, model, number)
     with RawClient(bench.running.address) as restarted:
         assert restarted.open(model, request_id="r/1") == number

@@ -7,9 +7,6 @@ would declare is `all_ranks`'s answer, spoilt in one place.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.forked import forked_python
 from tests.reference import MtpReference, tiny_config, tiny_model
 from tests.services import RunningService, running_service
 from tests.test_family_conventions import gemma3_model, llama4_model, llama4_text_model, qwen2_5_vl_model
@@ -681,15 +679,7 @@ def test_a_package_beside_this_one_can_bring_a_family(tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text("[weighbridge.families]\nupside = upside_family:Upside\n")
     (packages / "upside_family.py").write_text(OTHER_FAMILY)
     folder = folder_of("llama").configured(model_type="upside").write(tmp_path / "model")
-    (tmp_path / "trainer.py").write_text(OTHER_TRAINER)
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", tmp_path / "trainer.py", folder],
-        env={**os.environ, "PYTHONPATH": f"{packages}:{root}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "all of it came back" in done.stdout
+    program = f"import sys; sys.path.insert(0, {str(packages)!r})\n{OTHER_TRAINER}"
+    with forked_python("-c", program, str(folder)) as process:
+        assert "all of it came back" in process.stdout.read()
+        assert process.wait(60) == 0

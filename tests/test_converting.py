@@ -17,8 +17,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from tests.forked import forking
+from tests.forked import forked_python, forking
 from tests.megatron_ranks import run_ranks
 from tests.reference import (
     MtpReference,
@@ -1056,9 +1054,8 @@ def test_the_command_says_how_it_goes_on(tmp_path: Path, larger: Path) -> None:
         "from weighbridge.cli import main; sys.exit(main())"
     )
     line = ["convert", str(larger), str(target), "--workers", "1"]
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, *line], stderr=subprocess.PIPE, text=True
-    ) as process:
+    log = tmp_path / "log"
+    with log.open("w") as stderr, forked_python("-c", code, *line, stderr=stderr.fileno()) as process:
         journal = tmp_path / "checkpoint.converting/journal"
         deadline = time.monotonic() + 60
         while not journal.exists() or journal.read_text().count("\n") < 4:
@@ -1066,8 +1063,8 @@ def test_the_command_says_how_it_goes_on(tmp_path: Path, larger: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         process.send_signal(signal.SIGINT)
-        error = cast(Any, process.stderr).read()
-    assert process.returncode == 130, error
+        assert process.wait(60) == 130
+    error = log.read_text()
     assert "run the same command again, and it goes on" in error
     assert not target.exists()
     # Units of another size are other units.

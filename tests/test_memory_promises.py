@@ -18,6 +18,7 @@ import httpx2 as httpx
 import pytest
 from click.testing import CliRunner
 
+from tests.forked import ForkedPython
 from tests.raw_clients import RawClient, TinyModel, tiny_folder, whole_layout
 from tests.services import eventually, running_service
 from weighbridge import EngineClient, TrainerClient
@@ -35,7 +36,16 @@ _READY = re.compile(r"weighbridge serving gRPC on (\S+), HTTP on (http://\S+), s
 
 
 class Service:
-    """``weighbridge serve`` in a process of its own."""
+    """``weighbridge serve`` in a process of its own.
+
+    Args:
+        store: its store.
+        options: of the command line.
+        group: a control group that it runs in; all of its memory is charged to that, so it is forked from no other process.
+        program: what Python runs.
+    """
+
+    process: ForkedPython | subprocess.Popen[str]
 
     def __init__(
         self,
@@ -45,12 +55,19 @@ class Service:
         program: Sequence[str] = ("-m", "weighbridge"),
     ) -> None:
         self.log = store.parent / "log"
-        command = [sys.executable, "-W", "ignore", *program, "serve", "--store", str(store)]
+        command = [*program, "serve", "--store", str(store)]
         command += ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--local-socket", "off", *options]
-        if group is not None:
-            command = ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", *command]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+            if group is None:
+                self.process = ForkedPython(*command, stderr=log.fileno())
+            else:
+                enter = f'echo $$ > "{group}/cgroup.procs" && exec "$@"'
+                self.process = subprocess.Popen(
+                    ["sh", "-c", enter, "sh", sys.executable, "-W", "ignore", *command],
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = _READY.fullmatch(line)
@@ -63,20 +80,19 @@ class Service:
 
     def doctor(self) -> tuple[int, dict[str, dict[str, str]]]:
         """The exit code of ``weighbridge doctor``, and what it found, by name."""
-        command = [sys.executable, "-m", "weighbridge", "doctor", "--http", self.url, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        return done.returncode, {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+        done = CliRunner().invoke(commands, ["doctor", "--http", self.url, "--json"])
+        return done.exit_code, {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
 
 @contextlib.contextmanager
 def serving(store: Path, *options: str, group: Path | None = None) -> Iterator[Service]:
     service = Service(store, *options, group=group)
-    try:
-        yield service
-        assert service.process.poll() is None
-    finally:
-        service.process.kill()
-        service.process.communicate()
+    with service.process:
+        try:
+            yield service
+            assert service.process.poll() is None
+        finally:
+            service.process.kill()
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.forked import forked_python
 from tests.heads import Nodes, history, stored
 from weighbridge.errors import (
     AlreadyExists,
@@ -58,7 +55,6 @@ from weighbridge_storage.names import MAX_VERSION, ModelName
 from weighbridge_storage.objects import Buffer, ObjectStore, PutMode
 
 SMOL = ModelName("acme", "smol")
-REPOSITORY = Path(__file__).parent.parent
 
 
 def entry(number: int, write_id: str = "w") -> VersionEntry:
@@ -590,32 +586,22 @@ for _ in range(int(sys.argv[2])):
 
 def test_updates_by_several_processes_each_land_exactly_once(store: ObjectStore, location: str) -> None:
     # SeaweedFS makes those who race for one name wait
-    processes, each = 8, 5 if location.startswith("s3:") else 50
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", UPDATE, location, str(each)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(processes)
-    ]
-    for writer in writers:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
-    for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-    numbers = []
-    for writer in writers:
-        out, _ = writer.communicate(timeout=100)
-        assert writer.returncode == 0
-        own = [int(line) for line in out.split()]
-        assert own == sorted(own)
-        numbers += own
+    processes, each = 8, 5 if location.startswith("s3:") else 20
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(forked_python("-c", UPDATE, location, str(each))) for _ in range(processes)
+        ]
+        for writer in writers:
+            assert writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+        numbers = []
+        for writer in writers:
+            own = [int(line) for line in writer.stdout]
+            assert writer.wait(100) == 0
+            assert own == sorted(own)
+            numbers += own
     assert sorted(numbers) == list(range(1, processes * each + 1))
     found = HeadStore(store).read(SMOL)
     assert found is not None
