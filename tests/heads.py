@@ -56,8 +56,12 @@ class Nodes:
 
 def text_of_head(document: Mapping[str, Any]) -> bytes:
     """The text of a head of which a program has written these fields: with the digest of what comes before it."""
-    fields = {name: value for name, value in document.items() if name != "digest"}
-    start = json.dumps(fields)[:-1].encode()
+    return with_digest(json.dumps({k: value for k, value in document.items() if k != "digest"}).encode())
+
+
+def with_digest(text: bytes) -> bytes:
+    """The text of a JSON object, with its digest as the last field."""
+    start = text.removesuffix(b"}")
     return start + b',"digest":"' + blake3(start).hexdigest().encode() + b'"}'
 
 
