@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from weighbridge_storage import history_nodes
 from weighbridge_storage.entries import VersionEntry
@@ -13,20 +16,16 @@ from weighbridge_storage.head import Head
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.history import History, NodeMissing, settled
 from weighbridge_storage.history_nodes import Node, NodeRef
-from weighbridge_storage.names import ModelName, node_name
+from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import ObjectStore
 
 
 class Nodes:
-    """Nodes as a store keeps them: as text, each written once."""
+    """Nodes as a store keeps them: as text."""
 
     def __init__(self) -> None:
         self.texts: dict[str, bytes] = {}
         self.loaded: list[NodeRef] = []
-        self._count = itertools.count(1)
-
-    def new_name(self, generation: int = 1) -> str:
-        return node_name(generation, f"{next(self._count):032x}")
 
     def load(self, ref: NodeRef) -> Node:
         self.loaded.append(ref)
@@ -35,12 +34,13 @@ class Nodes:
         return history_nodes.from_json(self.texts[ref.name], ref, ref.name)
 
     def write(self, nodes: Mapping[str, Node]) -> None:
-        assert not self.texts.keys() & nodes.keys(), "a name is used once"
-        self.texts |= {name: history_nodes.to_json(node) for name, node in nodes.items()}
+        for name, node in nodes.items():
+            text = history_nodes.to_json(node)
+            assert self.texts.setdefault(name, text) == text, "a node never changes"
 
     def settle(self, head: Head, most: int) -> Head:
         """The head with all but a few of its entries moved into the tree."""
-        after, nodes = settled(head, self.load, lambda: self.new_name(head.generation), most)
+        after, nodes = settled(head, self.load, most)
         self.write(nodes)
         return after
 
@@ -52,6 +52,29 @@ class Nodes:
         self.loaded = []
         result = action()
         return result, [ref.level for ref in self.loaded]
+
+
+def text_of_head(document: Mapping[str, Any]) -> bytes:
+    """The text of a head of which a program has written these fields: with the digest of what comes before it."""
+    return with_digest(json.dumps({k: value for k, value in document.items() if k != "digest"}).encode())
+
+
+def with_digest(text: bytes) -> bytes:
+    """The text of a JSON object, with its digest as the last field."""
+    start = text.removesuffix(b"}")
+    return start + b',"digest":"' + blake3(start).hexdigest().encode() + b'"}'
+
+
+def edit_head(path: Path, **fields: Any) -> None:
+    """Replace fields of a head as a program does that writes heads."""
+    path.write_bytes(text_of_head({**json.loads(path.read_bytes()), **fields}))
+
+
+def text_of_node(document: Mapping[str, Any], ref: NodeRef) -> tuple[bytes, NodeRef]:
+    """The text of a node that has these fields, and what refers to it as ``ref`` did to another one."""
+    text = json.dumps(document).encode()
+    generation = ref.name.partition("-")[0]
+    return text, replace(ref, name=f"{generation}-{blake3(text).hexdigest()}")
 
 
 def history(head: Head) -> History:

@@ -21,6 +21,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from tests.heads import edit_head
 from tests.old_stores import (
     DURABLE,
     MODEL,
@@ -37,15 +38,18 @@ from tests.old_stores import (
 from tests.services import running_service
 from weighbridge import EngineClient, TrainerClient
 from weighbridge.cli import commands
+from weighbridge.errors import DataLoss
 from weighbridge.resources import Retention
 from weighbridge.safetensors_files import lay_out_files
 from weighbridge_service import models
 from weighbridge_service.fsck import repair as repairing
 from weighbridge_service.fsck.diagnosis import Mend
 from weighbridge_service.fsck.repair import check_store
+from weighbridge_storage.collecting import collect
 from weighbridge_storage.entries import OpenEntry
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.history import History
+from weighbridge_storage.leases import Grace
 from weighbridge_storage.local import LocalStore
 from weighbridge_storage.migration.migrate import migrate_store
 from weighbridge_storage.names import ModelName, version_prefix
@@ -71,7 +75,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(template: Path, tmp_path: Path) -> Path:
     """A copy of it, in which no version is being received."""
     copy = shutil.copytree(template, tmp_path / "store")
-    edit(copy / NAME.head_key, open=[])
+    edit_head(copy / NAME.head_key, open=[])
     return copy
 
 
@@ -138,7 +142,7 @@ def push(location: Path | str, template: Path, version: int) -> int:
 
 
 def test_a_store_that_is_well_is_left_as_it_is(folder: Path, template: Path) -> None:
-    edit(folder / NAME.head_key, open=json.loads((template / NAME.head_key).read_bytes())["open"])
+    edit_head(folder / NAME.head_key, open=json.loads((template / NAME.head_key).read_bytes())["open"])
     before = contents(folder)
     assert fsck(folder) == (0, {"acme/long": [], "acme/other": [], MODEL: []})
     assert fsck(folder, "--repair") == fsck(folder, "--repair", "--drop-damaged") == fsck(folder)
@@ -176,6 +180,54 @@ def test_a_lost_head_is_rebuilt_from_the_manifests(
     assert push(location, template, 3) > OPEN + 900
 
 
+def flip_digit(path: Path, name: str) -> None:
+    """Flip the last bit of the first digit behind a name: still JSON, and a number that is as good as the other one."""
+    text = path.read_bytes()
+    spoil(path, next(i for i in range(text.index(name.encode()), len(text)) if text[i : i + 1].isdigit()))
+
+
+@pytest.mark.parametrize("name", ["format", "next_version", "retired_ms", "keep_last", "latest"])
+def test_a_flipped_bit_of_a_head_is_found_collects_nothing_and_is_repaired(
+    folder: Path, opened: LocalStore, name: str
+) -> None:
+    before = without_writers(history_of(opened))
+    flip_digit(folder / NAME.head_key, f'"{name}"')
+    spoilt = contents(folder)
+    for use in (
+        lambda: collect(opened, HeadStore(opened), NAME, grace=Grace(4), clock=lambda: 2**62),
+        lambda: HeadStore(opened).read(NAME),
+    ):
+        with pytest.raises(DataLoss, match=f"{NAME.head_key} does not agree with its digest") as caught:
+            use()
+        assert "weighbridge fsck STORE --repair" in caught.value.fix
+    (failed,) = migrate_store(opened)
+    assert (failed.name, failed.ok) == (MODEL, False)
+    assert NAME.head_key in failed.failure
+    assert "weighbridge fsck STORE --repair" in failed.failure
+    assert contents(folder) == spoilt
+    assert findings(folder)[0] == (None, f"{NAME.head_key} does not agree with its digest")
+    repaired(folder)
+    assert {n: e for n, e in without_writers(history_of(opened)).items() if n != RETIRED} == before
+
+
+@pytest.mark.parametrize("name", ["number", "last", "retired"])
+def test_a_flipped_bit_of_a_node_is_found_collects_nothing_and_is_repaired(
+    folder: Path, opened: LocalStore, name: str
+) -> None:
+    before = without_writers(history_of(opened, LONG))
+    nodes = sorted((folder / LONG.prefix / "history").iterdir())
+    node = next(path for path in nodes if f'"{name}"'.encode() in path.read_bytes())
+    flip_digit(node, f'"{name}"')
+    spoilt = contents(folder)
+    with pytest.raises(DataLoss, match=f"{node.name} does not agree with the digest in its name") as caught:
+        collect(opened, HeadStore(opened), LONG, grace=Grace(4), clock=lambda: 2**62)
+    assert "weighbridge fsck STORE --repair" in caught.value.fix
+    assert contents(folder) == spoilt
+    assert any(node.name in what for _, what in findings(folder, model=LONG))
+    repaired(folder, model=LONG)
+    assert without_writers(history_of(opened, LONG)) == before
+
+
 @pytest.mark.parametrize("text", [b"", b"{", b'{"format":3}', b"\0" * 3000])
 def test_a_damaged_head_is_rebuilt_and_kept_aside(folder: Path, opened: LocalStore, text: bytes) -> None:
     before = without_writers(history_of(opened))
@@ -201,7 +253,7 @@ def test_a_head_that_is_lost_with_its_history_is_rebuilt_with_one(folder: Path, 
 
 def test_nodes_of_a_rebuilt_head_are_newer_than_all_that_are_there(folder: Path, opened: LocalStore) -> None:
     node = next((folder / LONG.prefix / "history").iterdir())
-    shutil.copy(node, node.with_name(f"{500:016d}-{'a' * 32}.json"))
+    shutil.copy(node, node.with_name(f"{500:016d}-{'a' * 64}.json"))
     (folder / LONG.head_key).unlink()
     repaired(folder, model=LONG)
     assert history_of(opened, LONG).head.generation == 501
@@ -211,7 +263,7 @@ def test_nodes_of_a_rebuilt_head_are_newer_than_all_that_are_there(folder: Path,
 def test_what_only_looks_like_a_node_does_not_use_generations_up(
     folder: Path, opened: LocalStore, name: str
 ) -> None:
-    stray = folder / NAME.prefix / f"history/{name}-{'a' * 32}.json"
+    stray = folder / NAME.prefix / f"history/{name}-{'a' * 64}.json"
     stray.parent.mkdir(exist_ok=True)
     stray.write_bytes(b"{}")
     (folder / NAME.head_key).unlink()
@@ -262,7 +314,7 @@ def test_a_damaged_registration_is_made_anew_from_a_version(
     folder: Path, opened: LocalStore, template: Path, how: str
 ) -> None:
     before = history_of(opened)
-    edit(
+    edit_head(
         folder / NAME.head_key,
         registration={**before.head.registration, **DAMAGED_REGISTRATIONS[how]},
     )
@@ -293,7 +345,7 @@ def test_a_model_without_any_whole_version_cannot_be_rebuilt(folder: Path) -> No
 
 @pytest.mark.parametrize("fields", [{"format": 4}, {"format": 2}, {"requires": ["signatures"]}])
 def test_what_another_release_has_written_is_left_alone(folder: Path, fields: dict[str, Any]) -> None:
-    edit(folder / NAME.head_key, **fields)
+    edit_head(folder / NAME.head_key, **fields)
     before = contents(folder)
     ((number, what),) = findings(folder, "--repair", "--drop-damaged")
     assert number is None
@@ -424,7 +476,7 @@ def test_a_damaged_reference_to_a_node_costs_no_version_that_was_below_it(
 ) -> None:
     before = history_of(opened, LONG)
     root = json.loads((folder / LONG.head_key).read_bytes())["root"]
-    edit(folder / LONG.head_key, root={**root, "last": 3})
+    edit_head(folder / LONG.head_key, root={**root, "last": 3})
     repaired(folder, model=LONG)
     assert without_writers(history_of(opened, LONG)) == without_writers(before)
 
@@ -436,7 +488,7 @@ def test_entries_that_manifests_contradict_are_corrected_and_nothing_whole_is_de
     recent = [e for e in json.loads((folder / NAME.head_key).read_bytes())["recent"] if e["number"] != 5]
     for entry in recent:
         entry["number"] += 2 * (entry["number"] == 3)
-    edit(folder / NAME.head_key, recent=recent)
+    edit_head(folder / NAME.head_key, recent=recent)
     whats = dict(findings(folder))
     assert whats[3] == "is whole, and in no history"
     assert (
@@ -448,7 +500,7 @@ def test_entries_that_manifests_contradict_are_corrected_and_nothing_whole_is_de
 
 
 def test_a_ref_to_a_version_that_is_lost_with_its_node_goes(folder: Path, opened: LocalStore) -> None:
-    edit(
+    edit_head(
         folder / LONG.head_key,
         refs={"latest": {"version": 150}, "old": {"version": 3}, "new": {"version": 149}},
     )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.heads import Nodes
+from tests.heads import Nodes, text_of_node
 from weighbridge.errors import DataLoss, FailedPrecondition
 from weighbridge_storage import history_nodes
 from weighbridge_storage.entries import VersionEntry
@@ -25,10 +25,14 @@ def entry(number: int, *, retired_ms: int = 0, step: int = 0) -> VersionEntry:
 
 
 class Tree(Nodes):
-    """Nodes, and edits of trees of them."""
+    """Nodes, and edits of trees of them, each for a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generations = itertools.count(1)
 
     def edit(self, root: NodeRef | None, changes: dict[int, VersionEntry | None]) -> NodeRef | None:
-        edit = edited(root, changes, self.load, self.new_name)
+        edit = edited(root, changes, self.load, next(self._generations))
         self.write(edit.nodes)
         assert edit.nodes.keys() <= names(edit.root, self.load), "no node is written for nothing"
         return edit.root
@@ -130,19 +134,29 @@ def test_what_a_newer_release_adds_to_entries_and_nodes_stays_when_others_edit_t
     newer = VersionEntry(70, 1, "r", 1, 2, 3, "f", "w", extra={"parts": ["weights", "optimizer"]})
     root = nodes.edit(None, {3: entry(3), 70: newer})
     assert root is not None
-    for name, text in nodes.texts.items():
-        nodes.texts[name] = json.dumps({**json.loads(text), "signed_by": name}).encode()
+    root = signed(nodes, root)
     after = nodes.edit(root, {71: entry(71)})
     assert after is not None
     assert find(after, 70, nodes.load) == newer
     top = nodes.load(after)
     assert isinstance(top, Inner)
-    assert top.extra == {"signed_by": root.name}
+    assert top.extra == {"signed": 0}
     (kept, anew) = (top.children[0], top.children[64])
-    assert json.loads(nodes.texts[kept.name])["signed_by"] == kept.name
+    assert json.loads(nodes.texts[kept.name])["signed"] == 0
     leaf = nodes.load(anew)
     assert isinstance(leaf, Leaf)
-    assert leaf.extra["signed_by"] != anew.name, "that of the leaf before"
+    assert leaf.extra == {"signed": 64}, "that of the leaf before"
+
+
+def signed(nodes: Nodes, ref: NodeRef) -> NodeRef:
+    """The tree as a newer release writes it that adds a field to each node: the first number that it covers."""
+    document = {**json.loads(nodes.texts[ref.name]), "signed": ref.first}
+    node = nodes.load(ref)
+    if isinstance(node, Inner):
+        document["children"] = [signed(nodes, child).to_json() for child in node.children.values()]
+    text, after = text_of_node(document, ref)
+    nodes.texts[after.name] = text
+    return after
 
 
 def stored() -> tuple[dict[str, Any], NodeRef, dict[str, Any], NodeRef]:
@@ -192,15 +206,45 @@ LEAF_BREAKS: list[Callable[[dict[str, Any]], object]] = [
 def test_a_node_that_is_not_what_refers_to_it_says_is_data_loss(number: int) -> None:
     inner, root, leaf, ref = stored()
     broken, said = (inner, root) if number < len(INNER_BREAKS) else (leaf, ref)
-    history_nodes.from_json(json.dumps(broken).encode(), said, "the node")
+    history_nodes.from_json(*text_of_node(broken, said), "the node")
     [*INNER_BREAKS, *LEAF_BREAKS][number](broken)
-    with pytest.raises(DataLoss, match="the node"):
-        history_nodes.from_json(json.dumps(broken).encode(), said, "the node")
+    with pytest.raises(DataLoss, match="the node") as caught:
+        history_nodes.from_json(*text_of_node(broken, said), "the node")
+    assert "weighbridge fsck STORE --repair" in caught.value.fix
+
+
+def test_a_node_is_what_was_written_or_is_refused_whichever_byte_of_it_is_another_one() -> None:
+    nodes = Tree()
+    root = nodes.edit(None, {n: entry(n, retired_ms=n % 2) for n in (65, 66, 130)})
+    assert root is not None
+    top = nodes.load(root)
+    assert isinstance(top, Inner)
+    for ref in (root, *top.children.values()):
+        text = nodes.texts[ref.name]
+        for place, flips in itertools.product(range(len(text)), (0x01, 0x02, 0x10, 0xFF)):
+            damaged = bytearray(text)
+            damaged[place] ^= flips
+            with pytest.raises(DataLoss, match=r"^the node does not agree with the digest in its name\n"):
+                history_nodes.from_json(bytes(damaged), ref, "the node")
+        for cut in range(len(text)):
+            with pytest.raises(DataLoss):
+                history_nodes.from_json(text[:cut], ref, "the node")
+
+
+def test_a_node_in_the_place_of_another_one_is_refused() -> None:
+    nodes = Tree()
+    root = nodes.edit(None, {1: entry(1)})
+    other = nodes.edit(None, {1: entry(1, step=7)})
+    assert root is not None
+    assert other is not None
+    assert (root.last, root.durable) == (other.last, other.durable)
+    with pytest.raises(DataLoss, match="the digest in its name"):
+        history_nodes.from_json(nodes.texts[other.name], root, "the node")
 
 
 def test_a_node_of_another_format_or_with_a_feature_that_is_lacking_is_refused_by_name() -> None:
     _, _, leaf, ref = stored()
     with pytest.raises(FailedPrecondition, match="format 2"):
-        history_nodes.from_json(json.dumps({**leaf, "format": 2}).encode(), ref, "the node")
+        history_nodes.from_json(*text_of_node({**leaf, "format": 2}, ref), "the node")
     with pytest.raises(FailedPrecondition, match="'bitmaps'"):
-        history_nodes.from_json(json.dumps({**leaf, "requires": ["bitmaps"]}).encode(), ref, "the node")
+        history_nodes.from_json(*text_of_node({**leaf, "requires": ["bitmaps"]}, ref), "the node")

@@ -13,7 +13,7 @@ from typing import Any
 
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.resources import REF_LATEST, Retention
-from weighbridge_storage import entries, strict_json
+from weighbridge_storage import document_digests, entries, strict_json
 from weighbridge_storage.entries import (
     FailedEntry,
     OpenEntry,
@@ -186,12 +186,12 @@ class Head:
             raise InvalidArgument(f"{REF_LATEST} is not the highest version")
 
     def to_json(self) -> bytes:
-        """The head as the text of `head.json`.
+        """The head as the text of `head.json`, which ends with its digest.
 
         Raises:
             InvalidArgument: the registration holds something that JSON does not have.
         """
-        return strict_json.encode(
+        text = strict_json.encode(
             {
                 **self.extra,
                 "format": FORMAT,
@@ -211,18 +211,31 @@ class Head:
                 "writes": list(self.writes),
             }
         )
+        return document_digests.with_digest(text)
 
     @staticmethod
     def from_json(data: bytes, where: str = HEAD_FILE) -> Head:
         """Read the text of a `head.json`; ``where`` names it in errors.
 
         Raises:
-            DataLoss: it is malformed, or contradicts itself.
+            DataLoss: it is not what was written, is malformed, or contradicts itself; says how it is rebuilt.
             FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
         """
-        document = strict_json.decode(data, where)
-        document.check_format(FORMAT)
-        document.required(FEATURES)
+        try:
+            ends = document_digests.ends_with_digest(data, where)
+            document = strict_json.decode(data, where)
+            document.check_format(FORMAT)
+            if not ends:
+                raise DataLoss(f"{where} does not end with its digest")
+            document.text(document_digests.FIELD)
+            document.required(FEATURES)
+            return Head._from_fields(document)
+        except DataLoss as error:
+            raise DataLoss(error.message, fix=document_digests.REPAIR) from error
+
+    @staticmethod
+    def _from_fields(document: strict_json.Fields) -> Head:
+        where = document.where
         retention = strict_json.Fields(document.table("retention"), f"{where}, retention")
         try:
             removed = [check_number("removed version", n, 1, MAX_VERSION) for n in document.array("removed")]

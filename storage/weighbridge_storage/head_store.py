@@ -22,13 +22,14 @@ from weighbridge.errors import (
     Unavailable,
     WeighbridgeError,
 )
+from weighbridge_storage import document_digests
 from weighbridge_storage.head import REMEMBERED_WRITES, Head
 from weighbridge_storage.head_changes import stamp
 from weighbridge_storage.history import MOST_RECENT, History, NodeMissing, settled
 from weighbridge_storage.history_nodes import Node, NodeRef
 from weighbridge_storage.history_store import NodeStore
 from weighbridge_storage.lru import Cache
-from weighbridge_storage.names import ModelName, node_name
+from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import IfMatch, ObjectStore, PutMode
 
 _CACHED_BYTES = 8 << 20
@@ -61,7 +62,7 @@ class HeadStore:
         """A model's head and its etag; None if there is no such model.
 
         Raises:
-            DataLoss: the head is malformed.
+            DataLoss: the head is damaged; says how it is rebuilt.
             FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
             WeighbridgeError: as `ObjectStore.get`.
         """
@@ -204,12 +205,7 @@ class HeadStore:
             NodeMissing: a node of the history is missing.
             WeighbridgeError: as `NodeStore.load` and `NodeStore.write`.
         """
-        after, nodes = settled(
-            head,
-            partial(self.load_node, model),
-            lambda: node_name(head.generation, uuid.uuid4().hex),
-            self._most_recent,
-        )
+        after, nodes = settled(head, partial(self.load_node, model), self._most_recent)
         self._nodes.write(model, nodes)
         return after
 
@@ -244,7 +240,7 @@ def _pause_s(attempt: int) -> float:
 
 
 def _missing(what: object) -> DataLoss:
-    return DataLoss(f"{what} is missing from the store, or a part of it", fix="restore it from a backup")
+    return DataLoss(f"{what} is missing from the store, or a part of it", fix=document_digests.REPAIR)
 
 
 def _unknown_outcome(model: ModelName, why: str) -> DeadlineExceeded:

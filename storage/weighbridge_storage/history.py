@@ -10,8 +10,8 @@ What holds at any time, whoever writes or dies:
 2. *Nodes come first.* All nodes of a new root are in the store before the head that names it is written. That write is conditional
    on the head from which the new tree was made, so the root in the store is always the one that was edited. A writer that loses makes
    its edit again, from the new head; the nodes that it wrote are below no root, and never will be.
-3. *A node never changes.* Its name has the generation of the head for which it was written, and a random number; no name is used
-   twice. So nodes can be cached for good.
+3. *A node never changes.* Its name has the generation of the head for which it was written, and the digest of its text. So nodes can be
+   cached for good, and whoever reads one finds out whether it is damaged.
 4. *A node of the past stays in the past.* A head of generation g names nodes of generations up to g only, and a writer that made
    nodes of generation g can only write the head of generation g. So a node of a generation up to that of the present head that is
    not below its root will never be below any. `unreachable` goes by that, and `collecting` leaves such nodes for the grace time to
@@ -147,15 +147,12 @@ class History:
                 head = self._newer(head)
 
 
-def settled(
-    head: Head, load: Load, new_name: Callable[[], str], most: int = MOST_RECENT
-) -> tuple[Head, Mapping[str, Node]]:
+def settled(head: Head, load: Load, most: int = MOST_RECENT) -> tuple[Head, Mapping[str, Node]]:
     """A head that leads to the same history, and does not hold too many of its entries itself.
 
     Args:
-        head: the model's.
+        head: what is to be written next, with its generation.
         load: reads a node.
-        new_name: gives a name that no node ever had.
         most: how many entries and removals are not too many.
 
     Returns:
@@ -166,7 +163,7 @@ def settled(
     kept = set(sorted(head.recent, reverse=True)[: most // 2])
     moved: dict[int, VersionEntry | None] = dict.fromkeys(head.removed)
     moved |= {number: entry for number, entry in head.recent.items() if number not in kept}
-    edit = history_tree.edited(head.root, moved, load, new_name)
+    edit = history_tree.edited(head.root, moved, load, head.generation)
     after = replace(
         head, root=edit.root, removed=frozenset(), recent={number: head.recent[number] for number in kept}
     )

@@ -4,8 +4,9 @@ The tree is a radix tree over version numbers. A **leaf** (level 0) holds the en
 multiple of `FANOUT` on. An **inner node** of level k has up to `FANOUT` children of level k - 1 and covers ``FANOUT ** (k + 1)``
 numbers, from a multiple of that on. Nodes without entries are not stored. The root is the lowest node that covers everything.
 
-A node is an object of the store that is written once, under a name that no other node ever has, and never changed: an edit writes
-the nodes on the way from the changed leaves to the root anew (`history_tree`), and the head names the new root.
+A node is an object of the store that never changes: its name has the digest of its text. An edit writes the nodes on the way from the
+changed leaves to the root anew (`history_tree`), and the head names the new root. So a head with a right digest says of each byte
+of the history whether it is as it was written.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from weighbridge.errors import DataLoss, InvalidArgument
-from weighbridge_storage import entries, strict_json
+from weighbridge_storage import document_digests, entries, strict_json
 from weighbridge_storage.entries import VersionEntry, check_number
-from weighbridge_storage.names import MAX_VERSION, check_node_name
+from weighbridge_storage.names import MAX_VERSION, check_node_name, node_name
 
 FORMAT = 1
 FEATURES: frozenset[str] = frozenset()
@@ -107,7 +108,7 @@ class Leaf:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def reference(self, name: str) -> NodeRef:
-        """A reference to this node, once it has a name."""
+        """A reference to this node under a name."""
         retired = sum(entry.retired for entry in self.entries.values())
         return NodeRef(name, 0, max(self.entries), len(self.entries) - retired, retired)
 
@@ -127,7 +128,7 @@ class Inner:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def reference(self, name: str) -> NodeRef:
-        """A reference to this node, once it has a name."""
+        """A reference to this node under a name."""
         children = self.children.values()
         return NodeRef(
             name,
@@ -152,13 +153,27 @@ def to_json(node: Node) -> bytes:
     return strict_json.encode(document)
 
 
+def named(node: Node, generation: int) -> NodeRef:
+    """A reference to a node, under the name that it has if it is written for the head of this generation."""
+    return node.reference(node_name(generation, document_digests.digest_of(to_json(node))))
+
+
 def from_json(data: bytes, ref: NodeRef, where: str) -> Node:
     """Read the text of the node that ``ref`` names; ``where`` names it in errors.
 
     Raises:
-        DataLoss: it is malformed, or not what the reference says.
+        DataLoss: it is malformed, or not what the reference says; says how the history is repaired.
         FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
     """
+    try:
+        if not ref.name.endswith(f"-{document_digests.digest_of(data)}"):
+            raise DataLoss(f"{where} does not agree with the digest in its name")
+        return _from_json(data, ref, where)
+    except DataLoss as error:
+        raise DataLoss(error.message, fix=document_digests.REPAIR) from error
+
+
+def _from_json(data: bytes, ref: NodeRef, where: str) -> Node:
     document = strict_json.decode(data, where)
     document.check_format(FORMAT)
     document.required(FEATURES)

@@ -50,7 +50,7 @@ class NodeStore:
         return node
 
     def write(self, model: ModelName, nodes: Mapping[str, Node]) -> None:
-        """Write nodes under names that no node ever had; some may be there after an error.
+        """Write nodes; some may be there after an error.
 
         Raises:
             WeighbridgeError: as `ObjectStore.put`.
@@ -59,7 +59,9 @@ class NodeStore:
         def write(item: tuple[str, Node]) -> None:
             name, node = item
             key, text = node_key(model, name), history_nodes.to_json(node)
-            self._store.put(key, text, mode="overwrite")  # whatever an attempt before this one has left
+            self._store.put(
+                key, text, mode="overwrite"
+            )  # with the same text, if another attempt has written it
             self._cache.put(key, (node, len(text)))
 
         if len(nodes) < 2:

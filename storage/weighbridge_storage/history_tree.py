@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from weighbridge_storage import history_nodes
 from weighbridge_storage.entries import VersionEntry
 from weighbridge_storage.history_nodes import Inner, Leaf, Node, NodeRef, span
 
@@ -85,7 +86,7 @@ def edited(
     root: NodeRef | None,
     changes: Changes,
     load: Load,
-    new_name: Callable[[], str],
+    generation: int,
 ) -> Edit:
     """Add, replace and remove entries.
 
@@ -93,14 +94,14 @@ def edited(
         root: the tree's.
         changes: what becomes of which numbers.
         load: reads a node.
-        new_name: gives a name that no node ever had.
+        generation: that of the head for which it is made.
     """
     nodes: dict[str, Node] = {}
 
     def named(node: Node) -> NodeRef:
-        name = new_name()
-        nodes[name] = node
-        return node.reference(name)
+        ref = history_nodes.named(node, generation)
+        nodes[ref.name] = node
+        return ref
 
     def lifted(ref: NodeRef, level: int) -> NodeRef:
         while ref.level < level:

@@ -25,7 +25,7 @@ MAX_VERSION = 10**12 - 1
 NUMBERED_FOLDERS = ("versions", "incoming", "leases")
 """Folders of a model that have a folder for each version: its files, what is known of it while it is received, who reads it."""
 
-_NODE = re.compile(r"([0-9]{16,19})-[0-9a-f]{32}")
+_NODE = re.compile(r"([0-9]{16,19})-[0-9a-f]{64}")
 _NUMBER = re.compile(r"(?!0{12})[0-9]{12}")
 MODEL_PART_PATTERN = "^[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?$"
 """Of either half of a model's name, as JSON Schema and regular expressions write it; `ModelName` has more rules."""
@@ -159,14 +159,14 @@ def replica_key(boot: str) -> str:
     return REPLICAS + check_version_file_name(boot)
 
 
-def node_name(generation: int, identity: str) -> str:
+def node_name(generation: int, digest: str) -> str:
     """Name of a node of a model's history (`weighbridge_storage.history_nodes`).
 
     Args:
         generation: that of the head for which the node is written.
-        identity: 32 hexadecimal digits that no other node has.
+        digest: of its text, 64 hexadecimal digits.
     """
-    return check_node_name(f"{generation:016d}-{identity}")
+    return check_node_name(f"{generation:016d}-{digest}")
 
 
 def check_node_name(name: str) -> str:

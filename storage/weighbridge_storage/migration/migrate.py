@@ -27,7 +27,7 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge.resources import REF_LATEST
-from weighbridge_storage import strict_json
+from weighbridge_storage import document_digests, strict_json
 from weighbridge_storage.entries import Ref
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import stamp
@@ -241,6 +241,9 @@ class _Counter:
 
 def is_of_before(head: bytes, where: str) -> bool:
     """Whether the text of a head has a format that is to be migrated. Raises DataLoss."""
+    document_digests.ends_with_digest(
+        head, where
+    )  # otherwise a damaged head of now may look like one of before
     return strict_json.decode(head, where).integer("format") in head_format2.FORMATS
 
 
