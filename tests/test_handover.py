@@ -297,7 +297,7 @@ def test_sigterm_ends_with_zero_after_a_handover_and_with_one_if_a_version_is_lo
         with TrainerClient(staying.address) as trainer:
             trainer.register_files(MODEL, source.files)
         leaving = Service(store, "--advertise", "127.0.0.1:0", "--drain-seconds", "4")
-        stack.callback(leaving.process.communicate)
+        stack.enter_context(leaving.process)
         stack.callback(leaving.process.kill)
         if alone:
             staying.service.intake.draining = True
