@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tests.heads import with_digest
+from tests.heads import text_of, with_digest
 
 Damage: TypeAlias = Callable[[random.Random, Path], str]
 """Spoils something below a folder, and says what."""
@@ -207,7 +207,7 @@ def _copy_version(randomness: random.Random, folder: Path) -> str:
     if randomness.random() < 0.7:
         try:
             document = json.loads(_content(target / "weighbridge.json"))
-            write(target / "weighbridge.json", json.dumps({**document, "version": number}).encode())
+            write(target / "weighbridge.json", text_of({**document, "version": number}))
         except (ValueError, TypeError):
             pass
     return f"copy {_named(source, folder)} to {number}"
@@ -239,9 +239,9 @@ def _edit_document(randomness: random.Random, folder: Path) -> str:
         holder[randomness.choice(EVIL_TEXTS)] = holder.pop(key)
     else:
         holder[randomness.choice(("requires", "format", "future", "version", *EVIL_TEXTS))] = value
-    signs = path.name == "head.json" and randomness.random() < 0.5
-    if signs and isinstance(document, dict):
-        document.pop("digest", None)
+    signs = isinstance(document, dict) and "digest" in document and randomness.random() < 0.5
+    if signs:
+        del document["digest"]
     text = json.dumps(document)
     if how == "double" and text.startswith("{") and len(text) > 2:
         text = '{"format": 3, ' + text[1:]
