@@ -34,6 +34,7 @@ from weighbridge.errors import (
     VersionFailed,
 )
 from weighbridge.resources import Retention
+from weighbridge_storage import document_digests
 from weighbridge_storage.entries import OpenEntry, VersionEntry
 from weighbridge_storage.head import REMEMBERED_FAILURES, REMEMBERED_WRITES, Head
 from weighbridge_storage.head_changes import (
@@ -578,6 +579,25 @@ def test_a_model_appears_when_it_is_registered(store: ObjectStore) -> None:
     assert list(heads.models("acme/big")) == named[1:]
     assert list(heads.models("acme/c")) == named[1:]
     assert list(heads.models("acmf")) == []
+
+
+def test_models_that_cannot_be_read_are_named_with_what_to_do(store: ObjectStore) -> None:
+    heads = HeadStore(store)
+    heads.update(SMOL, lambda head: (register(head, "f", {}), None), create=True)
+    assert list(heads.unreadable()) == []
+    store.put("models/acme/headless/versions/000000000001/x", b"", mode="create")
+    for name, text in (
+        ("damaged", store.get(SMOL.head_key)[0].replace(b'"next_version":1', b'"next_version":3')),
+        ("earlier", b'{"format":2}'),
+        ("later", text_of({"format": 4})),
+    ):
+        store.put(ModelName("acme", name).head_key, text, mode="create")
+    found = {model.name: error.fix for model, error in heads.unreadable()}
+    assert found == {
+        "damaged": document_digests.REPAIR,
+        "earlier": "run `weighbridge migrate STORE`",
+        "later": "use a newer Weighbridge",
+    }
 
 
 def test_a_change_that_changes_nothing_writes_nothing(store: ObjectStore) -> None:
