@@ -140,19 +140,13 @@ def _replace_by_folder(randomness: random.Random, folder: Path) -> str:
 def _replace_by_link(randomness: random.Random, folder: Path) -> str:
     path = _some_file(randomness, folder)
     moved = folder / f".moved-{randomness.getrandbits(32):08x}"
-    what = randomness.choice(("its own content", "nothing", "itself", "a folder of links"))
-    if what == "a folder of links":
+    what = randomness.choice(("its own content", "nothing", "itself", "its folder's content"))
+    if what == "its folder's content":
         path = path.parent
         if path in (folder, folder / "models"):
             return "nothing"
     os.rename(path, moved)
-    path.symlink_to(
-        moved
-        if what in ("its own content", "a folder of links")
-        else path
-        if what == "itself"
-        else "/nowhere"
-    )
+    path.symlink_to({"nothing": Path("/nowhere"), "itself": path}.get(what, moved))
     return f"a link to {what} in the place of {_named(path, folder)}"
 
 
@@ -165,7 +159,8 @@ def _replace_by_pipe(randomness: random.Random, folder: Path) -> str:
 
 def _copy_over(randomness: random.Random, folder: Path) -> str:
     source, target = _some_file(randomness, folder), _some_file(randomness, folder)
-    write(target, _content(source)) if source != target else None
+    if source != target:
+        write(target, _content(source))
     return f"{_named(source, folder)} over {_named(target, folder)}"
 
 
