@@ -198,7 +198,7 @@ def _copy_version(randomness: random.Random, folder: Path) -> str:
     target = source.parent / f"{number:012d}"
     if target.exists():
         return "nothing"
-    shutil.copytree(source, target, symlinks=True)
+    shutil.copytree(source, target, symlinks=True, ignore=_pipes)
     if randomness.random() < 0.7:
         try:
             document = json.loads(_content(target / "weighbridge.json"))
@@ -206,6 +206,10 @@ def _copy_version(randomness: random.Random, folder: Path) -> str:
         except (ValueError, TypeError):
             pass
     return f"copy {_named(source, folder)} to {number}"
+
+
+def _pipes(place: str, names: list[str]) -> list[str]:
+    return [name for name in names if Path(place, name).is_fifo()]
 
 
 def _edit_document(randomness: random.Random, folder: Path) -> str:
