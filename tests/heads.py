@@ -1,4 +1,4 @@
-"""Heads and histories for tests: nodes in memory, and what a store has of a model."""
+"""Heads, histories and manifests for tests: nodes in memory, texts with digests, and what a store has of a model."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Nodes:
         return result, [ref.level for ref in self.loaded]
 
 
-def text_of_head(document: Mapping[str, Any]) -> bytes:
-    """The text of a head of which a program has written these fields: with the digest of what comes before it."""
+def text_of(document: Mapping[str, Any]) -> bytes:
+    """The text of a head or a manifest of which a program has written these fields: with the digest of what comes before it."""
     return with_digest(json.dumps({k: value for k, value in document.items() if k != "digest"}).encode())
 
 
@@ -65,9 +65,9 @@ def with_digest(text: bytes) -> bytes:
     return start + b',"digest":"' + blake3(start).hexdigest().encode() + b'"}'
 
 
-def edit_head(path: Path, **fields: Any) -> None:
-    """Replace fields of a head as a program does that writes heads."""
-    path.write_bytes(text_of_head({**json.loads(path.read_bytes()), **fields}))
+def edit_document(path: Path, **fields: Any) -> None:
+    """Replace fields of a head or a manifest as a program does that writes such documents."""
+    path.write_bytes(text_of({**json.loads(path.read_bytes()), **fields}))
 
 
 def text_of_node(document: Mapping[str, Any], ref: NodeRef) -> tuple[bytes, NodeRef]:

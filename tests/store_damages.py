@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tests.heads import with_digest
+from tests.heads import text_of, with_digest
 
 Damage: TypeAlias = Callable[[random.Random, Path], str]
 """Spoils something below a folder, and says what."""
@@ -140,19 +140,13 @@ def _replace_by_folder(randomness: random.Random, folder: Path) -> str:
 def _replace_by_link(randomness: random.Random, folder: Path) -> str:
     path = _some_file(randomness, folder)
     moved = folder / f".moved-{randomness.getrandbits(32):08x}"
-    what = randomness.choice(("its own content", "nothing", "itself", "a folder of links"))
-    if what == "a folder of links":
+    what = randomness.choice(("its own content", "nothing", "itself", "its folder's content"))
+    if what == "its folder's content":
         path = path.parent
         if path in (folder, folder / "models"):
             return "nothing"
     os.rename(path, moved)
-    path.symlink_to(
-        moved
-        if what in ("its own content", "a folder of links")
-        else path
-        if what == "itself"
-        else "/nowhere"
-    )
+    path.symlink_to({"nothing": Path("/nowhere"), "itself": path}.get(what, moved))
     return f"a link to {what} in the place of {_named(path, folder)}"
 
 
@@ -165,7 +159,8 @@ def _replace_by_pipe(randomness: random.Random, folder: Path) -> str:
 
 def _copy_over(randomness: random.Random, folder: Path) -> str:
     source, target = _some_file(randomness, folder), _some_file(randomness, folder)
-    write(target, _content(source)) if source != target else None
+    if source != target:
+        write(target, _content(source))
     return f"{_named(source, folder)} over {_named(target, folder)}"
 
 
@@ -203,14 +198,18 @@ def _copy_version(randomness: random.Random, folder: Path) -> str:
     target = source.parent / f"{number:012d}"
     if target.exists():
         return "nothing"
-    shutil.copytree(source, target, symlinks=True)
+    shutil.copytree(source, target, symlinks=True, ignore=_pipes)
     if randomness.random() < 0.7:
         try:
             document = json.loads(_content(target / "weighbridge.json"))
-            write(target / "weighbridge.json", json.dumps({**document, "version": number}).encode())
+            write(target / "weighbridge.json", text_of({**document, "version": number}))
         except (ValueError, TypeError):
             pass
     return f"copy {_named(source, folder)} to {number}"
+
+
+def _pipes(place: str, names: list[str]) -> list[str]:
+    return [name for name in names if Path(place, name).is_fifo()]
 
 
 def _edit_document(randomness: random.Random, folder: Path) -> str:
@@ -239,9 +238,9 @@ def _edit_document(randomness: random.Random, folder: Path) -> str:
         holder[randomness.choice(EVIL_TEXTS)] = holder.pop(key)
     else:
         holder[randomness.choice(("requires", "format", "future", "version", *EVIL_TEXTS))] = value
-    signs = path.name == "head.json" and randomness.random() < 0.5
-    if signs and isinstance(document, dict):
-        document.pop("digest", None)
+    signs = isinstance(document, dict) and "digest" in document and randomness.random() < 0.5
+    if signs:
+        del document["digest"]
     text = json.dumps(document)
     if how == "double" and text.startswith("{") and len(text) > 2:
         text = '{"format": 3, ' + text[1:]

@@ -21,7 +21,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from tests.heads import edit_head
+from tests.heads import edit_document
 from tests.old_stores import (
     DURABLE,
     MODEL,
@@ -29,7 +29,6 @@ from tests.old_stores import (
     RETIRED,
     add_model,
     contents,
-    edit,
     spoil,
     unpack,
     upload,
@@ -75,7 +74,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(template: Path, tmp_path: Path) -> Path:
     """A copy of it, in which no version is being received."""
     copy = shutil.copytree(template, tmp_path / "store")
-    edit_head(copy / NAME.head_key, open=[])
+    edit_document(copy / NAME.head_key, open=[])
     return copy
 
 
@@ -142,7 +141,7 @@ def push(location: Path | str, template: Path, version: int) -> int:
 
 
 def test_a_store_that_is_well_is_left_as_it_is(folder: Path, template: Path) -> None:
-    edit_head(folder / NAME.head_key, open=json.loads((template / NAME.head_key).read_bytes())["open"])
+    edit_document(folder / NAME.head_key, open=json.loads((template / NAME.head_key).read_bytes())["open"])
     before = contents(folder)
     assert fsck(folder) == (0, {"acme/long": [], "acme/other": [], MODEL: []})
     assert fsck(folder, "--repair") == fsck(folder, "--repair", "--drop-damaged") == fsck(folder)
@@ -314,7 +313,7 @@ def test_a_damaged_registration_is_made_anew_from_a_version(
     folder: Path, opened: LocalStore, template: Path, how: str
 ) -> None:
     before = history_of(opened)
-    edit_head(
+    edit_document(
         folder / NAME.head_key,
         registration={**before.head.registration, **DAMAGED_REGISTRATIONS[how]},
     )
@@ -345,7 +344,7 @@ def test_a_model_without_any_whole_version_cannot_be_rebuilt(folder: Path) -> No
 
 @pytest.mark.parametrize("fields", [{"format": 4}, {"format": 2}, {"requires": ["signatures"]}])
 def test_what_another_release_has_written_is_left_alone(folder: Path, fields: dict[str, Any]) -> None:
-    edit_head(folder / NAME.head_key, **fields)
+    edit_document(folder / NAME.head_key, **fields)
     before = contents(folder)
     ((number, what),) = findings(folder, "--repair", "--drop-damaged")
     assert number is None
@@ -359,7 +358,7 @@ def test_a_version_of_a_later_release_is_not_given_up_with_a_head_that_does_not_
 ) -> None:
     newer = version_folder(folder, OPEN + 1)
     shutil.copytree(version_folder(folder, 3), newer)
-    edit(newer / "weighbridge.json", version=OPEN + 1, requires=["base"])
+    edit_document(newer / "weighbridge.json", version=OPEN + 1, requires=["base"])
     if not older:
         (folder / NAME.head_key).unlink()
     before = contents(folder)
@@ -408,7 +407,7 @@ def test_a_version_whose_writer_died_before_it_was_published_is_published(
 ) -> None:
     old_head = history_of(opened).head
     shutil.copytree(version_folder(folder, 6), version_folder(folder, OPEN))
-    edit(version_folder(folder, OPEN) / "weighbridge.json", version=OPEN)
+    edit_document(version_folder(folder, OPEN) / "weighbridge.json", version=OPEN)
     now_ms = int(time.time() * 1000)
     until_ms = now_ms - 1000 if dead else now_ms + 600_000
     entry = OpenEntry(OPEN, "r", 60, "default", 1, 0, until_ms, old_head.files_id, 6, "the claim")
@@ -476,7 +475,7 @@ def test_a_damaged_reference_to_a_node_costs_no_version_that_was_below_it(
 ) -> None:
     before = history_of(opened, LONG)
     root = json.loads((folder / LONG.head_key).read_bytes())["root"]
-    edit_head(folder / LONG.head_key, root={**root, "last": 3})
+    edit_document(folder / LONG.head_key, root={**root, "last": 3})
     repaired(folder, model=LONG)
     assert without_writers(history_of(opened, LONG)) == without_writers(before)
 
@@ -488,7 +487,7 @@ def test_entries_that_manifests_contradict_are_corrected_and_nothing_whole_is_de
     recent = [e for e in json.loads((folder / NAME.head_key).read_bytes())["recent"] if e["number"] != 5]
     for entry in recent:
         entry["number"] += 2 * (entry["number"] == 3)
-    edit_head(folder / NAME.head_key, recent=recent)
+    edit_document(folder / NAME.head_key, recent=recent)
     whats = dict(findings(folder))
     assert whats[3] == "is whole, and in no history"
     assert (
@@ -500,7 +499,7 @@ def test_entries_that_manifests_contradict_are_corrected_and_nothing_whole_is_de
 
 
 def test_a_ref_to_a_version_that_is_lost_with_its_node_goes(folder: Path, opened: LocalStore) -> None:
-    edit_head(
+    edit_document(
         folder / LONG.head_key,
         refs={"latest": {"version": 150}, "old": {"version": 3}, "new": {"version": 149}},
     )
@@ -526,7 +525,8 @@ DAMAGES: dict[str, Any] = {
     "its manifest is missing": lambda f: (f / "weighbridge.json").unlink(),
     "is not valid JSON": lambda f: (f / "weighbridge.json").write_bytes(b"{"),
     "its manifest is that of acme/smol@5": lambda f: shutil.copy(f.parent / f"{5:012d}/weighbridge.json", f),
-    "requires": lambda f: edit(f / "weighbridge.json", requires=["base"]),
+    "weighbridge.json does not agree with its digest": lambda f: flip_digit(f / "weighbridge.json", '"step"'),
+    "requires": lambda f: edit_document(f / "weighbridge.json", requires=["base"]),
 }
 
 
@@ -619,7 +619,7 @@ def test_what_a_collection_deletes_meanwhile_is_not_found(
 def test_folders_of_versions_that_were_given_up_are_deleted(folder: Path, whole: bool) -> None:
     given_up = version_folder(folder, 4)
     shutil.copytree(version_folder(folder, 3), given_up)
-    edit(given_up / "weighbridge.json", version=4)
+    edit_document(given_up / "weighbridge.json", version=4)
     if not whole:
         (given_up / WEIGHTS).unlink()
     before = contents(folder)

@@ -12,9 +12,12 @@ import httpx2 as httpx
 import pytest
 from starlette.testclient import TestClient
 
+from tests import old_stores
+from tests.raw_clients import tiny_folder
 from tests.services import RunningService, eventually, running_service
+from weighbridge import TrainerClient
 from weighbridge.checks import Check, CheckStatus
-from weighbridge.errors import Unavailable
+from weighbridge.errors import FailedPrecondition, Unavailable
 from weighbridge_service.exports import Exports
 from weighbridge_service.health import Health
 from weighbridge_service.health.checks import StoreChecks, check_clock, check_disk
@@ -32,6 +35,7 @@ NAMES = [
     "clock",
     "disk-room",
     "memory-room",
+    "models-readable",
     "versions-durable",
 ]
 WELL = Check("store", CheckStatus.OK, "it answers")
@@ -222,3 +226,35 @@ def test_a_store_that_takes_nothing_is_not_writable(tmp_path: Path, monkeypatch:
         assert "Read-only file system" in raised.value.details[0]
     finally:
         health.close()
+
+
+def test_a_store_of_an_earlier_format_is_not_ready_and_lists_no_models_without_a_word(tmp_path: Path) -> None:
+    store = old_stores.unpack(tmp_path)
+    with running_service(store) as running, TrainerClient(running.address) as client:
+        running.health.start()
+        eventually(lambda: named(running, "models-readable").status is CheckStatus.FAIL)
+        assert "weighbridge migrate" in named(running, "models-readable").fix
+        with pytest.raises(FailedPrecondition, match="format") as raised:
+            client.models()
+        assert "weighbridge migrate" in raised.value.fix
+
+
+def test_a_damaged_head_is_named_with_what_to_do_and_hides_no_other_model(tmp_path: Path) -> None:
+    files = tiny_folder(tmp_path / "hf").files
+    with running_service(tmp_path / "store") as running, TrainerClient(running.address) as client:
+        for name in ("acme/whole", "acme/damaged"):
+            client.register_files(name, files)
+        head = tmp_path / "store/models/acme/damaged/head.json"
+        head.write_bytes(head.read_bytes().replace(b'"next_version":1', b'"next_version":7', 1))
+        assert [model.name for model in client.models()] == ["acme/whole"]
+        running.health.start()
+        eventually(lambda: named(running, "models-readable").status is CheckStatus.WARN)
+        found = named(running, "models-readable")
+        assert "models/acme/damaged/head.json" in found.what
+        assert "1 of 2 models" in found.what
+        assert "fsck" in found.fix
+
+
+def named(running: RunningService, name: str) -> Check:
+    """What a check of a service found last."""
+    return next(found for found in running.health.findings() if found.name == name)

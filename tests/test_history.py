@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.heads import stored, text_of_head
+from tests.heads import stored, text_of
 from weighbridge.errors import AlreadyExists, Conflict, DataLoss, FailedPrecondition, Unavailable
 from weighbridge.resources import Retention
 from weighbridge_service.catalog import Catalog
@@ -429,7 +429,7 @@ def newer_release(store: ObjectStore, change: Callable[[dict[str, Any]], object]
         change(document)
         document["generation"] += 1
         try:
-            store.put(SMOL.head_key, text_of_head(document), mode=IfMatch(etag))
+            store.put(SMOL.head_key, text_of(document), mode=IfMatch(etag))
         except Conflict:
             continue
         return

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.forked import forked_python
-from tests.heads import Nodes, history, stored, text_of_head
+from tests.heads import Nodes, history, stored, text_of, with_digest
 from weighbridge.errors import (
     AlreadyExists,
     Conflict,
@@ -465,7 +465,7 @@ BREAKS: list[Any] = [
 def test_a_head_that_contradicts_itself_is_data_loss(store: ObjectStore, number: int) -> None:
     document = good()
     BREAKS[number](document)
-    store.put(SMOL.head_key, text_of_head(document), mode="create")
+    store.put(SMOL.head_key, text_of(document), mode="create")
     with pytest.raises(DataLoss) as caught:
         HeadStore(store).read(SMOL)
     assert SMOL.head_key in caught.value.message
@@ -474,7 +474,7 @@ def test_a_head_that_contradicts_itself_is_data_loss(store: ObjectStore, number:
     with pytest.raises(DataLoss):
         HeadStore(store).update(SMOL, allocate)
     left = store.get(SMOL.head_key)[0]
-    assert left == text_of_head(document), "a head that cannot be read is left as it is"
+    assert left == text_of(document), "a head that cannot be read is left as it is"
 
 
 def test_a_head_of_the_format_before_is_left_as_it_is_and_says_how_to_migrate_it(store: ObjectStore) -> None:
@@ -511,7 +511,7 @@ def test_text_that_is_no_head_is_data_loss(text: bytes) -> None:
 
 
 def test_a_head_is_refused_whichever_bit_of_it_is_flipped_and_wherever_it_is_cut() -> None:
-    head = Head.from_json(text_of_head(good()))
+    head = Head.from_json(text_of(good()))
     text = head.to_json()
     assert Head.from_json(text) == head
     for place, bit in itertools.product(range(len(text)), range(8)):
@@ -525,7 +525,7 @@ def test_a_head_is_refused_whichever_bit_of_it_is_flipped_and_wherever_it_is_cut
 
 
 def test_a_head_ends_with_the_digest_of_what_comes_before_it() -> None:
-    text = Head.from_json(text_of_head(good())).to_json()
+    text = Head.from_json(text_of(good())).to_json()
     start, end = text[:-77], text[-77:]
     assert end == b',"digest":"' + blake3(start).hexdigest().encode() + b'"}'
     for other in (start + b"}", start + b',"digest":"' + b"0" * 64 + b'"}', text + b"\n", b" " + text):
@@ -536,10 +536,10 @@ def test_a_head_ends_with_the_digest_of_what_comes_before_it() -> None:
 @given(st.data())
 def test_any_value_in_a_head_is_refused_or_kept(data: st.DataObject) -> None:
     """Whoever writes a head with a right digest may write it otherwise than this release does, or be wrong."""
-    text = bytearray(text_of_head(good())[:-77])
+    text = bytearray(text_of(good())[:-77])
     text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     try:
-        head = Head.from_json(document_digests.with_digest(bytes(text) + b"}"))
+        head = Head.from_json(with_digest(bytes(text) + b"}"))
     except (DataLoss, FailedPrecondition):  # it may have become another format
         return
     assert Head.from_json(head.to_json()) == head
@@ -575,6 +575,25 @@ def test_a_model_appears_when_it_is_registered(store: ObjectStore) -> None:
     assert list(heads.models("acme/big")) == named[1:]
     assert list(heads.models("acme/c")) == named[1:]
     assert list(heads.models("acmf")) == []
+
+
+def test_models_that_cannot_be_read_are_named_with_what_to_do(store: ObjectStore) -> None:
+    heads = HeadStore(store)
+    heads.update(SMOL, lambda head: (register(head, "f", {}), None), create=True)
+    assert all(error is None for _, error in heads.examined())
+    store.put("models/acme/headless/versions/000000000001/x", b"", mode="create")
+    for name, text in (
+        ("damaged", store.get(SMOL.head_key)[0].replace(b'"next_version":1', b'"next_version":3')),
+        ("earlier", b'{"format":2}'),
+        ("later", text_of({"format": 4})),
+    ):
+        store.put(ModelName("acme", name).head_key, text, mode="create")
+    found = {model.name: error.fix for model, error in heads.examined() if error}
+    assert found == {
+        "damaged": document_digests.REPAIR,
+        "earlier": "run `weighbridge migrate STORE`",
+        "later": "use a newer Weighbridge",
+    }
 
 
 def test_a_change_that_changes_nothing_writes_nothing(store: ObjectStore) -> None:

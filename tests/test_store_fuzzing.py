@@ -39,7 +39,7 @@ TREE_VERSIONS = 5
 FORGOTTEN = 2
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """What a command has done.
 

@@ -140,8 +140,13 @@ class Catalog:
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
     def list_models(self, after: str = "", limit: int = 100) -> list[Model]:
-        """Up to ``limit`` models by namespace and name, from the one behind ``after`` on. Only their heads are read."""
+        """Up to ``limit`` models by namespace and name, from the one behind ``after`` on. Only their heads are read.
+
+        Raises:
+            DataLoss, FailedPrecondition: there are some, and none of them can be read, as in a store of an earlier format.
+        """
         found: list[Model] = []
+        unreadable: DataLoss | FailedPrecondition | None = None
         for name in self.heads.models(after):
             if len(found) >= limit:
                 break
@@ -154,6 +159,9 @@ class Catalog:
                 FailedPrecondition,
             ) as error:  # one that cannot be read must not hide the others
                 log.error("%s cannot be listed: %s", name, error)
+                unreadable = unreadable or error
+        if unreadable is not None and not found and not after:
+            raise unreadable
         return found
 
     def model_files(self, name: str, version: str = "") -> dict[str, bytes]:

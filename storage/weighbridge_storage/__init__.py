@@ -6,7 +6,7 @@ Modules, lowest first; each imports only from those above it and from `weighbrid
 - `objects`: the port to an object store, and the rules every store keeps.
 - `local`: that port on a local folder.
 - `strict_json`: how a stored JSON document is read without trusting it.
-- `document_digests`: how damage to such a document is told from what was written.
+- `document_digests`: the digests by which damage to a document is told from what was written.
 - `lru`: a cache of the values used last.
 - `entries`: versions and refs as objects of stored documents.
 - `history_nodes`, `history_tree`: the tree that holds the older versions of a model, its queries and its edits.

@@ -191,7 +191,7 @@ class Head:
         Raises:
             InvalidArgument: the registration holds something that JSON does not have.
         """
-        text = strict_json.encode(
+        return document_digests.encode(
             {
                 **self.extra,
                 "format": FORMAT,
@@ -211,7 +211,6 @@ class Head:
                 "writes": list(self.writes),
             }
         )
-        return document_digests.with_digest(text)
 
     @staticmethod
     def from_json(data: bytes, where: str = HEAD_FILE) -> Head:
@@ -222,12 +221,7 @@ class Head:
             FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
         """
         try:
-            ends = document_digests.ends_with_digest(data, where)
-            document = strict_json.decode(data, where)
-            document.check_format(FORMAT)
-            if not ends:
-                raise DataLoss(f"{where} does not end with its digest")
-            document.text(document_digests.FIELD)
+            document = document_digests.decode(data, where, FORMAT)
             document.required(FEATURES)
             return Head._from_fields(document)
         except DataLoss as error:

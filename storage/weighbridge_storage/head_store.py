@@ -17,6 +17,7 @@ from weighbridge.errors import (
     Conflict,
     DataLoss,
     DeadlineExceeded,
+    FailedPrecondition,
     InvalidArgument,
     NotFound,
     Unavailable,
@@ -225,6 +226,20 @@ class HeadStore:
                 model = _model_or_none(namespace, name)
                 if model is not None and (namespace, name) > (namespace_before, name_before):
                     yield model
+
+    def examined(self) -> Iterator[tuple[ModelName, DataLoss | FailedPrecondition | None]]:
+        """Each model, and why its head cannot be read here: damaged, of an earlier format, or of a later release; None if it can be.
+
+        Raises:
+            WeighbridgeError: as `ObjectStore.folders` and `ObjectStore.get`.
+        """
+        for model in self.models():
+            try:
+                self.read(model)
+            except (DataLoss, FailedPrecondition) as error:
+                yield model, error
+            else:
+                yield model, None
 
     def _newer(self, model: ModelName, head: Head) -> Head:
         """A newer head, for whoever finds that a node is missing. Raises DataLoss if there is none."""

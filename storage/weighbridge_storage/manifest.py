@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from weighbridge.dtypes import DType, from_safetensors
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.layouts import TensorSpec, check_spec
-from weighbridge_storage import strict_json
+from weighbridge_storage import document_digests, strict_json
 from weighbridge_storage.entries import check_number, check_text
 from weighbridge_storage.names import (
     BLOCKS_SUFFIX,
@@ -167,7 +167,7 @@ class Manifest:
         return sum(tensor.nonfinite for tensor in self.tensors.values())
 
     def to_json(self) -> bytes:
-        """The manifest as the text of `weighbridge.json`.
+        """The manifest as the text of `weighbridge.json`, which ends with its digest.
 
         Raises:
             InvalidArgument: a field that is kept holds something that JSON does not have.
@@ -177,7 +177,7 @@ class Manifest:
             "files": files_to_json(self.files),
             "tensors": tensors_to_json(self.tensors),
         }
-        return strict_json.encode(
+        return document_digests.encode(
             {
                 **self.extra,
                 "format": FORMAT,
@@ -198,11 +198,10 @@ class Manifest:
         """Read the text of a `weighbridge.json`; ``where`` names it in errors.
 
         Raises:
-            DataLoss: it is malformed, or contradicts itself.
+            DataLoss: it is not what was written, is malformed, or contradicts itself.
             FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
         """
-        fields = strict_json.decode(data, where)
-        fields.check_format(FORMAT)
+        fields = document_digests.decode(data, where, FORMAT)
         requires = fields.required(FEATURES)
         parts = strict_json.Fields(fields.table("parts"), f"{where}, parts")
         weights = strict_json.Fields(parts.table(WEIGHTS), f"{where}, parts, {WEIGHTS}")

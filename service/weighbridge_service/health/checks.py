@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from weighbridge.checks import Check, CheckStatus
-from weighbridge.errors import NotFound
+from weighbridge.errors import NotFound, WeighbridgeError
 from weighbridge.resources import Version
 from weighbridge_service.clock import unix_ms
 from weighbridge_service.health.monitor import NamedCheck
 from weighbridge_service.memory_plan import MAKE_ROOM, check_budget, check_images, check_limits
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.memory_limits import DiskReading, read_disk
+from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.s3_settings import is_s3
 
@@ -23,11 +25,14 @@ CLOCK = "clock"
 DISK_ROOM = "disk-room"
 MEMORY_ROOM = "memory-room"
 VERSIONS_DURABLE = "versions-durable"
+MODELS_READABLE = "models-readable"
 
 _LEAST_DISK = 256 << 20
 """Bytes: below that there is no room on a disk."""
 _NAMED = 5
-"""Versions that a finding names at most."""
+"""Versions or models that a finding names at most."""
+_MOST_MODELS = 200
+"""Models whose heads are read for one finding."""
 _LITTLE_DISK = 0.05
 """Part of a disk below which it is nearly full."""
 
@@ -116,6 +121,28 @@ def check_durable(failing: Sequence[Version]) -> Check:
     )
 
 
+def check_models(examined: Iterable[tuple[ModelName, WeighbridgeError | None]]) -> Check:
+    """Whether this release can read what the store says of its models.
+
+    Args:
+        examined: models, and why they cannot be read; None if they can be.
+    """
+    count, unreadable = 0, []
+    for name, error in examined:
+        count += 1
+        if error is not None:
+            unreadable.append((name, error))
+    if not unreadable:
+        return Check(MODELS_READABLE, CheckStatus.OK, "what the store says of its models can be read")
+    return Check(
+        MODELS_READABLE,
+        CheckStatus.FAIL if len(unreadable) == count else CheckStatus.WARN,
+        f"{len(unreadable)} of {count} models cannot be read: "
+        + "; ".join(error.message for _, error in unreadable[:_NAMED]),
+        unreadable[0][1].fix,
+    )
+
+
 def worst(checks: list[Check]) -> Check:
     """The one of several checks that stands worst; the first of them if several do."""
     order = list(CheckStatus)
@@ -142,12 +169,16 @@ def checks_of(service: Weighbridge) -> list[NamedCheck]:
             ]
         )
 
+    def models_readable() -> Check:
+        return check_models(islice(service.catalog.heads.examined(), _MOST_MODELS))
+
     return [
         NamedCheck(STORE_REACHABLE, store.reachable, every=5.0, patience=10.0),
         NamedCheck(STORE_WRITABLE, store.writable, every=60.0, patience=15.0),
         NamedCheck(CLOCK, store.clock, every=300.0, patience=15.0),
         NamedCheck(DISK_ROOM, disk_room, every=10.0, patience=10.0),
         NamedCheck(MEMORY_ROOM, memory_room, every=5.0, patience=10.0),
+        NamedCheck(MODELS_READABLE, models_readable, every=600.0, patience=60.0),
         NamedCheck(
             VERSIONS_DURABLE, lambda: check_durable(service.catalog.not_durable), every=5.0, patience=10.0
         ),

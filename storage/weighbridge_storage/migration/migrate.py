@@ -241,9 +241,8 @@ class _Counter:
 
 def is_of_before(head: bytes, where: str) -> bool:
     """Whether the text of a head has a format that is to be migrated. Raises DataLoss."""
-    document_digests.ends_with_digest(
-        head, where
-    )  # otherwise a damaged head of now may look like one of before
+    if document_digests.ends_with_digest(head):
+        return False  # whatever format it seems to have, if it is damaged
     return strict_json.decode(head, where).integer("format") in head_format2.FORMATS
 
 
@@ -270,7 +269,10 @@ def migrate_version(
         text, _ = store.get(key)
     except NotFound as error:
         raise DataLoss(f"the manifest of {model}@{number} is missing from the store") from error
-    if strict_json.decode(text, key).integer("format") != manifest_format1.FORMAT:
+    if (
+        document_digests.ends_with_digest(text)
+        or strict_json.decode(text, key).integer("format") != manifest_format1.FORMAT
+    ):
         return _check_name(Manifest.from_json(text, key), model, number), False
     manifest = _check_name(manifest_format1.read_manifest(text, key), model, number)
     tensors = tensors_of_files(manifest)
