@@ -377,7 +377,7 @@ def test_sigterm_ends_with_zero_if_the_share_was_handed_over_and_with_one_if_it_
         with TrainerClient(staying.address) as trainer:
             trainer.register_files(MODEL, source.files)
         leaving = Service(store, "--advertise", "127.0.0.1:0", "--drain-seconds", "6", program=program)
-        stack.callback(leaving.process.communicate)
+        stack.enter_context(leaving.process)
         stack.callback(leaving.process.kill)
         held = HeldStore(store, source, [1])
         number = push([leaving.grpc, staying.address], source)
