@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.raw_clients import Arrays, TinyModel, assert_equal, rows_layout, tiny_folder
-from tests.services import RunningService, eventually, running_service
+from tests.services import RunningService, running_service
 from tests.test_replicas import FILE_BYTES, LayoutOf, columns_layout, copies_layout, files_of, pipeline_layout
 from tests.test_resume import CuttingProxy
 from weighbridge import EngineClient, TrainerClient, wire
@@ -170,35 +170,6 @@ def push_watched(client: TrainerClient, arrays: Arrays, rank: int, before: Calla
         return WatchedSource(stream, tensors, before)
 
     return client.push_shards(MODEL, layout, wire.HUGGING_FACE, open_source, step=1, rank=rank, world_size=2)
-
-
-def test_what_goes_to_the_other_node_is_on_its_way_while_the_rest_is_copied(
-    tmp_path: Path, sources: list[TinyModel]
-) -> None:
-    arrays = sources[0].arrays
-    with nodes(tmp_path / "store", tmp_path, sources[0]) as running, ExitStack() as stack:
-        clients = [stack.enter_context(TrainerClient(each.address, lane="local")) for each in running]
-        intakes = [each.service.intake for each in running]
-
-        def arrived(at: int) -> bool:
-            return intakes[at].bytes_in > intakes[at].bytes_in_locally
-
-        with ThreadPoolExecutor(2) as pool:
-            pushes = [
-                pool.submit(
-                    push_watched,
-                    clients[rank],
-                    arrays,
-                    rank,
-                    functools.partial(eventually, functools.partial(arrived, 1 - rank)),
-                )
-                for rank in range(2)
-            ]
-            handles = [each.result(60) for each in pushes]
-        assert [handle.report(60).lane for handle in handles] == ["mixed", "mixed"]
-        with EngineClient(running[0].address) as engine:
-            engine.wait_for(MODEL, handles[0].number, VersionState.DURABLE, timeout=30)
-            assert_equal(engine, MODEL, handles[0].number, arrays)
 
 
 def test_a_rank_that_cannot_copy_the_rest_fails_the_version_and_gives_its_memory_back(

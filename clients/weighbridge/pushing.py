@@ -7,8 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -78,7 +77,6 @@ class Pusher:
         self._slots.acquire()
         number = 0
         delivery: _Delivery | None = None
-        delivering = False
         try:
             number = client._call(client._checkpoints.OpenVersion, opening).version.number
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
@@ -87,28 +85,23 @@ class Pusher:
             chosen = layout.select(assigned)
             handle = PushHandle(client, model, number, chosen.nbytes)
             copying = time.monotonic()
-            delivery = self._begin(header, chosen, open_source(assigned, chosen), routes_of(declared, rank))
-            # what goes by gRPC sets off while the rest is being copied;
-            # not a daemon: a trainer that ends after its last push must not lose it
-            arguments = (handle, header, delivery)
-            threading.Thread(target=self._deliver, args=arguments, name=f"push-{model}@{number}").start()
-            delivering = True
-            delivery.fill()
+            delivery = self._copy_out(
+                header, chosen, open_source(assigned, chosen), routes_of(declared, rank)
+            )
             now = time.monotonic()
-            delivery.copied.set_result(_Copied(now - started, now - copying, now))
+            arguments = (handle, header, delivery, (now - started, now - copying))
+            # not a daemon: a trainer that ends after its last push must not lose it
+            threading.Thread(target=self._deliver, args=arguments, name=f"push-{model}@{number}").start()
         except BaseException as error:
-            if delivering and delivery is not None:
-                delivery.copied.set_exception(error)
-            else:
-                self._slots.release()
-                if delivery is not None:
-                    delivery.give_up()
+            self._slots.release()
+            if delivery is not None:
+                delivery.give_up()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
             if number and not isinstance(error, AlreadyExists):
                 with contextlib.suppress(WeighbridgeError):
                     client.abort(
-                        model, number, f"rank {rank} gave up before it had pushed everything: {error!r}"[:300]
+                        model, number, f"rank {rank} gave up before it pushed anything: {error!r}"[:300]
                     )
             raise
         with self._lock:
@@ -156,10 +149,10 @@ class Pusher:
             else:
                 return response
 
-    def _begin(
+    def _copy_out(
         self, header: pb.PushHeader, stream: Layout, source: ShardSource, routes: Sequence[Route]
     ) -> _Delivery:
-        """Borrow the memory where shards belong, if they can be written there, and copy to a buffer what goes by gRPC."""
+        """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""
         lane, why = self._client._transport.lane, ""
         loan: WriteLoan | None = None
         streamed: Sequence[tuple[int, int]] = [(0, stream.nbytes)]
@@ -169,38 +162,48 @@ class Pusher:
                 streamed = loan.streamed
             except WeighbridgeError as error:
                 why = lane.refused(error, f"push of {header.model}@{header.number}")
+        staged: StreamSource | None = None
+        try:
+            if loan is None or streamed:
+                staged = source.stage(streamed)
+            if loan is not None:
+                loan.fill(source)
+        except BaseException:
+            _Delivery(loan, staged, (), 0, why).give_up()
+            raise
+        finally:
+            if staged is not source:
+                source.release()
         nbytes = stream.nbytes - sum(stop - start for start, stop in streamed)
         parts = [route.within(streamed) for route in routes]
-        delivery = _Delivery(source, loan, parts, nbytes, why)
-        if loan is None or streamed:
-            try:
-                delivery.staged = source.stage(streamed)
-            except BaseException:
-                source.release()
-                delivery.give_up()
-                raise
-        return delivery
+        return _Delivery(loan, staged, parts, nbytes, why)
 
-    def _deliver(self, handle: PushHandle, header: pb.PushHeader, delivery: _Delivery) -> None:
+    def _deliver(
+        self,
+        handle: PushHandle,
+        header: pb.PushHeader,
+        delivery: _Delivery,
+        costs: tuple[float, float],
+    ) -> None:
+        started = time.monotonic()
         try:
+            if delivery.loan is not None:
+                delivery.loan.end(complete=True)
             if delivery.staged is not None:
                 for route in delivery.routes:
                     self._stream(header, delivery.staged, route)
-            copied = delivery.copied.result()
-            if delivery.loan is not None:
-                delivery.loan.end(complete=True)
             self._client._call(
                 self._client._checkpoints.SealRank,
                 pb.SealRankRequest(
                     model=header.model, number=header.number, rank=header.rank, client_id=header.client_id
                 ),
             )
+            seconds = time.monotonic() - started
             handle._report.set_result(
                 PushReport(
-                    copied.held_seconds,
-                    copied.copy_seconds,
+                    *costs,
                     handle.stream_bytes,
-                    time.monotonic() - copied.at,
+                    seconds,
                     delivery.lane,
                     delivery.why_not_local,
                     delivery.local_bytes,
@@ -209,10 +212,9 @@ class Pusher:
         except BaseException as error:  # goes to whoever waits
             handle._report.set_exception(error)
         finally:
-            failed = delivery.copied.exception()  # memory is not taken away under who copies to it
             delivery.give_up()
             self._slots.release()
-        if delivery.loan is not None and failed is None:
+        if delivery.loan is not None:
             # a daemon: nothing is lost if it does not get to its end
             threading.Thread(target=self._prepare_next, args=(header.model,), daemon=True).start()
 
@@ -276,50 +278,22 @@ class Pusher:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copied:
-    """When a rank's shards had been copied out, and what that cost.
-
-    Attributes:
-        held_seconds: how long `push` has kept the rank.
-        copy_seconds: of these, copying.
-        at: when it was done; seconds of the monotonic clock.
-    """
-
-    held_seconds: float
-    copy_seconds: float
-    at: float
-
-
-@dataclass(slots=True)
 class _Delivery:
-    """Shards of a rank on their way. Those that go by gRPC are copied out first, and sent while the others are.
+    """Shards that have been copied out, on their way.
 
     Attributes:
-        source: the shards.
-        loan: the memory that they are written to; None if all go by gRPC.
-        routes: which parts of the stream go by gRPC, and where.
-        local_bytes: how many are written to the memory.
-        why_not_local: why they go by gRPC, if something else was wanted.
+        loan: the memory that they were written to; None if all go by gRPC.
         staged: a copy of what goes by gRPC; None if nothing does.
-        copied: is done when all shards have been copied out.
+        routes: which parts of the stream go by gRPC, and where.
+        local_bytes: how many were written to the memory.
+        why_not_local: why they go by gRPC, if something else was wanted.
     """
 
-    source: ShardSource
     loan: WriteLoan | None
+    staged: StreamSource | None
     routes: Sequence[Route]
     local_bytes: int
     why_not_local: str
-    staged: StreamSource | None = None
-    copied: Future[_Copied] = field(default_factory=Future)
-
-    def fill(self) -> None:
-        """Copy to the memory what belongs there. Afterwards the shards may change."""
-        try:
-            if self.loan is not None:
-                self.loan.fill(self.source)
-        finally:
-            if self.staged is not self.source:
-                self.source.release()
 
     @property
     def lane(self) -> str:
