@@ -342,6 +342,14 @@ def test_a_model_without_any_whole_version_cannot_be_rebuilt(folder: Path) -> No
     assert (folder / "models/acme/other/head.json").read_bytes() == b"damaged"
 
 
+def test_a_head_that_names_files_of_others_is_rebuilt_and_hides_no_other_model(folder: Path) -> None:
+    edit_document(folder / NAME.head_key, files_id="../../other/files")
+    number, what = findings(folder)[0]
+    assert number is None
+    assert f"{NAME.head_key} is malformed: files_id is '../../other/files'" in what
+    repaired(folder)
+
+
 @pytest.mark.parametrize("fields", [{"format": 4}, {"format": 2}, {"requires": ["signatures"]}])
 def test_what_another_release_has_written_is_left_alone(folder: Path, fields: dict[str, Any]) -> None:
     edit_document(folder / NAME.head_key, **fields)

@@ -218,6 +218,23 @@ def test_who_asks_again_after_the_end_of_a_push_is_told_how_it_ended(
         assert all("changed my mind" in str(each) for each in before[:4])
 
 
+def test_a_rank_that_comes_while_a_push_ends_does_not_begin_it_again(
+    running: RunningService, client: RawClient, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = client.open(MODEL, request_id="r/1")
+    head = running.service.catalog.head(NAME)
+    running.service.intake.abort_version(MODEL, number, "changed my mind", 10.0)
+    client.open(MODEL, request_id="r/2")
+    known = running.service.intake._registry
+    assert isinstance(known.find(NAME, number), EndedPush)
+    monkeypatch.setattr(running.service.catalog, "head", lambda _name: head)  # does not say so yet
+    answers, find = iter([None]), known.find
+    monkeypatch.setattr(known, "find", lambda *which: next(answers, find(*which)))
+    with pytest.raises(VersionFailed, match="changed my mind"):
+        client.declare(MODEL, number, whole_layout(tiny.arrays))
+    assert known.get(NAME, number) is None
+
+
 def test_an_image_goes_back_if_nothing_can_write_to_it(
     running: RunningService, client: RawClient, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

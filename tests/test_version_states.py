@@ -193,6 +193,7 @@ def test_an_operator_may_give_up_a_version_that_the_store_refuses_and_it_stays_l
         number = raw.push_whole(MODEL, source.arrays)
         eventually(lambda: running.service.catalog.not_durable)
         assert trainer.abort(MODEL, number, "not wanted").state.visible
+        assert not running.service.catalog.not_durable, "it is not tried again"
         with pytest.raises(VersionFailed, match="not wanted"):
             trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
     with EngineClient(running.address) as engine:

@@ -274,9 +274,9 @@ class Catalog:
 
     @property
     def not_durable(self) -> list[Version]:
-        """Versions that are visible here and that could not be made durable so far; each says why."""
-        versions = (snapshot.version for snapshot in self._all_snapshots())
-        return [version for version in versions if version.state.visible and version.error]
+        """Versions that are visible here, could not be made durable so far, and are tried again; each says why."""
+        tried = (each.version for each in self._all_snapshots() if not each.abandoned)
+        return [version for version in tried if version.state.visible and version.error]
 
     def _all_snapshots(self) -> list[VersionSnapshot]:
         with self._changed:

@@ -23,7 +23,7 @@ from weighbridge_storage.entries import (
     check_text,
 )
 from weighbridge_storage.history_nodes import NodeRef
-from weighbridge_storage.names import HEAD_FILE, MAX_VERSION, check_ref_name, shown
+from weighbridge_storage.names import HEAD_FILE, MAX_VERSION, check_files_id, check_ref_name, shown
 
 FORMAT = 3
 FEATURES: frozenset[str] = frozenset()
@@ -117,7 +117,7 @@ class Head:
     def __post_init__(self) -> None:
         check_number("generation", self.generation)
         check_number("next_version", self.next_version, 1, MAX_VERSION + 1)
-        check_text("files_id", self.files_id)
+        check_files_id(self.files_id)
         self._check_numbers()
         self._check_refs()
         for write_id in self.writes:

@@ -241,6 +241,17 @@ def check_version_file_name(name: str) -> str:
     return name
 
 
+def check_files_id(files_id: str) -> str:
+    """``files_id``, if the folder of registered files may be called so: as a file of a version, or empty if there is none.
+
+    Raises:
+        InvalidArgument: it is malformed.
+    """
+    if files_id and not _is(_FILE, files_id):
+        raise InvalidArgument(f"files_id is {shown(files_id)}, which cannot name a folder")
+    return files_id
+
+
 def check_file_name(name: str) -> str:
     """``name``, if a file that comes with a model (config, tokenizer) may have it.
 

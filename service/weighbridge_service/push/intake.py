@@ -329,14 +329,14 @@ class Intake:
         model_name = ModelName.parse(name)
         if self._registry.find(model_name, number) is None:
             with self._opening(model_name):
-                if (there := self._registry.get(model_name, number)) is not None:
-                    return there
-                head = self._catalog.head(model_name)
-                entry = head.open.get(number)
-                if entry is not None:
-                    self._check_room()
-                    check_not_received_alone(entry, self.home)
-                    self._begin(model_name, entry, head, client_id)
+                # another rank may have begun it meanwhile, and it may have ended, which the head does not say at once
+                if self._registry.find(model_name, number) is None:
+                    head = self._catalog.head(model_name)
+                    entry = head.open.get(number)
+                    if entry is not None:
+                        self._check_room()
+                        check_not_received_alone(entry, self.home)
+                        self._begin(model_name, entry, head, client_id)
         return self._find(name, number)
 
     # --- declaring
