@@ -35,8 +35,8 @@ def serve(
     os.environ.update(credentials)
     from weighbridge.safetensors_files import lay_out_files
     from weighbridge_service import models
+    from weighbridge_service.calls.server import GrpcListener, GrpcServer
     from weighbridge_service.config import ServiceConfig
-    from weighbridge_service.grpc_server import GrpcListener, GrpcServer
     from weighbridge_service.lane_server import LaneServer
     from weighbridge_service.service import Weighbridge
 
@@ -45,7 +45,7 @@ def serve(
     config = ServiceConfig(
         store, **{"memory_budget": 1 << 28, "grpc_workers": 32, "local_socket": "off", **settings}
     )
-    listener = GrpcListener(f"127.0.0.1:{port}", config.grpc_workers, 4096)
+    listener = GrpcListener(f"127.0.0.1:{port}", 4096)
     service = Weighbridge(config, listener.port)
     lane = LaneServer(service, config.local_socket, 1024)
     server = GrpcServer(listener, service, lane)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from weighbridge_service.calls.server import GrpcListener, GrpcServer
 from weighbridge_service.config import ServiceConfig
-from weighbridge_service.grpc_server import GrpcListener, GrpcServer
 from weighbridge_service.health import Health
 from weighbridge_service.lane_server import OFF, LaneServer
 from weighbridge_service.metrics import Metrics
@@ -31,7 +31,7 @@ class RunningService:
             "local_socket": OFF,
         }
         config = ServiceConfig(store, **{**defaults, **settings})
-        listener = GrpcListener("127.0.0.1:0", config.grpc_workers, 4096)
+        listener = GrpcListener("127.0.0.1:0", 4096)
         try:
             self.service = Weighbridge(config, listener.port)
         except BaseException:

@@ -102,7 +102,7 @@ def test_ended_versions_are_remembered_up_to_a_number(
     monkeypatch.setattr(registry, "_KEPT_ENDED_IN_ALL", 3)
     for step in range(8):
         number = client.open(MODEL, step=step)
-        running.service.intake.abort_version(MODEL, number, "no", 10.0)
+        running.service.intake.abort_version(MODEL, number, "no", 10.0).result()
     # the oldest go when another one is opened
     assert sorted(running.service.catalog.snapshots(ModelName.parse(MODEL))) == [5, 6, 7, 8]
 
@@ -180,7 +180,7 @@ def test_who_asks_again_after_the_end_of_a_push_is_told_how_it_ended(
         finished(running)
         push_to(running, client, tiny, [MODEL])  # takes its image
     else:
-        running.service.intake.abort_version(MODEL, number, "changed my mind", 10.0)
+        running.service.intake.abort_version(MODEL, number, "changed my mind", 10.0).result()
 
     def answers() -> list[Any]:
         calls: list[Callable[[], Any]] = [
@@ -189,7 +189,7 @@ def test_who_asks_again_after_the_end_of_a_push_is_told_how_it_ended(
             lambda: client.seal(MODEL, number).state,
             lambda: client.declare(MODEL, number, layout),
             lambda: client.push(MODEL, number, [(0, stream)]),
-            lambda: running.service.intake.abort_version(MODEL, number, "no", 10.0).state,
+            lambda: running.service.intake.abort_version(MODEL, number, "no", 10.0).result().state,
             lambda: client.received(MODEL, number, rank=1),
             lambda: running.service.intake._has_taken(handed("other")),
         ]
@@ -223,7 +223,7 @@ def test_a_rank_that_comes_while_a_push_ends_does_not_begin_it_again(
 ) -> None:
     number = client.open(MODEL, request_id="r/1")
     head = running.service.catalog.head(NAME)
-    running.service.intake.abort_version(MODEL, number, "changed my mind", 10.0)
+    running.service.intake.abort_version(MODEL, number, "changed my mind", 10.0).result()
     client.open(MODEL, request_id="r/2")
     known = running.service.intake._registry
     assert isinstance(known.find(NAME, number), EndedPush)
@@ -318,7 +318,7 @@ def test_a_version_that_was_aborted_while_it_waited_gets_no_image(
             refused = pool.submit(client.declare, MODEL, second, layout)
             waiting = running.service.intake._registry
             eventually(lambda: do.AcquireImage() in waiting.get(NAME, second).state.running)  # type: ignore[union-attr]
-            running.service.intake.abort_version(MODEL, second, "changed my mind", 10.0)
+            running.service.intake.abort_version(MODEL, second, "changed my mind", 10.0).result()
             done.set()
             assert declared.result(20)
             with pytest.raises(VersionFailed, match="changed my mind"):

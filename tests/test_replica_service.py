@@ -28,8 +28,9 @@ from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge.v1 import replica_service_pb2_grpc
 from weighbridge_service.bulk_streams import BulkStreams
 from weighbridge_service.byte_budget import LEAST_BYTES, ByteBudget, Direction
-from weighbridge_service.grpc_carrying import CarryingInterceptor
-from weighbridge_service.grpc_errors import ErrorInterceptor
+from weighbridge_service.calls.methods import Methods
+from weighbridge_service.calls.server import GrpcListener
+from weighbridge_service.calls.workers import Workers
 from weighbridge_service.push.declarations import Home
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.replicas.handlers import ReplicaHandlers
@@ -63,11 +64,9 @@ class Replica:
 
     def __init__(self, address: str = "127.0.0.1:0", boot: str = "b", advertised: str = "") -> None:
         self.budget = ByteBudget(LEAST_BYTES)
-        self._pool = ThreadPoolExecutor(16)
-        self._server = grpc.server(
-            self._pool, interceptors=[ErrorInterceptor(lambda *_: None), CarryingInterceptor()]
-        )
-        port = self._server.add_insecure_port(address)
+        self._listener = GrpcListener(address, 64)
+        self._workers = Workers("replica", 16, 64)
+        port = self._listener.port
         self.home = Home(advertised or f"127.0.0.1:{port}", boot)
         self.pushes: list[SharedPush] = []
         self.files: dict[str, np.ndarray] = {}
@@ -81,11 +80,11 @@ class Replica:
         self.links = Links(self.home)
         self.news = threading.Event()
         self.heartbeat = Heartbeat(self.links, self, self.news, silent_s=1.5)
-        streams = BulkStreams(self.budget, 16, lambda _context: 5.0)
-        replica_service_pb2_grpc.add_ReplicaServiceServicer_to_server(
-            ReplicaHandlers(self.home, self, self, streams, self.met.append, self), self._server
-        )
-        self._server.start()
+        streams = BulkStreams(self.budget, 16, 5.0)
+        loop, workers = self._listener.loop.loop, self._workers
+        methods = Methods(loop, workers, workers, workers, self._listener.count)
+        handlers = ReplicaHandlers(self.home, self, self, streams, self.met.append, self)
+        self._listener.answer([methods.of(pb.DESCRIPTOR.services_by_name["ReplicaService"], handlers)])
 
     def shared(self) -> Sequence[SharedPush]:
         return list(self.pushes)
@@ -132,8 +131,8 @@ class Replica:
     def stop(self) -> None:
         self.heartbeat.close()
         self.links.close()
-        self._server.stop(0).wait()
-        self._pool.shutdown(wait=False)
+        self._listener.stop(0)
+        self._workers.close()
 
 
 @pytest.fixture

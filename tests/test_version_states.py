@@ -235,4 +235,4 @@ def test_an_abort_that_takes_too_long_says_so(
     [session] = running.service.intake._registry.of_version(NAME, number)
     monkeypatch.setattr(session, "_take", lambda _event: None)  # nothing that happens is taken note of
     with pytest.raises(DeadlineExceeded, match=r"could not be given up in time: .*waits for declarations"):
-        running.service.intake.abort_version(MODEL, number, "not wanted", 0.2)
+        running.service.intake.abort_version(MODEL, number, "not wanted", 0.2).result()

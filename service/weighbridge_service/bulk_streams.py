@@ -1,6 +1,6 @@
 """How messages with weights go through the gRPC face: so many streams at one time, and so many bytes of them in memory.
 
-Flow control of grpcio's synchronous server is that of its handlers. A handler that yields messages is asked for the next one
+Flow control is that of the handlers. A handler that yields messages is asked for the next one
 when the transport has taken the one before; of a stream that is not read, one message at most is in memory. A message of a stream
 that is pushed is fetched from the transport when the handler asks for it; until then the sender is held back by HTTP/2's window.
 So room for a message is taken before it is made or asked for, and given back when the handler comes to the next one.
@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TypeVar
 
-import grpc
-
 from weighbridge import pieces, rpc, wire
 from weighbridge.errors import InvalidArgument, ResourceExhausted
 from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
 from weighbridge_service.byte_budget import RETRY_SECONDS, ByteBudget, Direction, Share
+from weighbridge_service.calls.call import Call
 from weighbridge_service.reading import Reading
 
 R = TypeVar("R", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
@@ -32,19 +31,17 @@ class BulkStreams:
     Args:
         budget: what they may have in flight.
         most: how many there may be at one time, and how many from other replicas; each keeps a thread.
-        patience: for how many seconds a call can wait now.
+        wait: seconds that a call without a deadline waits for room.
     """
 
-    def __init__(
-        self, budget: ByteBudget, most: int, patience: Callable[[grpc.ServicerContext], float]
-    ) -> None:
+    def __init__(self, budget: ByteBudget, most: int, wait: float) -> None:
         self._budget = budget
         own, replicas = threading.BoundedSemaphore(most), threading.BoundedSemaphore(most)
         self._places = {Direction.IN: own, Direction.OUT: own, Direction.REPLICAS: replicas}
-        self._patience = patience
+        self._wait = wait
 
     @contextmanager
-    def admit(self, direction: Direction, context: grpc.ServicerContext) -> Iterator[Share]:
+    def admit(self, direction: Direction, call: Call) -> Iterator[Share]:
         """A place for a call, and its share of the budget.
 
         Raises:
@@ -59,9 +56,9 @@ class BulkStreams:
             error.retry_after = RETRY_SECONDS
             raise error
         try:
-            share = self._budget.stream(direction, context.peer(), lambda: self._patience(context))
+            share = self._budget.stream(direction, str(call.peer), lambda: call.patience(self._wait))
             with closing(share):
-                context.add_callback(share.abandon)
+                call.add_callback(share.abandon)
                 yield share
         finally:
             places.release()

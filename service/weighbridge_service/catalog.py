@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from weighbridge.errors import (
 )
 from weighbridge.layouts import TensorSpec
 from weighbridge.resources import REF_LATEST, REF_LIVE, Model, Verification, Version, VersionState
+from weighbridge_service.changes import Changes
 from weighbridge_service.models import (
     RegisteredModel,
     files_key,
@@ -37,7 +37,7 @@ from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.history import History
 from weighbridge_storage.images import Image
 from weighbridge_storage.leases import Grace
-from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
+from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import ObjectStore
 from weighbridge_storage.version_reading import side_files
 from weighbridge_storage.version_verifying import verify_version
@@ -87,6 +87,7 @@ class Catalog:
     Attributes:
         heads: the heads of all models.
         readers: who reads versions from the store.
+        changes: tells of what changes here.
         stopping: set when the service goes down.
     """
 
@@ -95,12 +96,10 @@ class Catalog:
         self.heads = HeadStore(store)
         self.readers = StoreReaders(store, grace)
         self.stopping = threading.Event()
-        self._changed = threading.Condition()
+        self.changes = Changes()
+        self._lock = threading.Lock()
         self._models: OrderedDict[ModelName, RegisteredModel] = OrderedDict()
         self._snapshots: dict[ModelName, dict[int, VersionSnapshot]] = {}
-        self._changes = 0
-        self._changed_at: dict[ModelName, int] = {}
-        self._all_changed_at = 0
 
     def register_model(
         self, name: str, files: Mapping[str, bytes], dtype: str = "", found: Sequence[TensorSpec] = ()
@@ -127,7 +126,7 @@ class Catalog:
             for file, content in files.items():
                 self.store.put(files_key(model_name, model.files_id, file), content, mode="overwrite")
         head = self.heads.update(model_name, lambda h: ((new := registered(h, model)), new), create=True)
-        with self._changed:
+        with self._lock:
             known = self._models.get(model_name)
             if known is None or known.files_id != model.files_id or known.kept != model.kept:
                 self._keep(model)
@@ -195,7 +194,7 @@ class Catalog:
 
     def model(self, name: ModelName, head: Head | None = None) -> RegisteredModel:
         """A model's registration; that of ``head``, if one is given. Raises NotFound."""
-        with self._changed:
+        with self._lock:
             model = self._models.get(name)
             if model is not None:
                 self._models.move_to_end(name)
@@ -203,7 +202,7 @@ class Catalog:
             return model
         head = head or self.head(name)
         loaded = load_model(self.store, name, head)
-        with self._changed:
+        with self._lock:
             model = self._models.get(name)
             if model is not None and is_registered(
                 head, model
@@ -214,7 +213,7 @@ class Catalog:
 
     def adopt(self, model: RegisteredModel) -> None:
         """Take note of a registration that another replica has read from the store, unless the model is known here."""
-        with self._changed:
+        with self._lock:
             if model.name not in self._models:
                 self._keep(model)
 
@@ -239,28 +238,28 @@ class Catalog:
             snapshot: takes the place of the one before.
             changed: whether those who wait for a change are to be woken.
         """
-        with self._changed:
+        with self._lock:
             self._snapshots.setdefault(name, {})[snapshot.version.number] = snapshot
         if changed:
-            self.notify(name)
+            self.changes.notify(name)
 
     def forget(self, name: ModelName, number: int) -> None:
         """No more is known of a version than its head says."""
-        with self._changed:
+        with self._lock:
             known = self._snapshots.get(name, {})
             known.pop(number, None)
             if not known:
                 self._snapshots.pop(name, None)
-        self.notify(name)
+        self.changes.notify(name)
 
     def snapshot(self, name: ModelName, number: int) -> VersionSnapshot | None:
         """What this process knows of a version beyond the store."""
-        with self._changed:
+        with self._lock:
             return self._snapshots.get(name, {}).get(number)
 
     def snapshots(self, name: ModelName) -> dict[int, VersionSnapshot]:
         """What this process knows of a model's versions beyond the store, by number."""
-        with self._changed:
+        with self._lock:
             return dict(self._snapshots.get(name, {}))
 
     def count(self, state: VersionState) -> int:
@@ -279,39 +278,14 @@ class Catalog:
         return [version for version in tried if version.state.visible and version.error]
 
     def _all_snapshots(self) -> list[VersionSnapshot]:
-        with self._changed:
+        with self._lock:
             return [snapshot for known in self._snapshots.values() for snapshot in known.values()]
 
     # --- versions
 
-    def get_version(
-        self, name: str, version: str, wait_for: VersionState | None = None, seconds: float = 0.0
-    ) -> Version:
-        """One version, by number or ref; waits until it has reached a state, if one is given.
-
-        Raises:
-            NotFound: no such model or version.
-            VersionFailed: it failed instead.
-            DeadlineExceeded: not within ``seconds``.
-            Unavailable: the service is shutting down.
-        """
-        model_name = ModelName.parse(name)
-        deadline = time.monotonic() + seconds
-        while True:
-            changes = self._changes_of(model_name)
-            found = self.resolve(model_name, version, invisible=True)
-            if wait_for is None or found.state.reached(wait_for):
-                return found
-            known = self.snapshot(model_name, found.number)
-            if found.state.given_up or (known is not None and known.abandoned and wait_for.stored):
-                raise VersionFailed(f"{found} failed: {found.error}", details=found.error_details)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                why = f": {found.error}" if found.error else ""
-                raise DeadlineExceeded(f"{found} was not {wait_for.value} in time{why}")
-            if self.stopping.is_set():
-                raise Unavailable("the service is shutting down", fix="try again when it is back")
-            self._wait_for_change(model_name, changes, min(left, 1.0))
+    def get_version(self, name: str, version: str) -> Version:
+        """One version, by number or ref, in whatever state. Raises NotFound."""
+        return self.resolve(ModelName.parse(name), version, invisible=True)
 
     def list_versions(
         self, name: str, *, before: int = 0, limit: int = 100, include_invisible: bool = False
@@ -341,37 +315,6 @@ class Catalog:
         numbers = sorted((n for n in found if not before or n < before), reverse=True)
         return [found[number] for number in numbers[:limit]]
 
-    def watch_ref(self, name: str, ref: str, after: int, active: threading.Event) -> Iterator[Version]:
-        """The version a ref names, if it is another than ``after``, and each one it moves to.
-
-        Args:
-            name: the model.
-            ref: which ref; it need not exist yet.
-            after: the number seen last, 0 if none.
-            active: cleared when the caller has gone.
-
-        Raises:
-            NotFound: the model is not registered.
-            InvalidArgument: no ref can have this name.
-        """
-        model_name = ModelName.parse(name)
-        if ref not in RESERVED_REFS:
-            check_ref_name(ref)  # what no ref can be called would be waited for in vain
-        self.head(model_name)
-        last = after
-        while active.is_set() and not self.stopping.is_set():
-            changes = self._changes_of(model_name)
-            try:
-                found: Version | None = self.resolve(model_name, ref)
-            except NotFound:
-                found = None
-            if found is not None and found.number != last:
-                last = found.number
-                yield found
-                continue
-            # a tag can be moved by another process, which nothing here hears of: look again now and then
-            self._wait_for_change(model_name, changes, 1.0)
-
     def refs(self, name: str) -> dict[str, int]:
         """Version number by ref."""
         model_name = ModelName.parse(name)
@@ -392,14 +335,14 @@ class Catalog:
                 f"{found} is not in the object store yet", fix="wait until it is durable"
             )
         self.heads.edit(model_name, lambda history: (set_ref(history, ref, found.number), None))
-        self.notify(model_name)
+        self.changes.notify(model_name)
         return found
 
     def delete_ref(self, name: str, ref: str) -> None:
         """Take a tag away. Raises NotFound."""
         model_name = ModelName.parse(name)
         self.heads.update(model_name, lambda head: (delete_ref(head, ref), None))
-        self.notify(model_name)
+        self.changes.notify(model_name)
 
     def verify(self, name: str, version: str) -> Verification:
         """Compare a durable version's files with its manifest."""
@@ -501,27 +444,6 @@ class Catalog:
             if self.history(name).durable(number) is not None:
                 raise
             raise _deleted(name, number) from error
-
-    def notify(self, name: ModelName | None = None) -> None:
-        """Wake whoever waits for a version or a ref of a model, or of any; each of them then reads the model's head."""
-        with self._changed:
-            self._changes += 1
-            if name is None:
-                self._changed_at.clear()
-                self._all_changed_at = self._changes
-            else:
-                self._changed_at[name] = self._changes
-            self._changed.notify_all()
-
-    def _changes_of(self, name: ModelName) -> int:
-        """A number that is another one when something of a model has changed."""
-        with self._changed:
-            return self._changed_at.get(name, self._all_changed_at)
-
-    def _wait_for_change(self, name: ModelName, since: int, seconds: float) -> None:
-        """Wait until something has changed since `_changes_of` gave ``since``."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._changes_of(name) != since, seconds)
 
 
 def _refs_of(head: Head, snapshots: Mapping[int, VersionSnapshot]) -> dict[str, int]:

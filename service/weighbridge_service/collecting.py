@@ -69,7 +69,7 @@ class Collecting:
         """
         model, clock = ModelName.parse(name), self._catalog.readers.clock
         self._catalog.heads.edit(model, lambda history: (delete_versions(history, [number], clock()), None))
-        self._catalog.notify(model)
+        self._catalog.changes.notify(model)
         return self._catalog.resolve(model, str(number))
 
     def collect(self, name: str, *, dry_run: bool = False) -> Collection:
@@ -97,7 +97,7 @@ class Collecting:
             _log(report)
             model = ModelName.parse(name)
             self._on_collected(model, catalog.history(model))
-            catalog.notify(model)
+            catalog.changes.notify(model)
         return report
 
     def collect_all(self) -> None:

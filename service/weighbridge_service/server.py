@@ -22,10 +22,10 @@ from starlette.types import ASGIApp
 
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.bridges import bridge_for
+from weighbridge_service.calls.server import GrpcListener, GrpcServer
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.descriptors import Descriptors, raise_limit
 from weighbridge_service.exports import Exports
-from weighbridge_service.grpc_server import GrpcListener, GrpcServer
 from weighbridge_service.health import Health
 from weighbridge_service.http_app import create_app
 from weighbridge_service.http_connections import connections
@@ -176,7 +176,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
                 _check_advertised(config.advertise)
             http_server = HttpServer(http, shares.http)
             stack.callback(http_server.stop)
-            listener = GrpcListener(grpc, config.grpc_workers, shares.grpc)
+            listener = GrpcListener(grpc, shares.grpc)
             stack.callback(listener.stop, 0.0)
             service = Weighbridge(config, listener.port)
             stack.callback(service.close)

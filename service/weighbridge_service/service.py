@@ -183,7 +183,7 @@ class Weighbridge:
 
     def _stop(self) -> None:
         self.catalog.stopping.set()
-        self.catalog.notify()
+        self.catalog.changes.notify()
         if self._heartbeat is not None:
             self._heartbeat.close()
             self.directory.close()

@@ -22,6 +22,6 @@ Owners and I/O:
 - `replica_exchange`: what replicas tell each other by way of the store
 - `image_allocator`, `standbys`, `mappings`: memory, images that are mapped ahead of their versions, and who has which mapped
 
-The owners may import `catalog`, `models` and the storage; the faces (`grpc_handlers`, `lane_session`) import `intake`, and nothing in
+The owners may import `catalog`, `models` and the storage; the faces (`calls`, `lane_session`) import `intake`, and nothing in
 `catalog` or below imports this folder but for what `models` does.
 """

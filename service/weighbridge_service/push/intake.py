@@ -36,6 +36,7 @@ from weighbridge_service.push.image_allocator import ImageAllocator
 from weighbridge_service.push.image_writer import MemoryGrant
 from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.opening import OpeningRequest, check_not_received_alone
+from weighbridge_service.push.pending import Pending, settled
 from weighbridge_service.push.publisher import Publisher, give_up
 from weighbridge_service.push.registry import Push, Registry
 from weighbridge_service.push.replica_exchange import Exchange
@@ -351,10 +352,8 @@ class Intake:
         layout: Layout | None,
         space: str,
         seconds: float,
-        *,
-        may_wait: bool = True,
-    ) -> Declared:
-        """Say what a rank holds. Waits for the other ranks for a few seconds at most.
+    ) -> Pending[Declared]:
+        """Say what a rank holds. The answer waits for the other ranks, for a few seconds at most.
 
         Args:
             name: the model.
@@ -365,7 +364,6 @@ class Intake:
             layout: the layout; None if the service is believed to know it.
             space: to which the names of its tensors belong.
             seconds: how long the caller waits.
-            may_wait: whether this call may wait at all; otherwise the caller is told to ask again.
 
         Raises:
             LayoutError: the layouts contradict the model or each other; the version has failed.
@@ -377,17 +375,20 @@ class Intake:
                 raise LayoutError("the layout does not have the digest that was sent with it")
             session.model.add_layout(space, layout)
         elif not session.model.knows_layout(digest):
-            return Declared(layout_needed=True)
-        patience = min(seconds, _LONG_POLL) if may_wait else 0.0
-        agreed = session.declare(rank, client_id, digest, patience)
-        if agreed is not None:
-            return _to_push(agreed, self.home, rank)
-        if may_wait and seconds < _LONG_POLL:
-            raise not_all_declared(session.state)
-        declarations = session.state.declarations
-        least, most = _RETRY_MS
-        retry_after_ms = min(max(_RETRY_MS_PER_RANK * declarations.ranks, least), most)
-        return Declared(retry_after_ms=retry_after_ms, absent=declarations.absent)
+            return settled(Declared(layout_needed=True))
+        found = session.declare(rank, client_id, digest)
+
+        def answer(agreed: bool) -> Declared:
+            if agreed:
+                return _to_push(found.result(), self.home, rank)
+            if seconds < _LONG_POLL:
+                raise not_all_declared(session.state)
+            declarations = session.state.declarations
+            least, most = _RETRY_MS
+            retry_after_ms = min(max(_RETRY_MS_PER_RANK * declarations.ranks, least), most)
+            return Declared(retry_after_ms=retry_after_ms, absent=declarations.absent)
+
+        return Pending(found, min(seconds, _LONG_POLL), answer, lambda: session.leave(found))
 
     # --- bytes
 
@@ -459,7 +460,9 @@ class Intake:
 
     # --- the end
 
-    def seal_rank(self, name: str, number: int, rank: int, client_id: str, seconds: float) -> Version:
+    def seal_rank(
+        self, name: str, number: int, rank: int, client_id: str, seconds: float
+    ) -> Pending[Version]:
         """The rank has pushed everything. Repeating it is harmless.
 
         Raises:
@@ -469,13 +472,20 @@ class Intake:
         push = self._find_push(name, number)
         if isinstance(push, EndedPush):
             push.seal(rank)
-        elif not push.seal(rank, client_id, seconds):
-            raise DeadlineExceeded(
-                f"rank {rank} could not be sealed in time: {push.name_waits()}", fix="try again"
-            )
-        return self._catalog.get_version(name, str(number))
+            return settled(self._catalog.get_version(name, str(number)))
+        found = push.seal(rank, client_id)
 
-    def abort_version(self, name: str, number: int, reason: str, seconds: float) -> Version:
+        def answer(sealed: bool) -> Version:
+            if not sealed:
+                raise DeadlineExceeded(
+                    f"rank {rank} could not be sealed in time: {push.name_waits()}", fix="try again"
+                )
+            found.result()
+            return self._catalog.get_version(name, str(number))
+
+        return Pending(found, seconds, answer, lambda: push.leave(found))
+
+    def abort_version(self, name: str, number: int, reason: str, seconds: float) -> Pending[Version]:
         """Give a version up. One that is visible and cannot be made durable stays visible until a newer one is.
 
         Raises:
@@ -487,12 +497,24 @@ class Intake:
         push = self._registry.find(model_name, number)
         if push is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
             self._give_up(model_name, number, reason, aborted=True)
-            return self._catalog.get_version(name, str(number))
+            return settled(self._catalog.get_version(name, str(number)))
         push = self._find_push(name, number)
         if isinstance(push, EndedPush):
             push.abort()
-        else:
-            push.abort(reason, seconds)
+            return settled(self._aborted(name, number, push))
+        found = push.abort(reason)
+
+        def answer(given_up: bool) -> Version:
+            if not given_up:
+                raise DeadlineExceeded(
+                    f"the version could not be given up in time: {push.name_waits()}", fix="try again"
+                )
+            found.result()
+            return self._aborted(name, number, push)
+
+        return Pending(found, seconds, answer, lambda: push.leave(found))
+
+    def _aborted(self, name: str, number: int, push: Push) -> Version:
         found = self._catalog.get_version(name, str(number))
         if found.state.visible and not push.snapshot.abandoned:  # another replica has just published it
             raise FailedPrecondition(f"{found} is visible already and cannot be aborted")

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from weighbridge.errors import (
-    DeadlineExceeded,
     FailedPrecondition,
     NotFound,
     Unavailable,
@@ -336,39 +335,54 @@ class PushSession:
 
     # --- answers
 
-    def ask(self, answer: Callable[[PushState], T | None], seconds: float, *events: on.Event) -> T | None:
-        """Wait for an answer.
+    def asked(self, answer: Callable[[PushState], T | None], *events: on.Event) -> Future[T]:
+        """An answer, as soon as there is one.
 
         Args:
             answer: gives it out of a state, or raises; None as long as there is none.
-            seconds: how long to wait.
             events: are posted before.
 
         Returns:
-            The answer; None if there was none in time.
-
-        Raises:
-            WeighbridgeError: what ``answer`` raises.
+            Cannot be cancelled; `leave` it when nobody waits any more.
         """
-        found: Future[T] = Future()
+        found: Future[T] = _future()
+        self._wait_for(found, answer, *events)
+        return found
+
+    def _wait_for(self, found: Future[T], answer: Callable[[PushState], T | None], *events: on.Event) -> None:
         with self._lock:
             self._waiting[found] = answer  # first: no state on the way to the last is missed
         self.post_all(events)
         self._give_answers()
         if self._pools.stopping:
             self.stop()
+
+    def leave(self, found: Future[Any]) -> None:
+        """Nobody waits for an answer any more."""
+        with self._lock:
+            self._waiting.pop(found, None)
+
+    def ask(self, answer: Callable[[PushState], T | None], seconds: float, *events: on.Event) -> T | None:
+        """As `asked`, but waits; None if there was no answer within ``seconds``. Raises what ``answer`` raises."""
+        found = self.asked(answer, *events)
         try:
             return found.result(seconds)
         except TimeoutError:
-            with self._lock:
-                self._waiting.pop(found, None)
+            self.leave(found)
             return None
 
     def _give_answers(self) -> None:
+        state = self._state
         with self._lock:
-            answered = [found for found, answer in self._waiting.items() if _try(answer, self._state, found)]
-            for found in answered:
+            given = [(found, _try(answer, state)) for found, answer in self._waiting.items()]
+            answered = [(found, outcome) for found, outcome in given if outcome is not None]
+            for found, _ in answered:
                 del self._waiting[found]
+        for found, outcome in answered:  # without the lock: whoever waits may go on in this thread
+            if isinstance(outcome, WeighbridgeError):
+                found.set_exception(outcome)
+            else:
+                found.set_result(outcome)
 
     def forget(self) -> None:
         """Drop what leads back here: so all that it holds goes with the last reference to it."""
@@ -383,12 +397,12 @@ class PushSession:
 
     # --- what ranks call
 
-    def declare(self, rank: int, client_id: str, digest: str, seconds: float) -> Agreement | None:
-        """A rank declares its layout; the agreement, or None if there is none within ``seconds``. Raises as `answer_declare`."""
+    def declare(self, rank: int, client_id: str, digest: str) -> Future[Agreement]:
+        """A rank declares its layout; the agreement, once all have. Raises, or gives what raises, as `answer_declare`."""
         check_incomplete(self._state)
         self._state.declarations.check_rank(rank)
         event = on.Declared(rank, client_id, digest)
-        return self.ask(lambda state: answer_declare(state, rank, client_id, digest), seconds, event)
+        return self.asked(lambda state: answer_declare(state, rank, client_id, digest), event)
 
     def writer_for(self, rank: int, client_id: str) -> ImageWriter:
         """What takes the bytes of a rank that this client has declared.
@@ -452,22 +466,32 @@ class PushSession:
         ranges, length = self._begun(state).received(rank)
         return ranges, length, rank in state.sealed
 
-    def seal(self, rank: int, client_id: str, seconds: float) -> bool:
-        """A rank has pushed everything; whether it was sealed within ``seconds``. Repeating it is harmless.
+    def seal(self, rank: int, client_id: str) -> Future[bool]:
+        """A rank has pushed everything; done once it is sealed. Repeating it is harmless.
 
         Raises:
             FailedPrecondition: something is missing; names tensors and boxes.
-            WeighbridgeError: what the version has failed of.
+            WeighbridgeError: what the version has failed of; the future may also give it.
         """
-        deadline = time.monotonic() + seconds
+
+        def sealed(state: PushState) -> bool | None:
+            return answer_seal(state, rank)
+
         state = self._state
-        if answer_whole(state, rank, client_id) is None:
-            self._begun(state).check_whole(rank)
-            # a piece that has come a second time may still be on its way to its place
-            if self.ask(lambda state: answer_whole(state, rank, client_id), seconds) is None:
-                return False
-        left = max(deadline - time.monotonic(), 0.0)
-        return self.ask(lambda state: answer_seal(state, rank), left, on.SealAsked(rank)) is not None
+        if answer_whole(state, rank, client_id) is not None:
+            return self.asked(sealed, on.SealAsked(rank))
+        self._begun(state).check_whole(rank)
+        found: Future[bool] = _future()
+
+        def go_on(whole: Future[bool]) -> None:
+            if (error := whole.exception()) is not None:
+                found.set_exception(error)
+            else:
+                self._wait_for(found, sealed, on.SealAsked(rank))
+
+        # a piece that has come a second time may still be on its way to its place
+        self.asked(lambda state: answer_whole(state, rank, client_id)).add_done_callback(go_on)
+        return found
 
     # --- what other replicas call
 
@@ -513,12 +537,9 @@ class PushSession:
             pass
         raise NotFound(f"{file} of {state.name} is in no image of this replica")
 
-    def abort(self, reason: str, seconds: float) -> None:
-        """Give the version up. See `Intake.abort_version`."""
-        if self.ask(answer_abort, seconds, on.Aborted(reason)) is None:
-            raise DeadlineExceeded(
-                f"the version could not be given up in time: {self.name_waits()}", fix="try again"
-            )
+    def abort(self, reason: str) -> Future[bool]:
+        """Give the version up; done once it is. See `Intake.abort_version`."""
+        return self.asked(answer_abort, on.Aborted(reason))
 
     def wait_finished(self, seconds: float) -> bool:
         """Whether nothing is to be done any more, at once or within ``seconds``."""
@@ -534,18 +555,20 @@ def now() -> Moment:
     return Moment(time.monotonic(), unix_ms())
 
 
+def _future() -> Future[Any]:
+    """One that nobody cancels: whoever waits leaves instead."""
+    found: Future[Any] = Future()
+    found.set_running_or_notify_cancel()
+    return found
+
+
 def _shutting_down() -> Unavailable:
     return Unavailable("the service is shutting down", fix="try again when it is back")
 
 
-def _try(answer: Callable[[PushState], T | None], state: PushState, found: Future[T]) -> bool:
-    """Whether there is an answer now, which then is the future's."""
+def _try(answer: Callable[[PushState], T | None], state: PushState) -> T | WeighbridgeError | None:
+    """The answer that a state gives, or what it raises; None if there is none yet."""
     try:
-        given = answer(state)
+        return answer(state)
     except WeighbridgeError as error:
-        found.set_exception(error)
-        return True
-    if given is None:
-        return False
-    found.set_result(given)
-    return True
+        return error

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-import grpc
-
 from weighbridge import pieces, rpc
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.v1 import replica_service_pb2 as pb
-from weighbridge.v1 import replica_service_pb2_grpc
 from weighbridge_service.bulk_streams import BulkStreams
 from weighbridge_service.byte_budget import Direction
+from weighbridge_service.calls.call import Call
+from weighbridge_service.calls.methods import takes_long
 from weighbridge_service.push.declarations import Home
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.replicas.handover import handed_from_proto
@@ -48,7 +47,7 @@ class VersionTaker(Protocol):
         """Returns when all bytes of a version, or of a share of it, are here, and this replica owns it."""
 
 
-class ReplicaHandlers(replica_service_pb2_grpc.ReplicaServiceServicer):
+class ReplicaHandlers:
     """`ReplicaService`.
 
     Args:
@@ -76,7 +75,7 @@ class ReplicaHandlers(replica_service_pb2_grpc.ReplicaServiceServicer):
         self._files = files
         self._streams = streams
 
-    def Exchange(self, request: pb.ExchangeRequest, context: grpc.ServicerContext) -> pb.ExchangeResponse:
+    def Exchange(self, request: pb.ExchangeRequest, call: Call) -> pb.ExchangeResponse:
         """See the contract."""
         try:
             told = [progress_from_proto(each) for each in request.versions]
@@ -97,21 +96,20 @@ class ReplicaHandlers(replica_service_pb2_grpc.ReplicaServiceServicer):
             ],
         )
 
-    def TakeOver(self, request: pb.TakeOverRequest, context: grpc.ServicerContext) -> pb.TakeOverResponse:
+    @takes_long
+    def TakeOver(self, request: pb.TakeOverRequest, call: Call) -> pb.TakeOverResponse:
         """See the contract."""
         self._takeovers.take_over(
             home_from_proto(request.sender),
             handed_from_proto(request),
             request.memory_wait_ms / 1000,
-            context.is_active,
+            call.is_active,
         )
         return pb.TakeOverResponse(owner=home_to_proto(self._home))
 
-    def ReadFile(  # type: ignore[override]
-        self, request: pb.ReadFileRequest, context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def ReadFile(self, request: pb.ReadFileRequest, call: Call) -> Iterator[bytes]:
         """See the contract."""
-        with self._streams.admit(Direction.REPLICAS, context) as share:
+        with self._streams.admit(Direction.REPLICAS, call) as share:
             data, lease = self._files.own_file(request.model, request.number, request.claim, request.file)
             with lease:
                 end = request.offset + request.length

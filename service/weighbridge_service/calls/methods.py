@@ -1,0 +1,245 @@
+"""Methods of the service on an event loop: reads requests, runs handlers where they belong, and answers.
+
+What a handler is says where it runs. A coroutine or an asynchronous generator runs on the loop, and must not hold it up. A function touches
+the store or computes, and takes a thread of the workers for as long as it runs. A generator gives messages with weights; it, and a function
+that takes messages one by one (`streamed`), has a thread of its own.
+
+Every request is read as a stream, also where the contract has a single message: so a caller that sends headers and nothing more costs no
+thread, and is told that its time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from weighbridge import pieces
+from weighbridge.errors import DeadlineExceeded, InvalidArgument, WeighbridgeError
+from weighbridge_service.calls.call import Call
+from weighbridge_service.calls.workers import Workers
+from weighbridge_service.grpc_errors import to_status
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+Count = Callable[[str, str], None]
+"""Is told the method and the status code of each call that ends."""
+
+_SILENT_SECONDS = 10.0
+"""How long a caller may take to send a message that is due."""
+_PAUSE_SECONDS = 60.0
+"""The same within a stream of weights: a trainer copies what it sends from its devices."""
+_SMALL_REQUEST = 32 << 10
+"""Bytes that are decoded on the loop; it takes less than a millisecond."""
+
+
+def takes_long(handler: Handler) -> Handler:
+    """A handler that reads all of a version, or all models: it has other threads than those that are answered at once."""
+    handler.takes_long = True  # type: ignore[attr-defined]
+    return handler
+
+
+def streamed(handler: Handler) -> Handler:
+    """A handler that takes an iterator over the messages of a request, as `pieces.Carried`, in a thread of its own."""
+    handler.streamed = True  # type: ignore[attr-defined]
+    return handler
+
+
+def carries_weights(handler: Callable[..., Any]) -> bool:
+    """Whether a handler takes or gives a stream of weights."""
+    return inspect.isgeneratorfunction(handler) or hasattr(handler, "streamed")
+
+
+def known_error(method: str, error: Exception) -> WeighbridgeError:
+    """What the caller is told of an error; one that nobody expected is logged."""
+    if isinstance(error, WeighbridgeError):
+        return error
+    log.error("%s failed", method, exc_info=error)
+    return WeighbridgeError(f"the service failed: {type(error).__name__}", fix="its log says more")
+
+
+def decoded(kind: Callable[[bytes], T], raw: bytes) -> T:
+    """A message. Raises InvalidArgument if it is none."""
+    try:
+        return kind(raw)
+    except DecodeError as error:
+        raise InvalidArgument(
+            f"the request is no message of this method: {error}",
+            fix="use the contract in protos/, of this service's release",
+        ) from error
+
+
+def encoded(response: Message | bytes) -> bytes:
+    """A response as it goes on the wire; messages with weights are encoded already."""
+    return response if isinstance(response, bytes) else response.SerializeToString()
+
+
+class Methods:
+    """What runs handlers.
+
+    Args:
+        loop: on which calls come.
+        quick: threads for what is answered at once.
+        long: threads for what is not.
+        streams: threads for streams of weights.
+        count: is told how each call ends.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, quick: Workers, long: Workers, streams: Workers, count: Count
+    ) -> None:
+        self._loop = loop
+        self._quick = quick
+        self._long = long
+        self._streams = streams
+        self._count = count
+
+    async def run(self, call: Call, work: Callable[[], T]) -> T:
+        """Do something that touches the store, or computes, for a call. For handlers that are coroutines."""
+        return await asyncio.wrap_future(self._quick.submit(call.peer, work))
+
+    def of(self, service: ServiceDescriptor, handlers: object) -> grpc.GenericRpcHandler[bytes, bytes]:
+        """The methods of one service of the contract.
+
+        Args:
+            service: of the contract.
+            handlers: have a handler of the name of each method.
+        """
+        return grpc.method_handlers_generic_handler(
+            service.full_name,
+            {
+                method.name: grpc.stream_stream_rpc_method_handler(
+                    self._method(method, getattr(handlers, method.name))
+                )
+                for method in service.methods
+            },
+        )
+
+    def _method(self, method: MethodDescriptor, handler: Callable[..., Any]) -> Callable[..., Any]:
+        answer = self._answer_with(method, handler)
+
+        async def behaviour(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            call = Call(context)
+            try:
+                await answer(call, context)
+            except asyncio.CancelledError:
+                self._count(method.name, "CANCELLED")
+                raise
+            except Exception as error:
+                known = known_error(method.name, error)
+                self._count(method.name, known.grpc_code)
+                status = to_status(known)
+                await context.abort(status.code, status.details, status.trailing_metadata)
+            else:
+                self._count(method.name, "OK")
+            finally:
+                call.end()
+
+        return behaviour
+
+    def _answer_with(self, method: MethodDescriptor, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """What answers a call of a method, given the call and its context."""
+        kind = GetMessageClass(method.input_type)
+
+        if hasattr(handler, "streamed"):
+            decode = pieces.decoder(kind)
+
+            async def take(call: Call, context: Any) -> None:
+                def work() -> bytes:
+                    return encoded(handler(self._taken(context, decode), call))
+
+                await context.write(await self._in(self._streams, call, work))
+
+            return take
+
+        if method.client_streaming and method.server_streaming:
+
+            async def converse(call: Call, context: Any) -> None:
+                async for response in handler(_requests(context, kind.FromString), call):
+                    await context.write(encoded(response))
+
+            return converse
+
+        async def answer(call: Call, context: Any) -> None:
+            raw = await _request(context)
+            if inspect.isgeneratorfunction(handler):
+
+                def send() -> None:
+                    with closing(handler(decoded(kind.FromString, raw), call)) as responses:
+                        self._sent(context, responses)
+
+                await self._in(self._streams, call, send)
+            elif inspect.iscoroutinefunction(handler):
+                await context.write(encoded(await handler(await self._decoded(call, kind, raw), call)))
+            elif inspect.isasyncgenfunction(handler):
+                async for response in handler(await self._decoded(call, kind, raw), call):
+                    await context.write(encoded(response))
+            else:
+                threads = self._long if hasattr(handler, "takes_long") else self._quick
+
+                def work() -> bytes:
+                    return encoded(handler(decoded(kind.FromString, raw), call))
+
+                await context.write(await self._in(threads, call, work))
+
+        return answer
+
+    async def _in(self, threads: Workers, call: Call, work: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(threads.submit(call.peer, work))
+
+    async def _decoded(self, call: Call, kind: type[Message], raw: bytes) -> Message:
+        if len(raw) <= _SMALL_REQUEST:
+            return decoded(kind.FromString, raw)
+        return await self.run(call, lambda: decoded(kind.FromString, raw))
+
+    def _taken(self, context: Any, decode: Callable[[bytes], T]) -> Iterator[T]:
+        """The messages of a request, for a thread: each is fetched when it is asked for."""
+        while True:
+            found = asyncio.run_coroutine_threadsafe(_read(context, _PAUSE_SECONDS), self._loop).result()
+            if found is None:
+                return
+            yield decoded(decode, found)
+            del found
+
+    def _sent(self, context: Any, responses: Iterator[Message | bytes]) -> None:
+        """Send messages from a thread: each is asked for when the transport has taken the one before."""
+        for response in responses:
+            asyncio.run_coroutine_threadsafe(context.write(encoded(response)), self._loop).result()
+            del response
+
+
+async def _request(context: Any) -> bytes:
+    found = await _read(context, _SILENT_SECONDS)
+    if found is None:
+        raise InvalidArgument("the call has no request", fix="send one message")
+    return found
+
+
+async def _requests(context: Any, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
+    while (found := await _read(context, _SILENT_SECONDS)) is not None:
+        yield decoded(decode, found)
+
+
+async def _read(context: Any, seconds: float) -> bytes | None:
+    """The next message; None behind the last one. Raises DeadlineExceeded if none comes in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            found = await context.read()
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the call has sent nothing for {seconds:g} s", fix="send its request at once"
+        ) from None
+    if found is grpc.aio.EOF:  # type: ignore[attr-defined]
+        return None
+    data: bytes = found
+    return data

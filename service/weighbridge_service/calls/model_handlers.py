@@ -1,0 +1,160 @@
+"""Handlers of `ModelService`: each translates its request, calls one method of the service, and translates back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from functools import lru_cache, partial
+
+from weighbridge import wire
+from weighbridge.errors import InvalidArgument
+from weighbridge.resources import Version
+from weighbridge.v1 import model_service_pb2
+from weighbridge_service.calls.call import Call
+from weighbridge_service.calls.methods import Methods, takes_long
+from weighbridge_service.calls.watches import Watches
+from weighbridge_service.service import Weighbridge
+
+_PAGE = 100
+_LARGEST_PAGE = 1000
+_WAIT_SECONDS = 60.0
+
+
+def _page(size: int) -> int:
+    return min(size, _LARGEST_PAGE) if size > 0 else _PAGE
+
+
+@lru_cache(maxsize=64)
+def _watched(version: Version) -> bytes:
+    """What all who watch the version are sent."""
+    return model_service_pb2.WatchRefResponse(version=wire.version_to_proto(version)).SerializeToString()
+
+
+class ModelHandlers:
+    """`ModelService`."""
+
+    def __init__(self, service: Weighbridge, methods: Methods, watches: Watches) -> None:
+        self._catalog = service.catalog
+        self._collecting = service.collecting
+        self._methods = methods
+        self._watches = watches
+
+    def RegisterModel(
+        self, request: model_service_pb2.RegisterModelRequest, call: Call
+    ) -> model_service_pb2.RegisterModelResponse:
+        files = {file.name: file.content for file in request.files}
+        found = wire.specs_from_proto(request.tensors)
+        model = self._catalog.register_model(request.model, files, request.dtype, found)
+        return model_service_pb2.RegisterModelResponse(model=wire.model_to_proto(model))
+
+    def GetModel(
+        self, request: model_service_pb2.GetModelRequest, call: Call
+    ) -> model_service_pb2.GetModelResponse:
+        return model_service_pb2.GetModelResponse(
+            model=wire.model_to_proto(self._catalog.get_model(request.model))
+        )
+
+    def ListModels(
+        self, request: model_service_pb2.ListModelsRequest, call: Call
+    ) -> model_service_pb2.ListModelsResponse:
+        size = _page(request.page_size)
+        models = self._catalog.list_models(request.page_token, size)
+        return model_service_pb2.ListModelsResponse(
+            models=map(wire.model_to_proto, models),
+            next_page_token=models[-1].name if len(models) == size else "",
+        )
+
+    def GetModelFiles(
+        self, request: model_service_pb2.GetModelFilesRequest, call: Call
+    ) -> model_service_pb2.GetModelFilesResponse:
+        files = self._catalog.model_files(request.model, request.version)
+        response = model_service_pb2.GetModelFilesResponse()
+        for name, content in files.items():
+            response.files.add(name=name, content=content)
+        return response
+
+    async def GetVersion(
+        self, request: model_service_pb2.GetVersionRequest, call: Call
+    ) -> model_service_pb2.GetVersionResponse:
+        wanted = wire.state_from_proto(request.wait_for)
+        if wanted is None:
+            find = partial(self._catalog.get_version, request.model, request.version)
+            version = await self._methods.run(call, find)
+        else:
+            patience = call.patience(_WAIT_SECONDS)
+            version = await self._watches.reached(request.model, request.version, wanted, patience)
+        return model_service_pb2.GetVersionResponse(version=wire.version_to_proto(version))
+
+    def ListVersions(
+        self, request: model_service_pb2.ListVersionsRequest, call: Call
+    ) -> model_service_pb2.ListVersionsResponse:
+        size = _page(request.page_size)
+        before = request.page_token or "0"
+        if not before.isascii() or not before.isdigit() or len(before) > 12:
+            raise InvalidArgument(f"{before[:40]!r} is no page token", fix="pass on what the last page gave")
+        versions = self._catalog.list_versions(
+            request.model, before=int(before), limit=size, include_invisible=request.include_invisible
+        )
+        return model_service_pb2.ListVersionsResponse(
+            versions=map(wire.version_to_proto, versions),
+            next_page_token=str(versions[-1].number) if len(versions) == size else "",
+        )
+
+    async def WatchRef(self, request: model_service_pb2.WatchRefRequest, call: Call) -> AsyncIterator[bytes]:
+        async for version in self._watches.follow(request.model, request.ref, request.after):
+            yield _watched(version)
+
+    def SetRef(
+        self, request: model_service_pb2.SetRefRequest, call: Call
+    ) -> model_service_pb2.SetRefResponse:
+        version = self._catalog.set_ref(request.model, request.ref, request.version)
+        return model_service_pb2.SetRefResponse(version=wire.version_to_proto(version))
+
+    def DeleteRef(
+        self, request: model_service_pb2.DeleteRefRequest, call: Call
+    ) -> model_service_pb2.DeleteRefResponse:
+        self._catalog.delete_ref(request.model, request.ref)
+        return model_service_pb2.DeleteRefResponse()
+
+    def ListRefs(
+        self, request: model_service_pb2.ListRefsRequest, call: Call
+    ) -> model_service_pb2.ListRefsResponse:
+        return model_service_pb2.ListRefsResponse(refs=self._catalog.refs(request.model))
+
+    @takes_long
+    def VerifyVersion(
+        self, request: model_service_pb2.VerifyVersionRequest, call: Call
+    ) -> model_service_pb2.VerifyVersionResponse:
+        found = self._catalog.verify(request.model, request.version)
+        return model_service_pb2.VerifyVersionResponse(
+            number=found.number,
+            tensors_checked=found.tensors_checked,
+            bytes_checked=found.bytes_checked,
+            problems=found.problems,
+        )
+
+    def GetRetention(
+        self, request: model_service_pb2.GetRetentionRequest, call: Call
+    ) -> model_service_pb2.GetRetentionResponse:
+        retention = self._collecting.retention(request.model)
+        return model_service_pb2.GetRetentionResponse(retention=wire.retention_to_proto(retention))
+
+    def SetRetention(
+        self, request: model_service_pb2.SetRetentionRequest, call: Call
+    ) -> model_service_pb2.SetRetentionResponse:
+        asked = wire.retention_from_proto(request.retention)
+        retention = self._collecting.set_retention(request.model, asked)
+        return model_service_pb2.SetRetentionResponse(retention=wire.retention_to_proto(retention))
+
+    @takes_long
+    def DeleteVersion(
+        self, request: model_service_pb2.DeleteVersionRequest, call: Call
+    ) -> model_service_pb2.DeleteVersionResponse:
+        version = self._collecting.delete_version(request.model, request.number)
+        return model_service_pb2.DeleteVersionResponse(version=wire.version_to_proto(version))
+
+    @takes_long
+    def CollectVersions(
+        self, request: model_service_pb2.CollectVersionsRequest, call: Call
+    ) -> model_service_pb2.CollectVersionsResponse:
+        report = self._collecting.collect(request.model, dry_run=request.dry_run)
+        return model_service_pb2.CollectVersionsResponse(collection=wire.collection_to_proto(report))

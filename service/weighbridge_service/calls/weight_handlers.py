@@ -1,0 +1,60 @@
+"""Handlers of `WeightService` and `LocalLaneService`: how weights go out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weighbridge import wire
+from weighbridge.v1 import local_lane_pb2, weight_service_pb2
+from weighbridge_service.bulk_streams import BulkStreams, sent
+from weighbridge_service.byte_budget import Direction
+from weighbridge_service.calls.call import Call
+from weighbridge_service.lane_server import LaneServer
+from weighbridge_service.service import Weighbridge
+
+
+class WeightHandlers:
+    """`WeightService`."""
+
+    def __init__(self, service: Weighbridge, streams: BulkStreams) -> None:
+        self._serving = service.serving
+        self._streams = streams
+
+    def PlanPull(
+        self, request: weight_service_pb2.PlanPullRequest, call: Call
+    ) -> weight_service_pb2.PlanPullResponse:
+        version, layout = self._serving.plan_pull(
+            request.model, request.version, wire.request_from_proto(request.layout), request.dtype
+        )
+        return weight_service_pb2.PlanPullResponse(
+            version=wire.version_to_proto(version),
+            layout=wire.layout_to_proto(layout, wire.HUGGING_FACE),
+            stream_bytes=layout.nbytes,
+        )
+
+    def Pull(
+        self, request: weight_service_pb2.PullRequest, call: Call
+    ) -> Iterator[weight_service_pb2.PullResponse | bytes]:
+        layout, striping = wire.request_from_proto(request.layout), wire.striping_from_proto(request)
+        with self._streams.admit(Direction.OUT, call) as share:
+            reading = self._serving.pull(
+                request.model, request.version, layout, request.offset, request.dtype, striping
+            )
+            yield from sent(reading, weight_service_pb2.PullResponse, share, self._serving.count)
+
+
+class LocalLaneHandlers:
+    """`LocalLaneService`."""
+
+    def __init__(self, lane: LaneServer) -> None:
+        self._lane = lane
+
+    def GetLocalLane(
+        self, request: local_lane_pb2.GetLocalLaneRequest, call: Call
+    ) -> local_lane_pb2.GetLocalLaneResponse:
+        return local_lane_pb2.GetLocalLaneResponse(
+            socket=self._lane.path,
+            service_id=self._lane.service_id,
+            unavailable=self._lane.unavailable,
+            private=self._lane.private,
+        )
