@@ -1,0 +1,243 @@
+"""What do those hear who wait for refs and versions, and what do they cost the store, however many they are?"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.catalogs import (
+    OTHER,
+    SMOL,
+    CountingStore,
+    catalog_with_models,
+    publish_one,
+    show,
+    snapshot,
+)
+from tests.services import eventually
+from weighbridge.errors import DeadlineExceeded, NotFound, Unavailable, VersionFailed
+from weighbridge.resources import Version, VersionState
+from weighbridge_service.calls.event_loop import EventLoop
+from weighbridge_service.calls.watches import Watches
+from weighbridge_service.calls.workers import Workers
+from weighbridge_service.catalog import Catalog
+from weighbridge_storage.head_changes import set_ref
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CountingStore]:
+    opened = CountingStore(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def catalog(store: CountingStore) -> Catalog:
+    return catalog_with_models(store)
+
+
+class Bench:
+    """Watches on a loop of their own."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.loop, self.workers = EventLoop("watches"), Workers("watches", 4, 100)
+        self.watches = Watches(catalog, self.workers)
+
+    def follow(self, ref: str = "live", after: int = 0) -> list[int]:
+        """The numbers that a watch brings, as they come."""
+        seen = list[int]()
+
+        async def each() -> None:
+            async for version in self.watches.follow(str(SMOL), ref, after):
+                seen.append(version.number)
+
+        self.loop.begin(each())
+        return seen
+
+    def reached(self, version: str, state: VersionState, seconds: float = 30.0) -> Version:
+        return self.loop.run(self.watches.reached(str(SMOL), version, state, seconds))
+
+
+@pytest.fixture
+def bench(catalog: Catalog) -> Iterator[Bench]:
+    made = Bench(catalog)
+    with made.watches.listening(made.loop.loop):
+        yield made
+    catalog.stopping.set()
+    made.loop.stop()
+    made.workers.close()
+
+
+def quiet_reads(store: CountingStore, action: Callable[[], None]) -> int:
+    """Heads read while something is done that takes far less than the time between two looks."""
+    before, begun = store.reads, time.monotonic()
+    action()
+    time.sleep(0.1)
+    assert time.monotonic() - begun < 0.4, "too slow to tell what was read because of it"
+    return store.reads - before
+
+
+def tag(catalog: Catalog, number: int) -> None:
+    """As another replica does it, of which this process hears nothing."""
+    catalog.heads.edit(SMOL, lambda history: (set_ref(history, "prod", number), None))
+
+
+def test_a_watch_reads_the_store_only_for_what_can_move_its_ref(
+    catalog: Catalog, store: CountingStore, bench: Bench
+) -> None:
+    publish_one(catalog)
+    seen = bench.follow()
+    eventually(lambda: seen == [1])
+    receiving = snapshot(2, VersionState.RECEIVING, ranks=1024)
+    catalog.show(SMOL, receiving)
+    time.sleep(0.1)
+
+    def ranks_seal() -> None:
+        before = receiving
+        for sealed in range(100):
+            version = replace(receiving.version, sealed_ranks=sealed, received_bytes=sealed * 1000)
+            after = replace(receiving, version=version)
+            show(catalog, before, after)
+            before = after
+            time.sleep(0.001)
+
+    def others_push() -> None:
+        before = snapshot(1, VersionState.OPEN, name=OTHER)
+        for number in range(50):
+            for state in (VersionState.OPEN, VersionState.RECEIVING, VersionState.READY):
+                after = snapshot(number, state, name=OTHER)
+                show(catalog, before, after, OTHER)
+                before = after
+
+    # one look may be due
+    assert quiet_reads(store, ranks_seal) <= 1
+    assert quiet_reads(store, others_push) <= 1
+    show(catalog, receiving, snapshot(2, VersionState.READY))
+    eventually(lambda: seen == [1, 2])
+
+
+def test_a_thousand_watches_read_the_store_as_often_as_one(
+    catalog: Catalog, store: CountingStore, bench: Bench
+) -> None:
+    tag(catalog, publish_one(catalog))
+    publish_one(catalog)
+    seen = [bench.follow(ref) for ref in ("live", "latest", "prod", "none-yet") for _ in range(250)]
+    eventually(lambda: [len(each) for each in seen] == [1] * 750 + [0] * 250)
+    before, begun = store.reads, time.monotonic()
+    time.sleep(1.2)
+    assert 1 <= store.reads - before <= (time.monotonic() - begun) / 0.4 + 1
+    tag(catalog, 2)
+    eventually(lambda: all(each == [1, 2] for each in seen[500:750]))
+    assert all(len(each) == 1 for each in seen[:500])
+
+
+def test_a_tag_that_another_replica_moves_is_heard_within_half_a_second(
+    catalog: Catalog, bench: Bench
+) -> None:
+    first = publish_one(catalog)
+    tag(catalog, first)
+    second = publish_one(catalog)
+    seen = bench.follow("prod")
+    eventually(lambda: seen == [first])
+    for number in (second, first, second):
+        tag(catalog, number)
+        moved = time.monotonic()
+        eventually(lambda wanted=number: seen[-1] == wanted)  # type: ignore[misc]
+        assert time.monotonic() - moved < 2.0  # 0.5 s, and what a machine with much else to do may take
+
+
+def test_who_takes_long_over_a_version_gets_the_newest_next(catalog: Catalog, bench: Bench) -> None:
+    publish_one(catalog)
+    seen, go_on = list[int](), asyncio.Event()
+
+    async def slowly() -> None:
+        async for version in bench.watches.follow(str(SMOL), "latest", 0):
+            seen.append(version.number)
+            await go_on.wait()
+
+    bench.loop.begin(slowly())
+    eventually(lambda: seen == [1])
+    others = bench.follow("latest")
+    eventually(lambda: others == [1])
+    for number in (2, 3):
+        publish_one(catalog)
+        catalog.changes.notify(SMOL)
+        eventually(lambda wanted=number: others[-1] == wanted)  # type: ignore[misc]
+    bench.loop.loop.call_soon_threadsafe(go_on.set)
+    eventually(lambda: seen == [1, 3])
+
+
+def test_a_watch_outlives_a_store_that_is_away(catalog: Catalog, store: CountingStore, bench: Bench) -> None:
+    publish_one(catalog)
+    seen = bench.follow("latest")
+    eventually(lambda: seen == [1])
+    store.away = True
+    time.sleep(1.0)
+    with pytest.raises(Unavailable, match="away"):
+        bench.reached("latest", VersionState.DURABLE)
+    store.away = False
+    publish_one(catalog)
+    eventually(lambda: seen == [1, 2])
+
+
+def test_a_wait_is_told_of_what_was_there_before_it_began_and_not_of_what_was_seen_earlier(
+    catalog: Catalog, bench: Bench
+) -> None:
+    with pytest.raises(NotFound):
+        bench.reached("1", VersionState.READY)
+    follower = bench.follow("latest")  # keeps a poller going, which has seen that there is nothing
+    time.sleep(0.1)
+    number = publish_one(catalog)
+    assert bench.reached("latest", VersionState.READY).number == number
+    eventually(lambda: follower == [number])
+
+
+def test_waits_end_with_what_has_become_of_the_version(catalog: Catalog, bench: Bench) -> None:
+    catalog.show(SMOL, snapshot(1, VersionState.RECEIVING))
+    failed = snapshot(1, VersionState.FAILED, error="a rank has gone")
+    threading.Timer(0.2, lambda: catalog.show(SMOL, failed)).start()
+    with pytest.raises(VersionFailed, match="a rank has gone"):
+        bench.reached("1", VersionState.READY)
+    catalog.show(SMOL, snapshot(2, VersionState.READY))
+    assert bench.reached("2", VersionState.READY).number == 2
+    with pytest.raises(DeadlineExceeded, match="acme/smol@2"):
+        bench.reached("2", VersionState.DURABLE, 0.2)
+
+
+def test_waits_and_watches_end_with_the_service(catalog: Catalog, bench: Bench) -> None:
+    catalog.show(SMOL, snapshot(1, VersionState.RECEIVING))
+
+    async def follow() -> list[int]:
+        return [version.number async for version in bench.watches.follow(str(SMOL), "latest", 0)]
+
+    following = bench.loop.begin(follow())
+    threading.Timer(0.1, lambda: (catalog.stopping.set(), catalog.changes.notify())).start()
+    begun = time.monotonic()
+    with pytest.raises(Unavailable, match="shutting down"):
+        bench.reached("1", VersionState.READY)
+    assert following.result(10) == []
+    assert time.monotonic() - begun < 10
+
+
+def test_nothing_looks_when_nobody_waits(catalog: Catalog, store: CountingStore, bench: Bench) -> None:
+    publish_one(catalog)
+    assert bench.reached("latest", VersionState.DURABLE).number == 1
+    time.sleep(0.6)
+    before = store.reads
+    time.sleep(1.0)
+    assert store.reads == before
+
+
+def test_a_watch_of_a_model_that_is_not_registered_is_refused(bench: Bench) -> None:
+    async def follow() -> None:
+        async for _ in bench.watches.follow("acme/none", "live", 0):
+            raise AssertionError
+
+    with pytest.raises(NotFound, match="there is no model"):
+        bench.loop.run(follow())
