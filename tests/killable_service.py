@@ -43,9 +43,10 @@ def serve(
     if file_bytes is not None:
         models.lay_out_files = functools.partial(lay_out_files, max_shard_bytes=file_bytes)  # type: ignore[assignment]
     config = ServiceConfig(
-        store, **{"memory_budget": 1 << 28, "grpc_workers": 32, "local_socket": "off", **settings}
+        store,
+        **{"memory_budget": 1 << 28, "most_streams": 32, "local_socket": "off", "bulk_port": "0", **settings},
     )
-    listener = GrpcListener(f"127.0.0.1:{port}", 4096)
+    listener = GrpcListener(f"127.0.0.1:{port}", 4096, config.bulk_port)
     service = Weighbridge(config, listener.port)
     lane = LaneServer(service, config.local_socket, 1024)
     server = GrpcServer(listener, service, lane)

@@ -20,18 +20,20 @@ class RunningService:
     """A service and its gRPC address.
 
     Clients would share memory with a service of their own machine. So that tests of what goes by gRPC do not have to say that they are,
-    there is no local socket, unless one is asked for.
+    there is no local socket, unless one is asked for; and so that a proxy before the service sees all that goes by gRPC, weights have no
+    port of their own.
     """
 
     def __init__(self, store: Path | str, *, lane_clients: int = 1024, **settings: Any) -> None:
         defaults: dict[str, Any] = {
             "memory_budget": 1 << 30,
             "drain_seconds": 5.0,
-            "grpc_workers": 64,
+            "most_streams": 64,
             "local_socket": OFF,
+            "bulk_port": OFF,
         }
         config = ServiceConfig(store, **{**defaults, **settings})
-        listener = GrpcListener("127.0.0.1:0", 4096)
+        listener = GrpcListener("127.0.0.1:0", 4096, config.bulk_port)
         try:
             self.service = Weighbridge(config, listener.port)
         except BaseException:

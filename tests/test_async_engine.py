@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 def service(tmp_path_factory: pytest.TempPathFactory, model: TinyModel) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("store")
     with running_service(
-        folder, local_socket=str(folder / "lane.sock"), grpc_workers=4 * (WATCHES + 8)
+        folder, local_socket=str(folder / "lane.sock"), most_streams=4 * (WATCHES + 8)
     ) as running:
         with TrainerClient(running.address) as trainer:
             trainer.register_model(MODEL, model.folder)
@@ -477,7 +477,7 @@ def test_the_loop_is_not_held_up_by_pulls(service: RunningService, lane: str) ->
 def test_a_pull_and_a_watch_go_on_where_they_were_when_the_service_was_killed(
     tmp_path: Path, model: TinyModel, connections: int
 ) -> None:
-    service = KillableService(tmp_path / "store", grpc_workers=64)
+    service = KillableService(tmp_path / "store", most_streams=64)
     service.start()
     try:
         with TrainerClient(service.address, lane="grpc") as trainer:

@@ -93,7 +93,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, model: TinyModel) -> Iterator[RunningService]:
-    with running_service(tmp_path_factory.mktemp("store"), grpc_workers=WORKERS) as running:
+    with running_service(tmp_path_factory.mktemp("store"), most_streams=WORKERS) as running:
         with TrainerClient(running.address) as trainer:
             trainer.register_model(MODEL, model.folder)
             trainer.push_folder(MODEL, model.folder).wait(timeout=60)

@@ -54,7 +54,7 @@ def test_more_ranks_than_threads_can_push_one_version(tmp_path: Path, workers: i
             )
             return handle.wait(timeout=60).number
 
-    with running_service(tmp_path / "store", grpc_workers=workers) as running:
+    with running_service(tmp_path / "store", most_streams=workers) as running:
         TrainerClient(running.address).register_model(MODEL, tmp_path / "hf")
         with ThreadPoolExecutor(RANKS) as ranks:
             numbers = set(ranks.map(rank_push, range(RANKS), [running.address] * RANKS))
@@ -68,7 +68,7 @@ def test_watches_cannot_take_all_threads(tmp_path: Path) -> None:
     model = tiny_model(tiny_config("llama", tied=False), seed=3)
     model.save_pretrained(tmp_path / "hf")
     with (
-        running_service(tmp_path / "store", grpc_workers=8) as running,
+        running_service(tmp_path / "store", most_streams=8) as running,
         EngineClient(running.address, retry_seconds=1.0) as engine,
     ):
         TrainerClient(running.address).register_model(MODEL, tmp_path / "hf")
@@ -106,7 +106,7 @@ def test_ranks_by_the_hundred_push_one_version_and_no_thread_is_held_for_each(tm
     model = "tests/hundreds"
     most = 0
     with (
-        running_service(tmp_path / "store", grpc_workers=1024) as running,
+        running_service(tmp_path / "store", most_streams=1024) as running,
         TrainerClient(running.address) as trainer,
     ):
         trainer.register_files(model, {"config.json": json.dumps(config).encode()})

@@ -24,12 +24,14 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
+from weighbridge.v1 import bulk_service_pb2, replica_service_pb2_grpc
 from weighbridge.v1 import replica_service_pb2 as pb
-from weighbridge.v1 import replica_service_pb2_grpc
+from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.bulk_streams import BulkStreams
 from weighbridge_service.byte_budget import LEAST_BYTES, ByteBudget, Direction
 from weighbridge_service.calls.methods import Methods
 from weighbridge_service.calls.server import GrpcListener
+from weighbridge_service.calls.weight_handlers import BulkHandlers
 from weighbridge_service.calls.workers import Workers
 from weighbridge_service.push.declarations import Home
 from weighbridge_service.push.handover import HandedVersion
@@ -84,7 +86,11 @@ class Replica:
         loop, workers = self._listener.loop.loop, self._workers
         methods = Methods(loop, workers, workers, workers, self._listener.count)
         handlers = ReplicaHandlers(self.home, self, self, streams, self.met.append, self)
-        self._listener.answer([methods.of(pb.DESCRIPTOR.services_by_name["ReplicaService"], handlers)])
+        contract = {
+            pb.DESCRIPTOR.services_by_name["ReplicaService"]: handlers,
+            bulk_service_pb2.DESCRIPTOR.services_by_name["BulkService"]: BulkHandlers(Tickets(b""), 0),
+        }
+        self._listener.answer([methods.of(service, handlers) for service, handlers in contract.items()])
 
     def shared(self) -> Sequence[SharedPush]:
         return list(self.pushes)

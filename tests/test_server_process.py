@@ -185,6 +185,7 @@ def test_grpc_answers_health_and_reflection(tmp_path: Path) -> None:
             "weighbridge.v1.ModelService",
             "weighbridge.v1.ReplicaService",
             "weighbridge.v1.CheckpointService",
+            "weighbridge.v1.BulkService",
             "weighbridge.v1.LocalLaneService",
             "weighbridge.v1.WeightService",
             "grpc.health.v1.Health",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 
-import grpc
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.raw_clients import RawClient, TinyModel, cut, stream_of, tiny_folder, whole_layout
 from tests.services import RunningService, eventually, running_service
-from weighbridge import EngineClient, TrainerClient, bulk, rpc, striping
+from weighbridge import EngineClient, TrainerClient, bulk, bulk_entry, rpc, striping
 from weighbridge.errors import InvalidArgument
 from weighbridge.pieces import Carried
 from weighbridge.striping import STRIPE_BYTES, Striping
@@ -60,7 +60,7 @@ def test_a_stream_comes_whole_from_services_that_know_striping_and_those_that_do
     asked: list[Striping] = []
 
     def open_at(
-        _: grpc.Channel, part: Striping, offset: int
+        _: bulk.Way, part: Striping, offset: int
     ) -> Iterator[Carried[weight_service_pb2.PullResponse]]:
         asked.append(part)
         sent = part if knows_striping else Striping()
@@ -83,8 +83,10 @@ def test_a_stream_comes_whole_from_services_that_know_striping_and_those_that_do
         def cancel(self) -> None:
             pass
 
+    # where nobody listens: nothing is sent
+    monkeypatch.setattr(bulk_entry, "ask", lambda *_: bulk_entry.Entry("127.0.0.1:1", (), math.inf))
     pieces = bulk.StreamReceiver(
-        lambda channel, part, offset: Cancellable(open_at(channel, part, offset)),
+        lambda way, part, offset: Cancellable(open_at(way, part, offset)),
         bulk.Connections("127.0.0.1:1", connections),
         nbytes=len(stream),
         on_header=lambda _: None,

@@ -10,11 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
 
-from weighbridge import rpc
+from weighbridge import bulk_entry, rpc
 from weighbridge.backoff import Backoff
 from weighbridge.errors import DataLoss, InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge.pieces import Carried
@@ -25,9 +26,22 @@ _AHEAD = 4
 """Messages of one call that wait to be put in order."""
 
 P = TypeVar("P", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
-OpenStream = Callable[[grpc.Channel, Striping, int], Iterable[Carried[P]]]
-"""Opens a part of a stream at a byte offset, over this channel."""
+OpenStream = Callable[["Way", Striping, int], Iterable[Carried[P]]]
+"""Opens a part of a stream at a byte offset, over this connection."""
 OnHeader = Callable[[checkpoint_service_pb2.StreamHeader], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A connection for one stream.
+
+    Attributes:
+        channel: the connection.
+        metadata: of the call.
+    """
+
+    channel: grpc.Channel
+    metadata: bulk_entry.Metadata
 
 
 class Connections:
@@ -47,20 +61,47 @@ class Connections:
         self.server = server
         self.most = most
         self._lock = threading.Lock()
-        self._channels: list[grpc.Channel] = []
+        self._asking = threading.Lock()
+        self._entry: bulk_entry.Entry | None = None
+        self._control: grpc.Channel | None = None
+        self._channels: dict[tuple[str, int], grpc.Channel] = {}
 
-    def channel(self, index: int) -> grpc.Channel:
-        """The channel with this number, from 0; no two share a connection."""
+    @property
+    def control(self) -> grpc.Channel:
+        """A channel for calls that carry no weights."""
         with self._lock:
-            while len(self._channels) <= index:
-                self._channels.append(rpc.open_channel(self.server, shared=False))
-            return self._channels[index]
+            if self._control is None:
+                self._control = rpc.open_channel(self.server, shared=False)
+            return self._control
+
+    def way(self, index: int) -> Way:
+        """The connection with this number, from 0; no two are the same.
+
+        Raises:
+            WeighbridgeError: the service does not say where weights go.
+        """
+        with self._asking:
+            entry = self._entry
+            if entry is None or entry.until < time.monotonic():
+                entry = self._entry = bulk_entry.ask(self.control, self.server)
+        with self._lock:
+            channel = self._channels.get((entry.address, index))
+            if channel is None:
+                channel = rpc.open_channel(entry.address, shared=False)
+                self._channels[entry.address, index] = channel
+            return Way(channel, entry.metadata)
+
+    def renew(self) -> None:
+        """A stream has broken: the service is asked again where weights go, before the next one."""
+        self._entry = None
 
     def close(self) -> None:
         """Close them all; what is on its way fails."""
         with self._lock:
-            for channel in self._channels:
+            for channel in self._channels.values():
                 channel.close()
+            if self._control is not None:
+                self._control.close()
 
 
 class StreamReceiver:
@@ -138,7 +179,7 @@ class _Part:
         on_header: OnHeader,
         retry_seconds: float,
     ) -> None:
-        self._open_at: Callable[[grpc.Channel, Striping, int], Iterable[Carried[Any]]] = open_at
+        self._open_at: Callable[[Way, Striping, int], Iterable[Carried[Any]]] = open_at
         self._connections = connections
         self._asked = self._striping = striping
         self._on_header = on_header
@@ -175,6 +216,7 @@ class _Part:
                 if retry is None:
                     raise
                 backoff = retry.backoff
+                self._connections.renew()
                 self._wait(retry.pause)
 
     def _wait(self, seconds: float) -> None:
@@ -183,11 +225,11 @@ class _Part:
                 raise _Stopped
 
     def _open(self, position: int) -> Iterable[Carried[Any]]:
+        way = self._connections.way(self._asked.index)
         with self._changed:
             if self._stopped:
                 raise _Stopped
-            channel = self._connections.channel(self._asked.index)
-            self._call = self._open_at(channel, self._striping, position)
+            self._call = self._open_at(way, self._striping, position)
             return self._call  # type: ignore[no-any-return]
 
     def _begin(self, header: checkpoint_service_pb2.StreamHeader) -> int:
@@ -265,17 +307,20 @@ def send(
 
     Raises:
         grpc.RpcError: a part broke; the others were broken off.
+        WeighbridgeError: the service does not say where weights go.
     """
     count = calls_for(nbytes, connections.most)
     calls: list[Any] = []
     try:
         for index in range(count):
-            method = connections.channel(index).stream_unary(
-                path, request_serializer=None, response_deserializer=None
-            )
-            calls.append(method.future(messages(Striping(count, index))))
+            way = connections.way(index)
+            method = way.channel.stream_unary(path, request_serializer=None, response_deserializer=None)
+            calls.append(method.future(messages(Striping(count, index)), metadata=way.metadata))
         for call in calls:
             call.result()
+    except grpc.RpcError:
+        connections.renew()
+        raise
     finally:
         for call in calls:
             call.cancel()

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-import grpc
-
 from weighbridge import pieces, wire
-from weighbridge.bulk import StreamReceiver
+from weighbridge.bulk import StreamReceiver, Way
 from weighbridge.errors import DataLoss, FailedPrecondition, Unavailable, WeighbridgeError
 from weighbridge.host_slices import HostSlices, Slices
 from weighbridge.lane_loans import ReadLoan
@@ -168,9 +166,9 @@ class Transfer:
         return map(step, _runs(placements))
 
     def _open_at(
-        self, channel: grpc.Channel, striping: Striping, offset: int
+        self, way: Way, striping: Striping, offset: int
     ) -> Iterable[pieces.Carried[weight_service_pb2.PullResponse]]:
-        pull = channel.unary_stream(
+        pull = way.channel.unary_stream(
             "/weighbridge.v1.WeightService/Pull",
             request_serializer=weight_service_pb2.PullRequest.SerializeToString,
             response_deserializer=pieces.decoder(weight_service_pb2.PullResponse),
@@ -183,7 +181,9 @@ class Transfer:
             dtype=self._plan.dtype,
             striping=wire.striping_to_proto(striping),
         )
-        return cast("Iterable[pieces.Carried[weight_service_pb2.PullResponse]]", pull(request))
+        return cast(
+            "Iterable[pieces.Carried[weight_service_pb2.PullResponse]]", pull(request, metadata=way.metadata)
+        )
 
     def _check(self, header: checkpoint_service_pb2.StreamHeader) -> None:
         planned = self._plan.nbytes

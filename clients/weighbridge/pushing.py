@@ -267,7 +267,7 @@ class Pusher:
         request = pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank)
         state = client._call(client._checkpoints.GetPushState, request)
         if route.address:
-            channel = client._transport.connections_to(route.address).channel(0)
+            channel = client._transport.connections_to(route.address).control
             stub = checkpoint_service_pb2_grpc.CheckpointServiceStub(channel)
             try:
                 with rpc.translated_errors(route.address):

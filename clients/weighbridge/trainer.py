@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import grpc
-
 from weighbridge import bulk, dtypes, hf_folder, pieces, safetensors_files, wire
 from weighbridge.client import Client
 from weighbridge.errors import DataLoss, InvalidArgument
@@ -279,9 +277,9 @@ class TrainerClient(Client):
         resolved: list[Version] = []
 
         def open_at(
-            channel: grpc.Channel, striping: Striping, offset: int
+            way: bulk.Way, striping: Striping, offset: int
         ) -> Iterable[pieces.Carried[pb.RestoreResponse]]:
-            restore = channel.unary_stream(
+            restore = way.channel.unary_stream(
                 "/weighbridge.v1.CheckpointService/Restore",
                 request_serializer=pb.RestoreRequest.SerializeToString,
                 response_deserializer=pieces.decoder(pb.RestoreResponse),
@@ -295,7 +293,9 @@ class TrainerClient(Client):
                 offset=offset,
                 striping=wire.striping_to_proto(striping),
             )
-            return cast("Iterable[pieces.Carried[pb.RestoreResponse]]", restore(request))
+            return cast(
+                "Iterable[pieces.Carried[pb.RestoreResponse]]", restore(request, metadata=way.metadata)
+            )
 
         def on_header(header: pb.StreamHeader) -> None:
             if header.stream_bytes != layout.nbytes:

@@ -30,6 +30,8 @@ class ServiceConfig:
         read_cache: most bytes on disk, in the scratch folder, of what pulls have brought from a store that is no folder.
         redirect_downloads: whether clients of the Hub's protocol are sent to the store itself for large files, if it can sign
             URLs.
+        bulk_port: for streams of weights over gRPC; ``auto`` for the one behind that of all calls, or any if that is taken; ``off`` if they
+            share it (`weighbridge_service.calls.server.bulk_ports`).
         local_socket: path of the Unix socket by which processes of this machine get at weights in shared memory; ``auto`` for one
             that only this user's processes can reach, ``off`` for none.
         receive_timeout: seconds without a word from any rank after which a version being received is given up.
@@ -45,8 +47,8 @@ class ServiceConfig:
         grace_seconds: how long a version can still be read after it was taken out of history; the same for all replicas.
         http_hosts: names by which the HTTP face may be asked, besides addresses, this machine's own name, and names that no public DNS server
             answers for; ``*`` for any.
-        grpc_workers: most threads for gRPC calls, made as needed; a quarter of them may be watches. Running pushes, pulls and
-            restores have as many again, each takes one, and so has what replicas read from each other.
+        most_streams: most pushes, pulls and restores over gRPC at one time, each of which takes a thread; what replicas read from each other
+            may be as many again.
     """
 
     store: Path | str
@@ -58,6 +60,7 @@ class ServiceConfig:
     budget_wait: float = 30.0
     read_cache: int = 16 << 30
     redirect_downloads: bool = False
+    bulk_port: str = "auto"
     local_socket: str = "auto"
     receive_timeout: float = 300.0
     advertise: str = ""
@@ -69,7 +72,7 @@ class ServiceConfig:
     collect_every: float = 600.0
     grace_seconds: float = 900.0
     http_hosts: tuple[str, ...] = ()
-    grpc_workers: int = 1024
+    most_streams: int = 1024
 
     @property
     def grace(self) -> Grace:

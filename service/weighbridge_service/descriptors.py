@@ -21,7 +21,7 @@ class Descriptors:
     """How many connections each door may have.
 
     Attributes:
-        grpc: of clients and replicas.
+        grpc: of clients and replicas, to each of the two ports.
         http: of people and programs.
         lane: to the Unix socket.
     """
@@ -33,7 +33,7 @@ class Descriptors:
     @staticmethod
     def of(limit: int) -> Descriptors:
         """The parts of a process that may have so many descriptors in all."""
-        return Descriptors(grpc=max(limit // 8 * 3, 8), http=max(limit // 8, 8), lane=max(limit // 4, 8))
+        return Descriptors(grpc=max(limit // 16 * 3, 8), http=max(limit // 8, 8), lane=max(limit // 4, 8))
 
 
 def raise_limit() -> int:

@@ -176,7 +176,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
                 _check_advertised(config.advertise)
             http_server = HttpServer(http, shares.http)
             stack.callback(http_server.stop)
-            listener = GrpcListener(grpc, shares.grpc)
+            listener = GrpcListener(grpc, shares.grpc, config.bulk_port)
             stack.callback(listener.stop, 0.0)
             service = Weighbridge(config, listener.port)
             stack.callback(service.close)
@@ -199,6 +199,8 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             f"store {config.store_shown}\n"
         )
         sys.stdout.flush()
+        if listener.bulk is not None:
+            log.info("streams of weights go in at port %d", listener.bulk.port)
         warming = threading.Thread(target=_warm_up, name="warm-up", daemon=True)
         warming.start()
 

@@ -69,6 +69,14 @@ from weighbridge.cli.running import Command, needs_extra
     help="Most room in the scratch folder for what pulls have brought from S3; a folder as the store needs none.",
 )
 @click.option(
+    "--bulk-port",
+    metavar="PORT|auto|off",
+    default="auto",
+    show_default=True,
+    help="Port for streams of weights over gRPC, which clients learn from the service. auto: the one behind that of --grpc, or any if that "
+    "is taken; off: they share the port of --grpc, and take more processor time.",
+)
+@click.option(
     "--local-socket",
     metavar="PATH|auto|off",
     default="auto",
@@ -156,6 +164,7 @@ def serve_command(
     spill_budget: int | None,
     byte_budget: int,
     read_cache: int,
+    bulk_port: str,
     local_socket: str,
     receive_timeout: float,
     drain_seconds: float,
@@ -181,6 +190,7 @@ def serve_command(
         spill_budget=spill_budget,
         byte_budget=byte_budget,
         read_cache=read_cache,
+        bulk_port=bulk_port,
         local_socket=local_socket,
         receive_timeout=receive_timeout,
         drain_seconds=drain_seconds,

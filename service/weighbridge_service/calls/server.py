@@ -1,4 +1,4 @@
-"""Server of the gRPC face: one port on an event loop, for all calls."""
+"""Server of the gRPC face: the known port on an event loop, for all calls, and one for streams of weights alone."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ import grpc
 from prometheus_client import Counter
 
 from weighbridge import rpc
-from weighbridge.errors import Unavailable
+from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge.v1 import (
+    bulk_service_pb2,
     checkpoint_service_pb2,
     local_lane_pb2,
     model_service_pb2,
     replica_service_pb2,
     weight_service_pb2,
 )
+from weighbridge_service.admission.tickets import Tickets, ticket_key
 from weighbridge_service.bulk_streams import BulkStreams
+from weighbridge_service.calls.bulk_server import BulkListener
 from weighbridge_service.calls.checkpoint_handlers import CheckpointHandlers
 from weighbridge_service.calls.event_loop import EventLoop
 from weighbridge_service.calls.health_handlers import HEALTH, REFLECTION, HealthHandlers, reflection_handlers
 from weighbridge_service.calls.methods import Methods
 from weighbridge_service.calls.model_handlers import ModelHandlers
 from weighbridge_service.calls.watches import Watches
-from weighbridge_service.calls.weight_handlers import LocalLaneHandlers, WeightHandlers
+from weighbridge_service.calls.weight_handlers import BulkHandlers, LocalLaneHandlers, WeightHandlers
 from weighbridge_service.calls.workers import Workers
 from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.replicas.handlers import ReplicaHandlers
@@ -33,6 +36,7 @@ from weighbridge_service.service import Weighbridge
 
 _QUICK_THREADS = 32
 _LONG_THREADS = 8
+_LAST_PORT = 65535
 _LINE = 4096
 """Calls that wait for a thread."""
 
@@ -47,40 +51,75 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+AUTO, OFF = "auto", "off"
+
+
+def bulk_ports(wanted: str, port: int) -> tuple[int, ...]:
+    """At which ports streams of weights may go in, the first that is free; none if they have no port of their own.
+
+    Args:
+        wanted: a number; ``auto`` for the one behind that for all calls, or else any; or ``off``.
+        port: for all calls.
+
+    Raises:
+        InvalidArgument: it is none of these.
+    """
+    if wanted == OFF:
+        return ()
+    if wanted == AUTO:
+        return (port + 1, 0) if port < _LAST_PORT else (0,)
+    if not wanted.isascii() or not wanted.isdigit() or int(wanted[:6]) > _LAST_PORT:
+        raise InvalidArgument(f"{wanted[:20]!r} is no port", fix="name a number, or auto, or off")
+    return (int(wanted),)
+
+
 class GrpcListener:
-    """A bound port, and the server that will answer there.
+    """Bound ports, and the servers that will answer there.
 
     Args:
         address: ``host:port``; port 0 takes a free one.
-        connections: most at one time.
+        connections: most at one time, at each port.
+        bulk: see `bulk_ports`.
 
     Raises:
-        Unavailable: the address cannot be bound.
+        InvalidArgument: there cannot be such a port.
+        Unavailable: an address cannot be bound.
 
     Attributes:
-        port: the bound port.
+        port: for all calls.
+        bulk: for streams of weights; None if they have no port of their own.
         calls: how many calls have ended, by method and status code.
-        loop: on which the server runs.
-        server: has no handlers yet.
+        loop: on which control calls are answered.
     """
 
-    def __init__(self, address: str, connections: int) -> None:
+    def __init__(self, address: str, connections: int, bulk: str = OFF) -> None:
         self.calls = Counter(
             "weighbridge_grpc_calls", "gRPC calls that have ended.", ["method", "code"], registry=None
         )
+        options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", connections))
+        self.bulk: BulkListener | None = None
         self.loop = EventLoop("grpc")
         try:
-            self.server, self.port = self.loop.run(_bound(address, connections))
+            self._server, self.port = self.loop.run(_bound(address, options))
+            ports = bulk_ports(bulk, self.port)
+            for i, port in enumerate(ports):
+                try:
+                    where = f"{address.rpartition(':')[0]}:{port}"
+                    self.bulk = BulkListener(where, options, self.count)
+                    break
+                except Unavailable:
+                    if i + 1 == len(ports):
+                        raise
         except BaseException:
             self.loop.stop()
             raise
 
     def answer(self, handlers: Iterable[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
-        """Begin to answer calls of these methods."""
+        """Begin to answer calls of these methods at the port for all calls."""
 
         async def begin() -> None:
-            self.server.add_generic_rpc_handlers(tuple(handlers))
-            await self.server.start()
+            self._server.add_generic_rpc_handlers(tuple(handlers))
+            await self._server.start()
 
         self.loop.run(begin())
 
@@ -89,14 +128,18 @@ class GrpcListener:
         self.calls.labels(method, code).inc()
 
     def stop(self, grace: float) -> None:
-        """Let running calls end within ``grace`` seconds, then close the port."""
-        if not self.loop.loop.is_closed():
-            self.loop.run(self.server.stop(grace))
-            self.loop.stop()
+        """Let running calls end within ``grace`` seconds, then close the ports."""
+        if self.loop.loop.is_closed():
+            return
+        stopping = self.loop.begin(self._server.stop(grace))
+        if self.bulk is not None:
+            self.bulk.stop(grace)
+        stopping.result()
+        self.loop.stop()
 
 
-async def _bound(address: str, connections: int) -> tuple[grpc.aio.Server, int]:
-    server = grpc.aio.server(options=(*_OPTIONS, ("grpc.max_allowed_incoming_connections", connections)))
+async def _bound(address: str, options: Iterable[tuple[str, int]]) -> tuple[grpc.aio.Server, int]:
+    server = grpc.aio.server(options=tuple(options))
     try:
         return server, server.add_insecure_port(address)
     except RuntimeError as error:
@@ -119,7 +162,7 @@ class GrpcServer:
         self._listener = listener
         self.port = listener.port
         loop = listener.loop.loop
-        most = service.config.grpc_workers
+        most = service.config.most_streams
         self._workers = (
             Workers("grpc-quick", _QUICK_THREADS, _LINE),
             Workers("grpc-long", _LONG_THREADS, _LINE),
@@ -132,7 +175,10 @@ class GrpcServer:
         self._stack.enter_context(watches.listening(loop))
         bulk = BulkStreams(service.byte_budget, most, service.config.budget_wait)
         self._health = HealthHandlers()
+        self._tickets = Tickets(ticket_key(service.catalog.store))
+        bulk_port = listener.bulk.port if listener.bulk else 0
         found: list[tuple[Any, str, object]] = [
+            (bulk_service_pb2, "BulkService", BulkHandlers(self._tickets, bulk_port)),
             (model_service_pb2, "ModelService", ModelHandlers(service, methods, watches)),
             (checkpoint_service_pb2, "CheckpointService", CheckpointHandlers(service, methods, bulk)),
             (weight_service_pb2, "WeightService", WeightHandlers(service, bulk)),
@@ -150,16 +196,20 @@ class GrpcServer:
                 ),
             ),
         ]
-        contract = [(module.DESCRIPTOR.services_by_name[name], handlers) for module, name, handlers in found]
+        contract = self._contract = [
+            (module.DESCRIPTOR.services_by_name[name], handlers) for module, name, handlers in found
+        ]
         names = [descriptor.full_name for descriptor, _ in contract]
         self._health.serve(names)
         reflection = reflection_handlers([*names, HEALTH.full_name, REFLECTION.full_name])
-        contract += [(HEALTH, self._health), (REFLECTION, reflection)]
-        self._handlers = [methods.of(descriptor, handlers) for descriptor, handlers in contract]
+        control = [*contract, (HEALTH, self._health), (REFLECTION, reflection)]
+        self._handlers = [methods.of(descriptor, handlers) for descriptor, handlers in control]
 
     def start(self) -> None:
         """Begin to answer."""
         self._listener.answer(self._handlers)
+        if self._listener.bulk is not None:
+            self._listener.bulk.answer(self._contract, self._tickets, self._workers[-1])
 
     def refuse(self) -> None:
         """Tell health checks that no new work should come; calls are still answered."""

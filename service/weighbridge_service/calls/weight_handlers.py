@@ -1,11 +1,12 @@
-"""Handlers of `WeightService` and `LocalLaneService`: how weights go out."""
+"""Handlers of `WeightService`, `BulkService` and `LocalLaneService`: how weights go out, and where."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from weighbridge import wire
-from weighbridge.v1 import local_lane_pb2, weight_service_pb2
+from weighbridge.v1 import bulk_service_pb2, local_lane_pb2, weight_service_pb2
+from weighbridge_service.admission.tickets import VALID_SECONDS, Tickets
 from weighbridge_service.bulk_streams import BulkStreams, sent
 from weighbridge_service.byte_budget import Direction
 from weighbridge_service.calls.call import Call
@@ -57,4 +58,24 @@ class LocalLaneHandlers:
             service_id=self._lane.service_id,
             unavailable=self._lane.unavailable,
             private=self._lane.private,
+        )
+
+
+class BulkHandlers:
+    """`BulkService`.
+
+    Args:
+        tickets: gives them.
+        port: for streams of weights; 0 if they have none of their own.
+    """
+
+    def __init__(self, tickets: Tickets, port: int) -> None:
+        self._tickets = tickets
+        self._port = port
+
+    async def GetTicket(
+        self, request: bulk_service_pb2.GetTicketRequest, call: Call
+    ) -> bulk_service_pb2.GetTicketResponse:
+        return bulk_service_pb2.GetTicketResponse(
+            ticket=self._tickets.give(call.peer.host), valid_seconds=VALID_SECONDS, port=self._port
         )

@@ -7,10 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
-
-from weighbridge import rpc
-from weighbridge.errors import DataLoss
+from weighbridge import bulk, rpc
+from weighbridge.errors import DataLoss, Unavailable
 from weighbridge.pieces import decoder
 from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge.v1 import replica_service_pb2_grpc
@@ -27,7 +25,6 @@ _EXCHANGE_SECONDS = 5.0
 _READ_SECONDS = 30.0
 """For a part of a file, of some megabytes."""
 _PROBE_SECONDS = 1.0
-_CONTROL, _BULK = "control", "bulk"
 
 
 class Links:
@@ -40,7 +37,7 @@ class Links:
     def __init__(self, home: Home) -> None:
         self.home = home
         self._lock = threading.Lock()
-        self._channels: dict[tuple[str, str], grpc.Channel] = {}
+        self._connections: dict[str, bulk.Connections] = {}
 
     def exchange(self, other: Home, progress: Sequence[tuple[Progress, bool]]) -> tuple[Home, list[Progress]]:
         """Tell another replica how far this one is.
@@ -55,7 +52,7 @@ class Links:
         Raises:
             WeighbridgeError: it cannot be reached, or refuses.
         """
-        stub = replica_service_pb2_grpc.ReplicaServiceStub(self._channel(other.address, _CONTROL))
+        stub = replica_service_pb2_grpc.ReplicaServiceStub(self._to(other.address).control)
         request = pb.ExchangeRequest(
             sender=home_to_proto(self.home),
             versions=[progress_to_proto(each, with_files=files) for each, files in progress],
@@ -81,7 +78,7 @@ class Links:
             WeighbridgeError: it refuses, cannot be reached, or takes too long.
         """
         request.sender.CopyFrom(home_to_proto(self.home))
-        stub = replica_service_pb2_grpc.ReplicaServiceStub(self._channel(other.address, _CONTROL))
+        stub = replica_service_pb2_grpc.ReplicaServiceStub(self._to(other.address).control)
         with rpc.translated_errors(other.address):
             stub.TakeOver(request, timeout=seconds)
 
@@ -100,7 +97,9 @@ class Links:
             WeighbridgeError: the replica cannot be reached, or refuses.
         """
         model, number, claim = key
-        read: Any = self._channel(owner.address, _BULK).unary_stream(
+        connections = self._to(owner.address)
+        way = connections.way(0)
+        read: Any = way.channel.unary_stream(
             "/weighbridge.v1.ReplicaService/ReadFile",
             request_serializer=pb.ReadFileRequest.SerializeToString,
             response_deserializer=decoder(pb.ReadFileResponse),
@@ -109,9 +108,13 @@ class Links:
             model=model, number=number, claim=claim, file=file, offset=offset, length=length
         )
         found = bytearray()
-        with rpc.translated_errors(owner.address):
-            for piece in read(request, timeout=_READ_SECONDS):
-                found += rpc.checked(piece, offset + len(found))
+        try:
+            with rpc.translated_errors(owner.address):
+                for piece in read(request, timeout=_READ_SECONDS, metadata=way.metadata):
+                    found += rpc.checked(piece, offset + len(found))
+        except Unavailable:
+            connections.renew()
+            raise
         if len(found) != length:
             raise DataLoss(f"{owner} sent {len(found)} of {length} bytes of {file} of {model}@{number}")
         return bytes(found)
@@ -119,17 +122,14 @@ class Links:
     def close(self) -> None:
         """End all connections; what is on its way fails."""
         with self._lock:
-            channels, self._channels = self._channels, {}
-        for channel in channels.values():
-            channel.close()
+            connections, self._connections = self._connections, {}
+        for each in connections.values():
+            each.close()
 
-    def _channel(self, address: str, use: str) -> grpc.Channel:
+    def _to(self, address: str) -> bulk.Connections:
         with self._lock:
-            channel = self._channels.get((address, use))
-            if channel is None:
-                # a heartbeat must not queue behind a megabyte
-                channel = self._channels[address, use] = rpc.open_channel(address, shared=False)
-            return channel
+            # a heartbeat must not queue behind a megabyte, so streams have a connection of their own
+            return self._connections.setdefault(address, bulk.Connections(address, 1))
 
 
 def refuses(address: str) -> bool:

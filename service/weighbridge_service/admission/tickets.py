@@ -1,0 +1,84 @@
+"""Tickets for streams of weights: given by a control call, shown by the stream, checked without asking anybody.
+
+A ticket says to which host it was given and until when it is valid, and has a message authentication code over both (HMAC-SHA256,
+RFC 2104). All replicas over one store have the same key. It is no proof of who somebody is: it says that a service has admitted the caller.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from weighbridge.errors import Conflict, DataLoss, NotFound, Unavailable
+from weighbridge_service.clock import unix_ms
+from weighbridge_storage.objects import ObjectStore
+
+VALID_SECONDS = 3600
+_KEY = "service/ticket-key"
+_KEY_BYTES = 32
+_CODE_BYTES = 16
+_EXPIRY = struct.Struct(">Q")
+
+
+def ticket_key(store: ObjectStore) -> bytes:
+    """The key of all replicas over a store; the first of them makes it."""
+    while True:
+        try:
+            key, _ = store.get(_KEY)
+        except NotFound:
+            with suppress(Conflict):
+                store.put(_KEY, secrets.token_bytes(_KEY_BYTES), mode="create")
+            continue
+        if len(key) != _KEY_BYTES:
+            raise DataLoss(
+                f"{_KEY} in the object store has {len(key)} bytes, not {_KEY_BYTES}",
+                fix="delete it: a service makes another one when it starts",
+            )
+        return key
+
+
+@dataclass(frozen=True, slots=True)
+class Tickets:
+    """What gives and checks tickets.
+
+    Attributes:
+        key: of the message authentication code.
+        clock: milliseconds since 1970 UTC.
+    """
+
+    key: bytes
+    clock: Callable[[], int] = unix_ms
+
+    def give(self, host: str) -> str:
+        """A ticket for a host."""
+        text = _EXPIRY.pack(self.clock() + VALID_SECONDS * 1000) + host.encode()
+        return base64.urlsafe_b64encode(text + self._code(text)).decode()
+
+    def host_of(self, ticket: str) -> str:
+        """The host to which a ticket was given.
+
+        Raises:
+            Unavailable: it is none, or not valid any more: ask for another one.
+        """
+        try:
+            raw = base64.urlsafe_b64decode(ticket.encode())
+        except (binascii.Error, ValueError):
+            raw = b""
+        text, code = raw[:-_CODE_BYTES], raw[-_CODE_BYTES:]
+        genuine = len(text) >= _EXPIRY.size and hmac.compare_digest(self._code(text), code)
+        if not genuine or _EXPIRY.unpack_from(text)[0] < self.clock():
+            raise Unavailable(
+                "the call has no valid ticket for streams of weights",
+                fix="ask BulkService.GetTicket for one, at the port for control calls",
+            )
+        return text[_EXPIRY.size :].decode()
+
+    def _code(self, text: bytes) -> bytes:
+        return hmac.new(self.key, text, hashlib.sha256).digest()[:_CODE_BYTES]

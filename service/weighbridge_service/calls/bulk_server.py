@@ -1,0 +1,187 @@
+"""Server for streams of weights: a port of its own, whose calls each have a thread and show a ticket.
+
+Weights that cross an event loop cost a fifth more of a processor (docs/benchmarks.md). A call without a ticket is refused by the thread that
+accepts calls, and takes no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from weighbridge import bulk_entry, pieces
+from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge_service.admission.peer import Peer
+from weighbridge_service.admission.tickets import Tickets
+from weighbridge_service.calls.call import Call
+from weighbridge_service.calls.methods import Count, carries_weights, decoded, encoded, known_error
+from weighbridge_service.calls.workers import Workers
+from weighbridge_service.grpc_errors import to_status
+
+_REFUSING_THREADS = 2
+_ANYBODY = Peer("bulk")
+
+
+class BulkListener:
+    """A bound port for streams of weights.
+
+    Args:
+        address: ``host:port``; port 0 takes a free one.
+        options: of the server.
+        count: is told how each call ends.
+
+    Raises:
+        Unavailable: the address cannot be bound.
+
+    Attributes:
+        port: the bound port.
+    """
+
+    def __init__(self, address: str, options: Iterable[tuple[str, int]], count: Count) -> None:
+        self._count = count
+        self._gate = _Gate(count)
+        self._threads = _Threads()
+        self._server = grpc.server(self._threads, interceptors=[self._gate], options=tuple(options))
+        try:
+            self.port: int = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise Unavailable(
+                f"the address {address} for streams of weights cannot be bound",
+                fix="is another service running? name another --bulk-port",
+            ) from error
+
+    def answer(
+        self, contract: Iterable[tuple[ServiceDescriptor, object]], tickets: Tickets, workers: Workers
+    ) -> None:
+        """Begin to answer those methods of the contract that carry weights.
+
+        Args:
+            contract: services, and their handlers.
+            tickets: checks what calls show.
+            workers: threads for streams.
+        """
+        self._gate.tickets = tickets
+        self._threads.workers = workers
+        self._server.add_generic_rpc_handlers(
+            tuple(self._methods(service, handlers) for service, handlers in contract)
+        )
+        self._server.start()
+
+    def stop(self, grace: float) -> None:
+        """Let running calls end within ``grace`` seconds, then close the port."""
+        self._server.stop(grace).wait()
+        self._gate.close()
+
+    def _methods(self, service: ServiceDescriptor, handlers: object) -> grpc.GenericRpcHandler[bytes, bytes]:
+        found = {}
+        for method in service.methods:
+            handler = getattr(handlers, method.name)
+            if carries_weights(handler):
+                kind = GetMessageClass(method.input_type)
+                answer = _taking(handler, kind) if hasattr(handler, "streamed") else _giving(handler, kind)
+                found[method.name] = grpc.stream_stream_rpc_method_handler(
+                    self._behaviour(method.name, answer)
+                )
+        return grpc.method_handlers_generic_handler(service.full_name, found)
+
+    def _behaviour(self, name: str, answer: _Answer) -> Callable[..., Iterator[bytes]]:
+        def behave(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            call = Call(context)
+            if not context.add_callback(call.end):
+                call.end()
+            code = "OK"
+            try:
+                yield from answer(requests, call)
+            except GeneratorExit:
+                code = "CANCELLED"
+                raise
+            except Exception as error:
+                # a caller that has gone is told nothing; neither is one whose own stream broke while it was being read
+                gone = not context.is_active() or isinstance(error, grpc.RpcError)
+                known = known_error(name, error) if not gone else _gone(error)
+                code = "CANCELLED" if gone else known.grpc_code
+                context.abort_with_status(to_status(known))
+            finally:
+                self._count(name, code)
+
+        return behave
+
+
+_Answer = Callable[[Iterator[bytes], Call], Iterator[bytes]]
+
+
+def _gone(error: Exception) -> WeighbridgeError:
+    return error if isinstance(error, WeighbridgeError) else Unavailable("the caller has gone")
+
+
+def _taking(handler: Callable[..., Any], kind: Any) -> _Answer:
+    decode = pieces.decoder(kind)
+
+    def answer(requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
+        yield encoded(handler((decoded(decode, raw) for raw in requests), call))
+
+    return answer
+
+
+def _giving(handler: Callable[..., Any], kind: Any) -> _Answer:
+    def answer(requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
+        raw = next(requests, None)
+        if raw is None:
+            raise InvalidArgument("the call has no request", fix="send one message")
+        with closing(handler(decoded(kind.FromString, raw), call)) as responses:
+            for response in responses:
+                yield encoded(response)
+                del response
+
+    return answer
+
+
+class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses calls without a ticket; runs in the thread that accepts calls."""
+
+    def __init__(self, count: Count) -> None:
+        self.tickets: Tickets | None = None
+        self._count = count
+        self._pool = ThreadPoolExecutor(_REFUSING_THREADS, thread_name_prefix="bulk-refuse")
+
+    def intercept_service(self, continuation: Any, details: Any) -> Any:
+        ticket = dict(details.invocation_metadata).get(bulk_entry.TICKET, "")
+        try:
+            if self.tickets is None or not isinstance(ticket, str):
+                raise Unavailable("the service is starting", fix="try again")
+            self.tickets.host_of(ticket)
+        except WeighbridgeError as error:
+            self._count("refused", error.grpc_code)
+            return self._refusing(error)
+        return continuation(details)
+
+    def _refusing(self, error: WeighbridgeError) -> Any:
+        status = to_status(error)
+
+        def refuse(_requests: object, context: grpc.ServicerContext) -> Iterator[bytes]:
+            context.abort_with_status(status)
+
+        refuse.experimental_thread_pool = self._pool  # type: ignore[attr-defined]
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Threads(ThreadPoolExecutor):
+    """`Workers` as gRPC knows pools of threads; they are given once there is a service."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.workers: Workers | None = None
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if self.workers is None:
+            raise RuntimeError("there is no service yet")
+        return self.workers.submit(_ANYBODY, lambda: work(*args, **kwargs))

@@ -1,0 +1,161 @@
+"""Do weights find the port of their own, and what does it refuse?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from tests.raw_clients import TinyModel, tiny_folder
+from tests.services import RunningService, running_service
+from weighbridge import EngineClient, TrainerClient, bulk, bulk_entry, rpc
+from weighbridge.errors import DataLoss, InvalidArgument, Unavailable
+from weighbridge.v1 import bulk_service_pb2 as pb
+from weighbridge.v1 import bulk_service_pb2_grpc, weight_service_pb2
+from weighbridge_service.admission.tickets import VALID_SECONDS, Tickets, ticket_key
+from weighbridge_service.calls.server import bulk_ports
+from weighbridge_storage.local import LocalStore
+
+MODEL = "tests/bulk"
+KEY = b"k" * 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return tiny_folder(tmp_path_factory.mktemp("bulk") / "hf")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, model: TinyModel) -> Iterator[RunningService]:
+    with running_service(tmp_path_factory.mktemp("store"), bulk_port="0") as running:
+        with TrainerClient(running.address, lane="grpc") as trainer:
+            trainer.register_files(MODEL, model.files)
+            trainer.push_folder(MODEL, model.folder, step=1).wait(timeout=60)
+        yield running
+
+
+def calls(service: RunningService, method: str, code: str) -> float:
+    return (
+        service.metrics.registry.get_sample_value(
+            "weighbridge_grpc_calls_total", {"method": method, "code": code}
+        )
+        or 0.0
+    )
+
+
+def entry(service: RunningService) -> bulk_entry.Entry:
+    with rpc.open_channel(service.address) as channel:
+        return bulk_entry.ask(channel, service.address)
+
+
+def pull_without(service: RunningService, metadata: bulk_entry.Metadata) -> grpc.RpcError:
+    """What a pull with such metadata is told at the port for weights."""
+    request = weight_service_pb2.PullRequest(model=MODEL, version="latest").SerializeToString()
+    with (
+        rpc.open_channel(entry(service).address) as channel,
+        pytest.raises(grpc.RpcError) as refused,
+    ):
+        list(channel.unary_stream("/weighbridge.v1.WeightService/Pull")(request, metadata=metadata))
+    return refused.value
+
+
+def test_weights_go_over_their_own_port_and_come_back_the_same(
+    service: RunningService, model: TinyModel
+) -> None:
+    before = calls(service, "Pull", "OK")
+    with EngineClient(service.address, lane="grpc") as engine:
+        assert engine._transport.connections.way(0).metadata
+        found = {name: tensor.numpy() for name, tensor in engine.pull(MODEL, "latest")}
+    assert found.keys() == model.arrays.keys()
+    assert all(np.array_equal(found[name], array) for name, array in model.arrays.items())
+    assert calls(service, "Pull", "OK") == before + 1
+
+
+def test_a_call_without_a_ticket_is_refused_and_takes_no_thread(service: RunningService) -> None:
+    there = {thread.name for thread in threading.enumerate()}
+    for ticket in ("", "nonsense", Tickets(KEY).give("127.0.0.1"), "é"):
+        metadata = ((bulk_entry.TICKET, ticket),) if ticket.isascii() and ticket else ()
+        error = pull_without(service, metadata)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+        assert "ticket" in error.details()  # type: ignore[attr-defined]
+    begun = {thread.name for thread in threading.enumerate()} - there
+    assert not [name for name in begun if "stream" in name]
+
+
+def test_control_calls_are_not_answered_at_the_port_for_weights(service: RunningService) -> None:
+    found = entry(service)
+    with rpc.open_channel(found.address) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/weighbridge.v1.ModelService/ListModels")(b"", metadata=found.metadata)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_weights_go_over_the_known_port_if_the_other_cannot_be_reached(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_entry, "_listens", lambda *_: False)
+    with EngineClient(service.address, lane="grpc") as engine:
+        assert engine._transport.connections.way(0).metadata == ()
+        assert len(dict(engine.pull(MODEL, "latest"))) > 0
+
+
+def test_a_broken_stream_asks_anew_where_weights_go(tmp_path: Path, model: TinyModel) -> None:
+    with running_service(tmp_path, bulk_port="0") as first:
+        with TrainerClient(first.address, lane="grpc") as trainer:
+            trainer.register_files(MODEL, model.files)
+            trainer.push_folder(MODEL, model.folder, step=1).wait(timeout=60)
+        connections = bulk.Connections(first.address, 1)
+        before = connections.way(0)
+        connections.renew()
+        assert connections.way(0).channel is before.channel
+        connections.close()
+
+
+def test_a_ticket_is_good_for_its_time_and_its_key_alone() -> None:
+    now = 10**12
+    tickets = Tickets(KEY, lambda: now)
+    given = tickets.give("10.0.0.7")
+    assert tickets.host_of(given) == "10.0.0.7"
+    now += VALID_SECONDS * 1000
+    assert tickets.host_of(given) == "10.0.0.7"
+    now += 1
+    with pytest.raises(Unavailable):
+        tickets.host_of(given)
+    now -= 1
+    with pytest.raises(Unavailable):
+        Tickets(b"l" * 32, lambda: now).host_of(given)
+    for i in range(len(given)):
+        changed = given[:i] + ("A" if given[i] != "A" else "B") + given[i + 1 :]
+        with pytest.raises(Unavailable):
+            tickets.host_of(changed)
+
+
+def test_replicas_over_one_store_take_each_others_tickets(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    key = ticket_key(store)
+    assert len(key) == 32
+    assert ticket_key(store) == key
+    store.put("service/ticket-key", b"short", mode="overwrite")
+    with pytest.raises(DataLoss, match="5 bytes"):
+        ticket_key(store)
+    store.close()
+
+
+def test_the_port_is_the_one_that_was_asked_for() -> None:
+    assert bulk_ports("auto", 50051) == (50052, 0)
+    assert bulk_ports("auto", 65535) == (0,)
+    assert bulk_ports("off", 50051) == ()
+    assert bulk_ports("7", 50051) == (7,)
+    for wrong in ("", "-1", "65536", "x", "٣"):
+        with pytest.raises(InvalidArgument):
+            bulk_ports(wrong, 50051)
+
+
+def test_a_service_without_the_port_takes_weights_at_the_known_one(tmp_path: Path) -> None:
+    with running_service(tmp_path) as running, rpc.open_channel(running.address) as channel:
+        answer = bulk_service_pb2_grpc.BulkServiceStub(channel).GetTicket(pb.GetTicketRequest())
+        assert answer.port == 0
+        assert bulk_entry.ask(channel, running.address).address == running.address
