@@ -47,10 +47,10 @@ class _Weights(weight_service_pb2_grpc.WeightServiceServicer):
         self._ring = ring
 
     def Pull(
-        self, request: weight_service_pb2.PullRequest, context: grpc.ServicerContext
+        self, request_iterator: Iterator[weight_service_pb2.PullRequest], context: grpc.ServicerContext
     ) -> Iterator[weight_service_pb2.PullResponse]:
         offset = 0
-        for data in payloads(self._ring, int(request.version)):
+        for data in payloads(self._ring, int(next(request_iterator).version)):
             yield weight_service_pb2.PullResponse(offset=offset, data=data, checksum=1)
             offset += len(data)
 
@@ -65,9 +65,8 @@ class _Checkpoints(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
 def pull(channel: grpc.Channel, total: int) -> int:
     """Pull this many bytes; how many came."""
     request = weight_service_pb2.PullRequest(version=str(total))
-    return sum(
-        len(message.data) for message in weight_service_pb2_grpc.WeightServiceStub(channel).Pull(request)
-    )
+    answers = weight_service_pb2_grpc.WeightServiceStub(channel).Pull(iter([request]))
+    return sum(len(message.data) for message in answers)
 
 
 def push(channel: grpc.Channel, ring: list[bytes], total: int) -> int:

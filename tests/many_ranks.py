@@ -48,7 +48,7 @@ async def play(
         model=model, number=number, rank=rank, client_id=client_id, digest=layout.digest
     )
     while True:
-        answer = await stub.DeclareLayout(request, timeout=SECONDS)
+        answer = await stub.DeclareLayout(iter([request]), timeout=SECONDS)
         if answer.layout_needed:
             request.layout.CopyFrom(wire.layout_to_proto(layout, wire.HUGGING_FACE))
         elif answer.retry_after_ms:

@@ -20,6 +20,7 @@ from weighbridge.boxes import Box
 from weighbridge.engine import EngineClient
 from weighbridge.errors import Unavailable
 from weighbridge.layouts import Layout, Shard, TensorSpec
+from weighbridge.request_parts import parts
 from weighbridge.v1 import (
     checkpoint_service_pb2,
     checkpoint_service_pb2_grpc,
@@ -162,7 +163,8 @@ class RawClient:
     def call(self, method: Any, request: Any, seconds: float = 20.0) -> Any:
         """Any call; of a stream, all responses."""
         with rpc.translated_errors(self.address):
-            response = method(request, timeout=seconds)
+            takes_parts = isinstance(method, grpc.StreamUnaryMultiCallable | grpc.StreamStreamMultiCallable)
+            response = method(parts(request) if takes_parts else request, timeout=seconds)
             return list(response) if hasattr(response, "__next__") else response
 
     def open(self, model: str, *, ranks: int = 1, step: int = 1, request_id: str = "", run: str = "r") -> int:

@@ -147,7 +147,9 @@ def calls_with_model(raw: RawClient) -> dict[str, Callable[[str], Any]]:
         "files": lambda n: raw.call(raw.models.GetModelFiles, m.GetModelFilesRequest(model=n)),
         "version": lambda n: raw.call(raw.models.GetVersion, m.GetVersionRequest(model=n, version="1")),
         "versions": lambda n: raw.call(raw.models.ListVersions, m.ListVersionsRequest(model=n)),
-        "watch": lambda n: raw.call(raw.models.WatchRef, m.WatchRefRequest(model=n, ref="live"), 3.0),
+        "watch": lambda n: raw.call(
+            raw.models.WatchRefs, m.WatchRefsRequest(refs=[m.WatchedRef(model=n, ref="live")]), 3.0
+        ),
         "set ref": lambda n: raw.call(raw.models.SetRef, m.SetRefRequest(model=n, ref="prod", version="1")),
         "delete ref": lambda n: raw.call(raw.models.DeleteRef, m.DeleteRefRequest(model=n, ref="prod")),
         "refs": lambda n: raw.call(raw.models.ListRefs, m.ListRefsRequest(model=n)),
@@ -1058,7 +1060,7 @@ def test_an_engine_that_goes_away_in_mid_pull_keeps_no_memory(
             calls = []
             for _ in range(3):
                 request = weight_service_pb2.PullRequest(model="acme/left", version="live")
-                call = raw.weights.Pull(request)
+                call = raw.weights.Pull(iter([request]))
                 for _ in range(responses):
                     next(call)
                 call.cancel()

@@ -221,7 +221,7 @@ def test_a_pull_that_finds_no_room_until_its_deadline_is_told_when_to_try_again(
         all_room_taken(service),
         pytest.raises(grpc.RpcError) as caught,
     ):
-        list(raw.weights.Pull(request, timeout=3.0))
+        list(raw.weights.Pull(iter([request]), timeout=3.0))
     status = rpc_status.from_call(caught.value)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     retry = error_details_pb2.RetryInfo()
@@ -258,7 +258,7 @@ def test_what_is_held_and_who_waits_can_be_seen(service: RunningService) -> None
     request = weight_service_pb2.PullRequest(model=MODEL, version="latest")
     with RawClient(service.address) as raw:
         with all_room_taken(service):
-            call = raw.weights.Pull(request, timeout=30.0)
+            call = raw.weights.Pull(iter([request]), timeout=30.0)
             eventually(lambda: seen("weighbridge_streams_waiting") == 1)
             assert seen("weighbridge_bytes_in_flight") == 6 * MESSAGE_ROOM
         call.cancel()
@@ -274,7 +274,7 @@ def test_clients_that_do_not_read_hold_one_message_each_and_the_others_go_on(
         calls = []
         for _ in range(3):
             raw = stack.enter_context(RawClient(service.address))
-            calls.append(raw.weights.Pull(request))
+            calls.append(raw.weights.Pull(iter([request])))
             next(calls[-1])
         with (
             EngineClient(service.address, lane="grpc") as engine,

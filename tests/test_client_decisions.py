@@ -72,15 +72,15 @@ def test_nothing_is_tried_again_before_the_service_has_said_or_where_it_would_no
 
 
 def test_a_watch_that_has_begun_is_never_given_up_and_goes_on_behind_what_came() -> None:
-    watch = Watch.begin(MODEL, "live", retry_seconds=0.0)
+    watch = Watch.begin([(MODEL, "live")], retry_seconds=0.0)
     assert watch.failed(0.0, 0.5) is None
-    watch = watch.received(7)
+    watch = watch.received(0, 7)
     for now in range(100):
         again = watch.failed(1000.0 * now, 1.0)
         assert again is not None
         pause, watch = again
         assert pause <= 0.5
-        assert watch.request == pb.WatchRefRequest(model=MODEL, ref="live", after=7)
+        assert watch.request == pb.WatchRefsRequest(refs=[pb.WatchedRef(model=MODEL, ref="live", after=7)])
 
 
 def test_all_pages_are_asked_for() -> None:
@@ -88,7 +88,7 @@ def test_all_pages_are_asked_for() -> None:
 
     def answer(call: Call) -> bytes:
         assert call.path == "/weighbridge.v1.ModelService/ListModels"
-        token = pb.ListModelsRequest.FromString(call.request).page_token
+        token = pb.ListModelsRequest.FromString(b"".join(call.request)).page_token
         asked.append(token)
         page = len(asked)
         return pb.ListModelsResponse(

@@ -92,7 +92,7 @@ class Client:
 
     def _run(self, steps: control_calls.Steps[T]) -> T:
         def call(step: control_calls.Call) -> bytes:
-            method: Callable[..., bytes] = self._channel.unary_unary(step.path, None, None)
+            method: Callable[..., bytes] = rpc.in_parts(self._channel, step.path)
             return self._call(method, step.request, seconds=step.seconds)
 
         return control_calls.run(steps, call)
@@ -182,16 +182,28 @@ class Client:
             Unavailable, ResourceExhausted: the service could not be reached, or had no place for another watch, within
                 `retry_seconds` from the start.
         """
-        watch = control_calls.Watch.begin(model, ref, self.retry_seconds)
+        for _, version in self.watch_refs([(model, ref)]):
+            yield version
+
+    def watch_refs(self, refs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Version]]:
+        """As `watch`, for several refs, also of several models, over one stream.
+
+        Args:
+            refs: model and ref of each.
+
+        Yields:
+            The ref, and the version that it names; which model's it is says the version.
+        """
+        watch = control_calls.Watch.begin(refs, self.retry_seconds)
         while True:
             call: Any = None
             failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
             try:
                 with rpc.translated_errors(self.server):
-                    call = self._models.WatchRef(watch.request)
+                    call = self._models.WatchRefs(watch.request)
                     for response in call:
-                        watch = watch.received(response.version.number)
-                        yield wire.version_from_proto(response.version)
+                        watch = watch.received(response.index, response.version.number)
+                        yield watch.refs[response.index][1], wire.version_from_proto(response.version)
             except ValueError as error:  # grpc's word for a channel that was closed meanwhile
                 raise Unavailable("the client has been closed") from error
             except (Unavailable, ResourceExhausted) as error:

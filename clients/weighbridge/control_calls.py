@@ -24,6 +24,7 @@ from weighbridge.collection import Collection
 from weighbridge.errors import DataLoss, DeadlineExceeded, InvalidArgument, WeighbridgeError
 from weighbridge.layouts import TensorSpec
 from weighbridge.pulling import PullPlan
+from weighbridge.request_parts import MAX_REQUEST_BYTES, encoded_parts
 from weighbridge.resources import Model, Retention, Verification, Version, VersionState
 from weighbridge.slices import FullTensors, LayoutRequest
 from weighbridge.v1 import model_service_pb2 as pb
@@ -49,12 +50,12 @@ class Call:
 
     Attributes:
         path: of the method.
-        request: the serialised request.
+        request: the encoded request, in parts.
         seconds: its deadline.
     """
 
     path: str
-    request: bytes
+    request: tuple[bytes, ...]
     seconds: float = rpc.CALL_SECONDS
 
 
@@ -110,7 +111,7 @@ def _take(step: Step, call: Callable[[Call], bytes]) -> Any:
 
 def _call(name: str, request: Message, seconds: float = rpc.CALL_SECONDS) -> Steps[Any]:
     """A method of the service for models."""
-    raw = yield Call(f"/{_MODELS.full_name}/{name}", request.SerializeToString(), seconds)
+    raw = yield Call(f"/{_MODELS.full_name}/{name}", encoded_parts(request), seconds)
     return GetMessageClass(_MODELS.methods_by_name[name].output_type).FromString(raw)
 
 
@@ -119,7 +120,7 @@ def register_model(
 ) -> Steps[Model]:
     """Register a model by the content of its files."""
     size = sum(map(len, files.values()))
-    if size > rpc.MAX_MESSAGE_BYTES - (1 << 20):
+    if size > MAX_REQUEST_BYTES - (1 << 20):
         raise InvalidArgument(f"the files besides the weights have {size} bytes together, more than 63 MiB")
     request = pb.RegisterModelRequest(
         model=model,
@@ -268,10 +269,12 @@ def plan_pull(
     """Which version a pull would bring, and which slices: there may be a hundred thousand."""
     asked = layout or FullTensors()
 
-    def request() -> bytes:
-        return weight_service_pb2.PlanPullRequest(
-            model=model, version=str(version), layout=wire.request_to_proto(asked), dtype=dtype or ""
-        ).SerializeToString()
+    def request() -> tuple[bytes, ...]:
+        return encoded_parts(
+            weight_service_pb2.PlanPullRequest(
+                model=model, version=str(version), layout=wire.request_to_proto(asked), dtype=dtype or ""
+            )
+        )
 
     raw = yield Call("/weighbridge.v1.WeightService/PlanPull", (yield Work(request)))
 
@@ -287,33 +290,36 @@ def plan_pull(
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Where a watch of a ref stands.
+    """Where a watch of refs stands.
 
     Attributes:
-        model: ``namespace/name``.
-        ref: which ref.
+        refs: model and name of each.
+        last: for each, the number of the version that came last; 0 if none has.
         backoff: of the tries to open it; once something has come, it is opened again for ever.
-        last: number of the version that came last; 0 if none has.
     """
 
-    model: str
-    ref: str
+    refs: tuple[tuple[str, str], ...]
+    last: tuple[int, ...]
     backoff: Backoff
-    last: int = 0
 
     @staticmethod
-    def begin(model: str, ref: str, retry_seconds: float) -> Watch:
+    def begin(refs: Iterable[tuple[str, str]], retry_seconds: float) -> Watch:
         """A watch to which nothing has come."""
-        return Watch(model, ref, Backoff(retry_seconds, _WATCH_PAUSE_SECONDS))
+        found = tuple(refs)
+        return Watch(found, (0,) * len(found), Backoff(retry_seconds, _WATCH_PAUSE_SECONDS))
 
     @property
-    def request(self) -> pb.WatchRefRequest:
+    def request(self) -> pb.WatchRefsRequest:
         """What opens it from here on."""
-        return pb.WatchRefRequest(model=self.model, ref=self.ref, after=self.last)
+        there = zip(self.refs, self.last, strict=True)
+        return pb.WatchRefsRequest(
+            refs=[pb.WatchedRef(model=model, ref=ref, after=last) for (model, ref), last in there]
+        )
 
-    def received(self, number: int) -> Watch:
-        """After a version has come."""
-        return replace(self, last=number, backoff=Backoff(math.inf, _WATCH_PAUSE_SECONDS))
+    def received(self, index: int, number: int) -> Watch:
+        """After a version has come for the ref with this index."""
+        last = (*self.last[:index], number, *self.last[index + 1 :])
+        return replace(self, last=last, backoff=Backoff(math.inf, _WATCH_PAUSE_SECONDS))
 
     def failed(self, now: float, jitter: float) -> tuple[float, Watch] | None:
         """Seconds until it should be opened again, and the watch that is opened then; None if it should not be."""

@@ -14,6 +14,8 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from weighbridge.varints import read_varint, write_varint
+
 Buffer = bytes | memoryview
 
 _DATA_FIELD = 3
@@ -39,7 +41,7 @@ class Carried(Generic[M]):
 
 def encode(message: Message, data: Buffer) -> bytes:
     """The serialised form of a message whose ``data``, field 3, is still to be set to this."""
-    return b"".join((message.SerializeToString(), _DATA_TAG, _varint(len(data)), data))
+    return b"".join((message.SerializeToString(), _DATA_TAG, write_varint(len(data)), data))
 
 
 def decoder(kind: type[M]) -> Callable[[bytes], Carried[M]]:
@@ -55,12 +57,12 @@ def decoder(kind: type[M]) -> Callable[[bytes], Carried[M]]:
         position = kept = 0
         while position < len(raw):
             start = position
-            tag, position = _read_varint(raw, position)
+            tag, position = read_varint(raw, position)
             wire_type = tag & 7
             if wire_type == _VARINT:
-                _, position = _read_varint(raw, position)
+                _, position = read_varint(raw, position)
             elif wire_type == _LENGTH:
-                length, position = _read_varint(raw, position)
+                length, position = read_varint(raw, position)
                 if tag >> 3 == _DATA_FIELD:
                     rest.append(view[kept:start])
                     data, kept = view[position : position + length], position + length
@@ -75,25 +77,3 @@ def decoder(kind: type[M]) -> Callable[[bytes], Carried[M]]:
         return Carried(kind.FromString(b"".join(rest)), data)
 
     return decode
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _read_varint(raw: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if position >= len(raw) or shift > 63:
-            raise DecodeError("truncated or malformed varint")
-        byte = raw[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7

@@ -9,15 +9,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
-from weighbridge import pieces, wire
+from weighbridge import pieces, rpc, wire
 from weighbridge.bulk import StreamReceiver, Way
 from weighbridge.errors import DataLoss, FailedPrecondition, Unavailable, WeighbridgeError
 from weighbridge.host_slices import HostSlices, Slices
 from weighbridge.lane_loans import ReadLoan
 from weighbridge.layouts import Layout, Placement
 from weighbridge.local_lane import GRPC, LOCAL
+from weighbridge.request_parts import encoded_parts
 from weighbridge.resources import Version
 from weighbridge.slices import LayoutRequest
 from weighbridge.striping import Striping
@@ -168,11 +169,6 @@ class Transfer:
     def _open_at(
         self, way: Way, striping: Striping, offset: int
     ) -> Iterable[pieces.Carried[weight_service_pb2.PullResponse]]:
-        pull = way.channel.unary_stream(
-            "/weighbridge.v1.WeightService/Pull",
-            request_serializer=weight_service_pb2.PullRequest.SerializeToString,
-            response_deserializer=pieces.decoder(weight_service_pb2.PullResponse),
-        )
         request = weight_service_pb2.PullRequest(
             model=self._plan.version.model,
             version=str(self._plan.version.number),
@@ -181,8 +177,12 @@ class Transfer:
             dtype=self._plan.dtype,
             striping=wire.striping_to_proto(striping),
         )
-        return cast(
-            "Iterable[pieces.Carried[weight_service_pb2.PullResponse]]", pull(request, metadata=way.metadata)
+        return rpc.streamed(
+            way.channel,
+            "/weighbridge.v1.WeightService/Pull",
+            encoded_parts(request),
+            pieces.decoder(weight_service_pb2.PullResponse),
+            way.metadata,
         )
 
     def _check(self, header: checkpoint_service_pb2.StreamHeader) -> None:

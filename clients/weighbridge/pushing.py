@@ -19,6 +19,7 @@ from weighbridge.local_lane import GRPC, LOCAL, MIXED
 from weighbridge.push_handle import PushHandle, PushReport
 from weighbridge.push_routes import Route, routes_of, without
 from weighbridge.push_sources import OpenSource, ShardSource, StreamSource
+from weighbridge.request_parts import parts
 from weighbridge.striping import Striping
 from weighbridge.tensor_stream import Ranges
 from weighbridge.v1 import checkpoint_service_pb2 as pb
@@ -116,6 +117,9 @@ class Pusher:
         for handle in running:
             handle._report.exception()
 
+    def _declare_once(self, request: pb.DeclareLayoutRequest, timeout: float) -> pb.DeclareLayoutResponse:
+        return self._client._checkpoints.DeclareLayout(parts(request), timeout=timeout)
+
     def _declare(
         self, header: pb.PushHeader, layout: Layout, space: resources_pb2.TensorSpace.ValueType
     ) -> pb.DeclareLayoutResponse:
@@ -128,9 +132,7 @@ class Pusher:
         give_up = time.monotonic() + _DECLARE_SECONDS
         while True:
             try:
-                response = client._call(
-                    client._checkpoints.DeclareLayout, request, seconds=_DECLARE_CALL_SECONDS
-                )
+                response = client._call(self._declare_once, request, seconds=_DECLARE_CALL_SECONDS)
             except DeadlineExceeded:  # the service is too busy to answer
                 if time.monotonic() > give_up:
                     raise

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import xxhash
@@ -34,7 +34,7 @@ SERVER_VARIABLE = "WEIGHBRIDGE_SERVER"
 MESSAGE_BYTES = STRIPE_BYTES
 """Payload of one message, and the most that there may be: with Python's protobuf, larger messages are slower."""
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest message either side accepts: a layout of some 500,000 shards, or a model's tokenizer."""
+"""Largest message that a client accepts: the plan of some 500,000 slices, or a model's files."""
 WINDOW_BYTES = 4 << 20
 """What a sender may have on its way in one stream that its receiver has not asked for yet.
 
@@ -82,6 +82,32 @@ def open_channel(server: str, *, shared: bool = True) -> grpc.Channel:
     """
     options = CHANNEL_OPTIONS if shared else (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
     return grpc.insecure_channel(server, options=options)
+
+
+def in_parts(channel: Any, path: str) -> Callable[..., Any]:
+    """A method that takes an encoded request in parts, and gives the encoded response; of a channel of either kind."""
+
+    def call(parts: Sequence[bytes], **options: Any) -> Any:
+        if len(parts) == 1:  # on the wire it is the same, and costs less
+            return channel.unary_unary(path, None, None)(parts[0], **options)
+        return channel.stream_unary(path, None, None)(iter(parts), **options)
+
+    return call
+
+
+def streamed(
+    channel: Any,
+    path: str,
+    request: Sequence[bytes],
+    decode: Callable[[bytes], T],
+    metadata: Sequence[tuple[str, str]],
+) -> Iterable[T]:
+    """A call of a method that takes an encoded request in parts, and answers with a stream."""
+    if len(request) == 1:
+        found = channel.unary_stream(path, None, decode)(request[0], metadata=metadata)
+    else:
+        found = channel.stream_stream(path, None, decode)(iter(request), metadata=metadata)
+    return cast("Iterable[T]", found)
 
 
 @contextmanager

@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from weighbridge import bulk, dtypes, hf_folder, pieces, safetensors_files, wire
+from weighbridge import bulk, dtypes, hf_folder, pieces, rpc, safetensors_files, wire
 from weighbridge.client import Client
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.folder_weights import FolderWeights
@@ -16,6 +16,7 @@ from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.push_handle import PushHandle
 from weighbridge.push_sources import OpenSource, ShardSource, StagingPool, TensorSource
 from weighbridge.pushing import Pusher
+from weighbridge.request_parts import encoded_parts
 from weighbridge.resources import Model, Version
 from weighbridge.striping import Striping
 from weighbridge.tensor_stream import StreamWriter
@@ -279,11 +280,6 @@ class TrainerClient(Client):
         def open_at(
             way: bulk.Way, striping: Striping, offset: int
         ) -> Iterable[pieces.Carried[pb.RestoreResponse]]:
-            restore = way.channel.unary_stream(
-                "/weighbridge.v1.CheckpointService/Restore",
-                request_serializer=pb.RestoreRequest.SerializeToString,
-                response_deserializer=pieces.decoder(pb.RestoreResponse),
-            )
             # once the ref is resolved, a stream that is opened again stays with that version
             wanted = str(resolved[0].number) if resolved else str(version)
             request = pb.RestoreRequest(
@@ -293,8 +289,12 @@ class TrainerClient(Client):
                 offset=offset,
                 striping=wire.striping_to_proto(striping),
             )
-            return cast(
-                "Iterable[pieces.Carried[pb.RestoreResponse]]", restore(request, metadata=way.metadata)
+            return rpc.streamed(
+                way.channel,
+                "/weighbridge.v1.CheckpointService/Restore",
+                encoded_parts(request),
+                pieces.decoder(pb.RestoreResponse),
+                way.metadata,
             )
 
         def on_header(header: pb.StreamHeader) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -156,7 +156,7 @@ class AsyncEngineClient:
         """Take a tag away. Raises NotFound."""
         await self._run(control_calls.delete_ref(model, ref))
 
-    async def watch(self, model: str, ref: str = "live") -> AsyncIterator[Version]:
+    async def watch(self, model: str, ref: str = "live") -> AsyncGenerator[Version, None]:
         """The version a ref names now, then each one it moves to, for ever. Reconnects when the service comes back.
 
         A version that is replaced before it could be sent may be left out; the newest never is.
@@ -166,15 +166,28 @@ class AsyncEngineClient:
             Unavailable, ResourceExhausted: the service could not be reached, or had no place for another watch, within
                 `retry_seconds` from the start.
         """
-        watch = control_calls.Watch.begin(model, ref, self.retry_seconds)
+        async with aclosing(self.watch_refs([(model, ref)])) as found:
+            async for _, version in found:
+                yield version
+
+    async def watch_refs(self, refs: Iterable[tuple[str, str]]) -> AsyncGenerator[tuple[str, Version], None]:
+        """As `watch`, for several refs, also of several models, over one stream.
+
+        Args:
+            refs: model and ref of each.
+
+        Yields:
+            The ref, and the version that it names; which model's it is says the version.
+        """
+        watch = control_calls.Watch.begin(refs, self.retry_seconds)
         while True:
             failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
             try:
                 models = model_service_pb2_grpc.ModelServiceStub(self._channel)
-                with self._begun(models.WatchRef, watch.request) as responses:
+                with self._begun(models.WatchRefs, watch.request) as responses:
                     async for response in responses:
-                        watch = watch.received(response.version.number)
-                        yield wire.version_from_proto(response.version)
+                        watch = watch.received(response.index, response.version.number)
+                        yield watch.refs[response.index][1], wire.version_from_proto(response.version)
             except (Unavailable, ResourceExhausted) as error:
                 failure = error
             again = None if self._closed else watch.failed(time.monotonic(), random.random())
@@ -235,7 +248,7 @@ class AsyncEngineClient:
         backoff = Backoff(self.retry_seconds)
         while True:
             try:
-                method = self._channel.unary_unary(call.path, None, None)
+                method = rpc.in_parts(self._channel, call.path)
                 with self._begun(method, call.request, call.seconds) as response:
                     return bytes(await response)
             except Unavailable:

@@ -39,7 +39,7 @@ class CheckpointServiceStub(object):
                 request_serializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.OpenVersionRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.OpenVersionResponse.FromString,
                 _registered_method=True)
-        self.DeclareLayout = channel.unary_unary(
+        self.DeclareLayout = channel.stream_unary(
                 '/weighbridge.v1.CheckpointService/DeclareLayout',
                 request_serializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.DeclareLayoutRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.DeclareLayoutResponse.FromString,
@@ -64,7 +64,7 @@ class CheckpointServiceStub(object):
                 request_serializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.AbortVersionRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.AbortVersionResponse.FromString,
                 _registered_method=True)
-        self.Restore = channel.unary_stream(
+        self.Restore = channel.stream_stream(
                 '/weighbridge.v1.CheckpointService/Restore',
                 request_serializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.RestoreRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.RestoreResponse.FromString,
@@ -87,9 +87,10 @@ class CheckpointServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def DeclareLayout(self, request, context):
+    def DeclareLayout(self, request_iterator, context):
         """Says what a rank holds, and answers which of it the rank is to push. With the layouts of the push before the answer comes at
         once; otherwise when all ranks have declared, and the call waits for that for a few seconds at most.
+        The request comes in parts, as that of RegisterModel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,8 +126,9 @@ class CheckpointServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Restore(self, request, context):
+    def Restore(self, request_iterator, context):
         """The bytes for the caller's layout, as one stream, shards one behind the other.
+        The request comes in parts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,7 +149,7 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     request_deserializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.OpenVersionRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.OpenVersionResponse.SerializeToString,
             ),
-            'DeclareLayout': grpc.unary_unary_rpc_method_handler(
+            'DeclareLayout': grpc.stream_unary_rpc_method_handler(
                     servicer.DeclareLayout,
                     request_deserializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.DeclareLayoutRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.DeclareLayoutResponse.SerializeToString,
@@ -172,7 +174,7 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     request_deserializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.AbortVersionRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.AbortVersionResponse.SerializeToString,
             ),
-            'Restore': grpc.unary_stream_rpc_method_handler(
+            'Restore': grpc.stream_stream_rpc_method_handler(
                     servicer.Restore,
                     request_deserializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.RestoreRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_checkpoint__service__pb2.RestoreResponse.SerializeToString,
@@ -221,7 +223,7 @@ class CheckpointService(object):
             _registered_method=True)
 
     @staticmethod
-    def DeclareLayout(request,
+    def DeclareLayout(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -231,8 +233,8 @@ class CheckpointService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/weighbridge.v1.CheckpointService/DeclareLayout',
             weighbridge_dot_v1_dot_checkpoint__service__pb2.DeclareLayoutRequest.SerializeToString,
@@ -356,7 +358,7 @@ class CheckpointService(object):
             _registered_method=True)
 
     @staticmethod
-    def Restore(request,
+    def Restore(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -366,8 +368,8 @@ class CheckpointService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/weighbridge.v1.CheckpointService/Restore',
             weighbridge_dot_v1_dot_checkpoint__service__pb2.RestoreRequest.SerializeToString,

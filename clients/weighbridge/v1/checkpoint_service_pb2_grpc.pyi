@@ -35,9 +35,10 @@ class CheckpointServiceStub:
     """Gives a number for a new version, unique and increasing within the model. All ranks of a push send the same
     request_id and get the same version.
     """
-    DeclareLayout: _grpc.UnaryUnaryMultiCallable[_checkpoint_service_pb2.DeclareLayoutRequest, _checkpoint_service_pb2.DeclareLayoutResponse]
+    DeclareLayout: _grpc.StreamUnaryMultiCallable[_checkpoint_service_pb2.DeclareLayoutRequest, _checkpoint_service_pb2.DeclareLayoutResponse]
     """Says what a rank holds, and answers which of it the rank is to push. With the layouts of the push before the answer comes at
     once; otherwise when all ranks have declared, and the call waits for that for a few seconds at most.
+    The request comes in parts, as that of RegisterModel.
     """
     Push: _grpc.StreamUnaryMultiCallable[_checkpoint_service_pb2.PushRequest, _checkpoint_service_pb2.PushResponse]
     """The rank's stream: its assigned shards one behind the other, or the parts of it that belong to this replica of the service. May
@@ -51,8 +52,10 @@ class CheckpointServiceStub:
     """Gives a version up. It was never visible; or it is, and cannot be made durable: then it stays visible until a newer one is, and no
     further attempt is made.
     """
-    Restore: _grpc.UnaryStreamMultiCallable[_checkpoint_service_pb2.RestoreRequest, _checkpoint_service_pb2.RestoreResponse]
-    """The bytes for the caller's layout, as one stream, shards one behind the other."""
+    Restore: _grpc.StreamStreamMultiCallable[_checkpoint_service_pb2.RestoreRequest, _checkpoint_service_pb2.RestoreResponse]
+    """The bytes for the caller's layout, as one stream, shards one behind the other.
+    The request comes in parts.
+    """
     DescribeShards: _grpc.UnaryUnaryMultiCallable[_checkpoint_service_pb2.DescribeShardsRequest, _checkpoint_service_pb2.DescribeShardsResponse]
     """The shards that a rank of the given parallelism holds, as Megatron-core would cut them."""
 
@@ -63,9 +66,10 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     """Gives a number for a new version, unique and increasing within the model. All ranks of a push send the same
     request_id and get the same version.
     """
-    DeclareLayout: _aio.UnaryUnaryMultiCallable[_checkpoint_service_pb2.DeclareLayoutRequest, _checkpoint_service_pb2.DeclareLayoutResponse]  # type: ignore[assignment]
+    DeclareLayout: _aio.StreamUnaryMultiCallable[_checkpoint_service_pb2.DeclareLayoutRequest, _checkpoint_service_pb2.DeclareLayoutResponse]  # type: ignore[assignment]
     """Says what a rank holds, and answers which of it the rank is to push. With the layouts of the push before the answer comes at
     once; otherwise when all ranks have declared, and the call waits for that for a few seconds at most.
+    The request comes in parts, as that of RegisterModel.
     """
     Push: _aio.StreamUnaryMultiCallable[_checkpoint_service_pb2.PushRequest, _checkpoint_service_pb2.PushResponse]  # type: ignore[assignment]
     """The rank's stream: its assigned shards one behind the other, or the parts of it that belong to this replica of the service. May
@@ -79,8 +83,10 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     """Gives a version up. It was never visible; or it is, and cannot be made durable: then it stays visible until a newer one is, and no
     further attempt is made.
     """
-    Restore: _aio.UnaryStreamMultiCallable[_checkpoint_service_pb2.RestoreRequest, _checkpoint_service_pb2.RestoreResponse]  # type: ignore[assignment]
-    """The bytes for the caller's layout, as one stream, shards one behind the other."""
+    Restore: _aio.StreamStreamMultiCallable[_checkpoint_service_pb2.RestoreRequest, _checkpoint_service_pb2.RestoreResponse]  # type: ignore[assignment]
+    """The bytes for the caller's layout, as one stream, shards one behind the other.
+    The request comes in parts.
+    """
     DescribeShards: _aio.UnaryUnaryMultiCallable[_checkpoint_service_pb2.DescribeShardsRequest, _checkpoint_service_pb2.DescribeShardsResponse]  # type: ignore[assignment]
     """The shards that a rank of the given parallelism holds, as Megatron-core would cut them."""
 
@@ -98,11 +104,12 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def DeclareLayout(
         self,
-        request: _checkpoint_service_pb2.DeclareLayoutRequest,
+        request_iterator: _MaybeAsyncIterator[_checkpoint_service_pb2.DeclareLayoutRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_service_pb2.DeclareLayoutResponse, _abc.Awaitable[_checkpoint_service_pb2.DeclareLayoutResponse]]:
         """Says what a rank holds, and answers which of it the rank is to push. With the layouts of the push before the answer comes at
         once; otherwise when all ranks have declared, and the call waits for that for a few seconds at most.
+        The request comes in parts, as that of RegisterModel.
         """
 
     @_abc_1.abstractmethod
@@ -144,10 +151,12 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Restore(
         self,
-        request: _checkpoint_service_pb2.RestoreRequest,
+        request_iterator: _MaybeAsyncIterator[_checkpoint_service_pb2.RestoreRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_checkpoint_service_pb2.RestoreResponse], _abc.AsyncIterator[_checkpoint_service_pb2.RestoreResponse]]:
-        """The bytes for the caller's layout, as one stream, shards one behind the other."""
+        """The bytes for the caller's layout, as one stream, shards one behind the other.
+        The request comes in parts.
+        """
 
     @_abc_1.abstractmethod
     def DescribeShards(

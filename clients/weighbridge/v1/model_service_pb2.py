@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from weighbridge.v1 import resources_pb2 as weighbridge_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weighbridge/v1/model_service.proto\x12\x0eweighbridge.v1\x1a\x1eweighbridge/v1/resources.proto\"\x9f\x01\n\x14RegisterModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x19.weighbridge.v1.ModelFile\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12+\n\x07tensors\x18\x05 \x03(\x0b\x32\x1a.weighbridge.v1.TensorSpec\"=\n\x15RegisterModelResponse\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.weighbridge.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"8\n\x10GetModelResponse\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.weighbridge.v1.Model\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"T\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.weighbridge.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"6\n\x14GetModelFilesRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"A\n\x15GetModelFilesResponse\x12(\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x19.weighbridge.v1.ModelFile\"c\n\x11GetVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12.\n\x08wait_for\x18\x03 \x01(\x0e\x32\x1c.weighbridge.v1.VersionState\">\n\x12GetVersionResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\"f\n\x13ListVersionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x19\n\x11include_invisible\x18\x04 \x01(\x08\"Z\n\x14ListVersionsResponse\x12)\n\x08versions\x18\x01 \x03(\x0b\x32\x17.weighbridge.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n\x0fWatchRefRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ref\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x04\"<\n\x10WatchRefResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\"<\n\rSetRefRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ref\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\":\n\x0eSetRefResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\".\n\x10\x44\x65leteRefRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ref\x18\x02 \x01(\t\"\x13\n\x11\x44\x65leteRefResponse\" \n\x0fListRefsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"y\n\x10ListRefsResponse\x12\x38\n\x04refs\x18\x01 \x03(\x0b\x32*.weighbridge.v1.ListRefsResponse.RefsEntry\x1a+\n\tRefsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"6\n\x14VerifyVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"i\n\x15VerifyVersionResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x17\n\x0ftensors_checked\x18\x02 \x01(\x04\x12\x15\n\rbytes_checked\x18\x03 \x01(\x04\x12\x10\n\x08problems\x18\x04 \x03(\t\"$\n\x13GetRetentionRequest\x12\r\n\x05model\x18\x01 \x01(\t\"D\n\x14GetRetentionResponse\x12,\n\tretention\x18\x01 \x01(\x0b\x32\x19.weighbridge.v1.Retention\"R\n\x13SetRetentionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12,\n\tretention\x18\x02 \x01(\x0b\x32\x19.weighbridge.v1.Retention\"D\n\x14SetRetentionResponse\x12,\n\tretention\x18\x01 \x01(\x0b\x32\x19.weighbridge.v1.Retention\"5\n\x14\x44\x65leteVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\"A\n\x15\x44\x65leteVersionResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\"8\n\x16\x43ollectVersionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"I\n\x17\x43ollectVersionsResponse\x12.\n\ncollection\x18\x01 \x01(\x0b\x32\x1a.weighbridge.v1.Collection2\xaf\n\n\x0cModelService\x12\\\n\rRegisterModel\x12$.weighbridge.v1.RegisterModelRequest\x1a%.weighbridge.v1.RegisterModelResponse\x12M\n\x08GetModel\x12\x1f.weighbridge.v1.GetModelRequest\x1a .weighbridge.v1.GetModelResponse\x12S\n\nListModels\x12!.weighbridge.v1.ListModelsRequest\x1a\".weighbridge.v1.ListModelsResponse\x12\\\n\rGetModelFiles\x12$.weighbridge.v1.GetModelFilesRequest\x1a%.weighbridge.v1.GetModelFilesResponse\x12S\n\nGetVersion\x12!.weighbridge.v1.GetVersionRequest\x1a\".weighbridge.v1.GetVersionResponse\x12Y\n\x0cListVersions\x12#.weighbridge.v1.ListVersionsRequest\x1a$.weighbridge.v1.ListVersionsResponse\x12O\n\x08WatchRef\x12\x1f.weighbridge.v1.WatchRefRequest\x1a .weighbridge.v1.WatchRefResponse0\x01\x12G\n\x06SetRef\x12\x1d.weighbridge.v1.SetRefRequest\x1a\x1e.weighbridge.v1.SetRefResponse\x12P\n\tDeleteRef\x12 .weighbridge.v1.DeleteRefRequest\x1a!.weighbridge.v1.DeleteRefResponse\x12M\n\x08ListRefs\x12\x1f.weighbridge.v1.ListRefsRequest\x1a .weighbridge.v1.ListRefsResponse\x12\\\n\rVerifyVersion\x12$.weighbridge.v1.VerifyVersionRequest\x1a%.weighbridge.v1.VerifyVersionResponse\x12Y\n\x0cGetRetention\x12#.weighbridge.v1.GetRetentionRequest\x1a$.weighbridge.v1.GetRetentionResponse\x12Y\n\x0cSetRetention\x12#.weighbridge.v1.SetRetentionRequest\x1a$.weighbridge.v1.SetRetentionResponse\x12\\\n\rDeleteVersion\x12$.weighbridge.v1.DeleteVersionRequest\x1a%.weighbridge.v1.DeleteVersionResponse\x12\x62\n\x0f\x43ollectVersions\x12&.weighbridge.v1.CollectVersionsRequest\x1a\'.weighbridge.v1.CollectVersionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weighbridge/v1/model_service.proto\x12\x0eweighbridge.v1\x1a\x1eweighbridge/v1/resources.proto\"\x9f\x01\n\x14RegisterModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x19.weighbridge.v1.ModelFile\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12+\n\x07tensors\x18\x05 \x03(\x0b\x32\x1a.weighbridge.v1.TensorSpec\"=\n\x15RegisterModelResponse\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.weighbridge.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"8\n\x10GetModelResponse\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.weighbridge.v1.Model\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"T\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.weighbridge.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"6\n\x14GetModelFilesRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"A\n\x15GetModelFilesResponse\x12(\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x19.weighbridge.v1.ModelFile\"c\n\x11GetVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12.\n\x08wait_for\x18\x03 \x01(\x0e\x32\x1c.weighbridge.v1.VersionState\">\n\x12GetVersionResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\"f\n\x13ListVersionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x19\n\x11include_invisible\x18\x04 \x01(\x08\"Z\n\x14ListVersionsResponse\x12)\n\x08versions\x18\x01 \x03(\x0b\x32\x17.weighbridge.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n\x10WatchRefsRequest\x12(\n\x04refs\x18\x01 \x03(\x0b\x32\x1a.weighbridge.v1.WatchedRef\"7\n\nWatchedRef\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ref\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x04\"L\n\x11WatchRefsResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x07version\x18\x02 \x01(\x0b\x32\x17.weighbridge.v1.Version\"<\n\rSetRefRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ref\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\":\n\x0eSetRefResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\".\n\x10\x44\x65leteRefRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ref\x18\x02 \x01(\t\"\x13\n\x11\x44\x65leteRefResponse\" \n\x0fListRefsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"y\n\x10ListRefsResponse\x12\x38\n\x04refs\x18\x01 \x03(\x0b\x32*.weighbridge.v1.ListRefsResponse.RefsEntry\x1a+\n\tRefsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"6\n\x14VerifyVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"i\n\x15VerifyVersionResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x17\n\x0ftensors_checked\x18\x02 \x01(\x04\x12\x15\n\rbytes_checked\x18\x03 \x01(\x04\x12\x10\n\x08problems\x18\x04 \x03(\t\"$\n\x13GetRetentionRequest\x12\r\n\x05model\x18\x01 \x01(\t\"D\n\x14GetRetentionResponse\x12,\n\tretention\x18\x01 \x01(\x0b\x32\x19.weighbridge.v1.Retention\"R\n\x13SetRetentionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12,\n\tretention\x18\x02 \x01(\x0b\x32\x19.weighbridge.v1.Retention\"D\n\x14SetRetentionResponse\x12,\n\tretention\x18\x01 \x01(\x0b\x32\x19.weighbridge.v1.Retention\"5\n\x14\x44\x65leteVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\"A\n\x15\x44\x65leteVersionResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\"8\n\x16\x43ollectVersionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"I\n\x17\x43ollectVersionsResponse\x12.\n\ncollection\x18\x01 \x01(\x0b\x32\x1a.weighbridge.v1.Collection2\xb4\n\n\x0cModelService\x12^\n\rRegisterModel\x12$.weighbridge.v1.RegisterModelRequest\x1a%.weighbridge.v1.RegisterModelResponse(\x01\x12M\n\x08GetModel\x12\x1f.weighbridge.v1.GetModelRequest\x1a .weighbridge.v1.GetModelResponse\x12S\n\nListModels\x12!.weighbridge.v1.ListModelsRequest\x1a\".weighbridge.v1.ListModelsResponse\x12\\\n\rGetModelFiles\x12$.weighbridge.v1.GetModelFilesRequest\x1a%.weighbridge.v1.GetModelFilesResponse\x12S\n\nGetVersion\x12!.weighbridge.v1.GetVersionRequest\x1a\".weighbridge.v1.GetVersionResponse\x12Y\n\x0cListVersions\x12#.weighbridge.v1.ListVersionsRequest\x1a$.weighbridge.v1.ListVersionsResponse\x12R\n\tWatchRefs\x12 .weighbridge.v1.WatchRefsRequest\x1a!.weighbridge.v1.WatchRefsResponse0\x01\x12G\n\x06SetRef\x12\x1d.weighbridge.v1.SetRefRequest\x1a\x1e.weighbridge.v1.SetRefResponse\x12P\n\tDeleteRef\x12 .weighbridge.v1.DeleteRefRequest\x1a!.weighbridge.v1.DeleteRefResponse\x12M\n\x08ListRefs\x12\x1f.weighbridge.v1.ListRefsRequest\x1a .weighbridge.v1.ListRefsResponse\x12\\\n\rVerifyVersion\x12$.weighbridge.v1.VerifyVersionRequest\x1a%.weighbridge.v1.VerifyVersionResponse\x12Y\n\x0cGetRetention\x12#.weighbridge.v1.GetRetentionRequest\x1a$.weighbridge.v1.GetRetentionResponse\x12Y\n\x0cSetRetention\x12#.weighbridge.v1.SetRetentionRequest\x1a$.weighbridge.v1.SetRetentionResponse\x12\\\n\rDeleteVersion\x12$.weighbridge.v1.DeleteVersionRequest\x1a%.weighbridge.v1.DeleteVersionResponse\x12\x62\n\x0f\x43ollectVersions\x12&.weighbridge.v1.CollectVersionsRequest\x1a\'.weighbridge.v1.CollectVersionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -58,44 +58,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTVERSIONSREQUEST']._serialized_end=939
   _globals['_LISTVERSIONSRESPONSE']._serialized_start=941
   _globals['_LISTVERSIONSRESPONSE']._serialized_end=1031
-  _globals['_WATCHREFREQUEST']._serialized_start=1033
-  _globals['_WATCHREFREQUEST']._serialized_end=1093
-  _globals['_WATCHREFRESPONSE']._serialized_start=1095
-  _globals['_WATCHREFRESPONSE']._serialized_end=1155
-  _globals['_SETREFREQUEST']._serialized_start=1157
-  _globals['_SETREFREQUEST']._serialized_end=1217
-  _globals['_SETREFRESPONSE']._serialized_start=1219
-  _globals['_SETREFRESPONSE']._serialized_end=1277
-  _globals['_DELETEREFREQUEST']._serialized_start=1279
-  _globals['_DELETEREFREQUEST']._serialized_end=1325
-  _globals['_DELETEREFRESPONSE']._serialized_start=1327
-  _globals['_DELETEREFRESPONSE']._serialized_end=1346
-  _globals['_LISTREFSREQUEST']._serialized_start=1348
-  _globals['_LISTREFSREQUEST']._serialized_end=1380
-  _globals['_LISTREFSRESPONSE']._serialized_start=1382
-  _globals['_LISTREFSRESPONSE']._serialized_end=1503
-  _globals['_LISTREFSRESPONSE_REFSENTRY']._serialized_start=1460
-  _globals['_LISTREFSRESPONSE_REFSENTRY']._serialized_end=1503
-  _globals['_VERIFYVERSIONREQUEST']._serialized_start=1505
-  _globals['_VERIFYVERSIONREQUEST']._serialized_end=1559
-  _globals['_VERIFYVERSIONRESPONSE']._serialized_start=1561
-  _globals['_VERIFYVERSIONRESPONSE']._serialized_end=1666
-  _globals['_GETRETENTIONREQUEST']._serialized_start=1668
-  _globals['_GETRETENTIONREQUEST']._serialized_end=1704
-  _globals['_GETRETENTIONRESPONSE']._serialized_start=1706
-  _globals['_GETRETENTIONRESPONSE']._serialized_end=1774
-  _globals['_SETRETENTIONREQUEST']._serialized_start=1776
-  _globals['_SETRETENTIONREQUEST']._serialized_end=1858
-  _globals['_SETRETENTIONRESPONSE']._serialized_start=1860
-  _globals['_SETRETENTIONRESPONSE']._serialized_end=1928
-  _globals['_DELETEVERSIONREQUEST']._serialized_start=1930
-  _globals['_DELETEVERSIONREQUEST']._serialized_end=1983
-  _globals['_DELETEVERSIONRESPONSE']._serialized_start=1985
-  _globals['_DELETEVERSIONRESPONSE']._serialized_end=2050
-  _globals['_COLLECTVERSIONSREQUEST']._serialized_start=2052
-  _globals['_COLLECTVERSIONSREQUEST']._serialized_end=2108
-  _globals['_COLLECTVERSIONSRESPONSE']._serialized_start=2110
-  _globals['_COLLECTVERSIONSRESPONSE']._serialized_end=2183
-  _globals['_MODELSERVICE']._serialized_start=2186
-  _globals['_MODELSERVICE']._serialized_end=3513
+  _globals['_WATCHREFSREQUEST']._serialized_start=1033
+  _globals['_WATCHREFSREQUEST']._serialized_end=1093
+  _globals['_WATCHEDREF']._serialized_start=1095
+  _globals['_WATCHEDREF']._serialized_end=1150
+  _globals['_WATCHREFSRESPONSE']._serialized_start=1152
+  _globals['_WATCHREFSRESPONSE']._serialized_end=1228
+  _globals['_SETREFREQUEST']._serialized_start=1230
+  _globals['_SETREFREQUEST']._serialized_end=1290
+  _globals['_SETREFRESPONSE']._serialized_start=1292
+  _globals['_SETREFRESPONSE']._serialized_end=1350
+  _globals['_DELETEREFREQUEST']._serialized_start=1352
+  _globals['_DELETEREFREQUEST']._serialized_end=1398
+  _globals['_DELETEREFRESPONSE']._serialized_start=1400
+  _globals['_DELETEREFRESPONSE']._serialized_end=1419
+  _globals['_LISTREFSREQUEST']._serialized_start=1421
+  _globals['_LISTREFSREQUEST']._serialized_end=1453
+  _globals['_LISTREFSRESPONSE']._serialized_start=1455
+  _globals['_LISTREFSRESPONSE']._serialized_end=1576
+  _globals['_LISTREFSRESPONSE_REFSENTRY']._serialized_start=1533
+  _globals['_LISTREFSRESPONSE_REFSENTRY']._serialized_end=1576
+  _globals['_VERIFYVERSIONREQUEST']._serialized_start=1578
+  _globals['_VERIFYVERSIONREQUEST']._serialized_end=1632
+  _globals['_VERIFYVERSIONRESPONSE']._serialized_start=1634
+  _globals['_VERIFYVERSIONRESPONSE']._serialized_end=1739
+  _globals['_GETRETENTIONREQUEST']._serialized_start=1741
+  _globals['_GETRETENTIONREQUEST']._serialized_end=1777
+  _globals['_GETRETENTIONRESPONSE']._serialized_start=1779
+  _globals['_GETRETENTIONRESPONSE']._serialized_end=1847
+  _globals['_SETRETENTIONREQUEST']._serialized_start=1849
+  _globals['_SETRETENTIONREQUEST']._serialized_end=1931
+  _globals['_SETRETENTIONRESPONSE']._serialized_start=1933
+  _globals['_SETRETENTIONRESPONSE']._serialized_end=2001
+  _globals['_DELETEVERSIONREQUEST']._serialized_start=2003
+  _globals['_DELETEVERSIONREQUEST']._serialized_end=2056
+  _globals['_DELETEVERSIONRESPONSE']._serialized_start=2058
+  _globals['_DELETEVERSIONRESPONSE']._serialized_end=2123
+  _globals['_COLLECTVERSIONSREQUEST']._serialized_start=2125
+  _globals['_COLLECTVERSIONSREQUEST']._serialized_end=2181
+  _globals['_COLLECTVERSIONSRESPONSE']._serialized_start=2183
+  _globals['_COLLECTVERSIONSRESPONSE']._serialized_end=2256
+  _globals['_MODELSERVICE']._serialized_start=2259
+  _globals['_MODELSERVICE']._serialized_end=3591
 # @@protoc_insertion_point(module_scope)

@@ -34,7 +34,7 @@ class ModelServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.RegisterModel = channel.unary_unary(
+        self.RegisterModel = channel.stream_unary(
                 '/weighbridge.v1.ModelService/RegisterModel',
                 request_serializer=weighbridge_dot_v1_dot_model__service__pb2.RegisterModelRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.RegisterModelResponse.FromString,
@@ -64,10 +64,10 @@ class ModelServiceStub(object):
                 request_serializer=weighbridge_dot_v1_dot_model__service__pb2.ListVersionsRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.ListVersionsResponse.FromString,
                 _registered_method=True)
-        self.WatchRef = channel.unary_stream(
-                '/weighbridge.v1.ModelService/WatchRef',
-                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.WatchRefRequest.SerializeToString,
-                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.WatchRefResponse.FromString,
+        self.WatchRefs = channel.unary_stream(
+                '/weighbridge.v1.ModelService/WatchRefs',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.WatchRefsRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.WatchRefsResponse.FromString,
                 _registered_method=True)
         self.SetRef = channel.unary_unary(
                 '/weighbridge.v1.ModelService/SetRef',
@@ -114,8 +114,9 @@ class ModelServiceStub(object):
 class ModelServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def RegisterModel(self, request, context):
+    def RegisterModel(self, request_iterator, context):
         """Registers a model, or replaces its files where the tensors stay the same. Repeating a registration is harmless.
+        The request comes in parts; a file that has the name of the one before it goes on with its content.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,8 +153,8 @@ class ModelServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchRef(self, request, context):
-        """Sends the version that a ref names now, and again each time it moves.
+    def WatchRefs(self, request, context):
+        """Sends the versions that refs name now, and again each time one moves. One stream can watch many refs, also of many models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -214,7 +215,7 @@ class ModelServiceServicer(object):
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'RegisterModel': grpc.unary_unary_rpc_method_handler(
+            'RegisterModel': grpc.stream_unary_rpc_method_handler(
                     servicer.RegisterModel,
                     request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.RegisterModelRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_model__service__pb2.RegisterModelResponse.SerializeToString,
@@ -244,10 +245,10 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.ListVersionsRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_model__service__pb2.ListVersionsResponse.SerializeToString,
             ),
-            'WatchRef': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchRef,
-                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.WatchRefRequest.FromString,
-                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.WatchRefResponse.SerializeToString,
+            'WatchRefs': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRefs,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.WatchRefsRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.WatchRefsResponse.SerializeToString,
             ),
             'SetRef': grpc.unary_unary_rpc_method_handler(
                     servicer.SetRef,
@@ -301,7 +302,7 @@ class ModelService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def RegisterModel(request,
+    def RegisterModel(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -311,8 +312,8 @@ class ModelService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/weighbridge.v1.ModelService/RegisterModel',
             weighbridge_dot_v1_dot_model__service__pb2.RegisterModelRequest.SerializeToString,
@@ -463,7 +464,7 @@ class ModelService(object):
             _registered_method=True)
 
     @staticmethod
-    def WatchRef(request,
+    def WatchRefs(request,
             target,
             options=(),
             channel_credentials=None,
@@ -476,9 +477,9 @@ class ModelService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/weighbridge.v1.ModelService/WatchRef',
-            weighbridge_dot_v1_dot_model__service__pb2.WatchRefRequest.SerializeToString,
-            weighbridge_dot_v1_dot_model__service__pb2.WatchRefResponse.FromString,
+            '/weighbridge.v1.ModelService/WatchRefs',
+            weighbridge_dot_v1_dot_model__service__pb2.WatchRefsRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.WatchRefsResponse.FromString,
             options,
             channel_credentials,
             insecure,

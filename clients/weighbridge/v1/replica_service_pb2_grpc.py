@@ -44,7 +44,7 @@ class ReplicaServiceStub(object):
                 request_serializer=weighbridge_dot_v1_dot_replica__service__pb2.ReadFileRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_replica__service__pb2.ReadFileResponse.FromString,
                 _registered_method=True)
-        self.TakeOver = channel.unary_unary(
+        self.TakeOver = channel.stream_unary(
                 '/weighbridge.v1.ReplicaService/TakeOver',
                 request_serializer=weighbridge_dot_v1_dot_replica__service__pb2.TakeOverRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_replica__service__pb2.TakeOverResponse.FromString,
@@ -70,11 +70,12 @@ class ReplicaServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def TakeOver(self, request, context):
+    def TakeOver(self, request_iterator, context):
         """A replica that leaves hands a version over that is ready and not durable, or its part of one. The called replica reads all files of
         it from the caller's image (ReadFile), tells the others that have a part, and answers: it owns the files now, and goes on to make
         them durable, under the same claim. It can be repeated. Refused with FAILED_PRECONDITION by a replica that leaves itself, and with
         RESOURCE_EXHAUSTED if it has no memory for the files.
+        The request comes in parts, as that of RegisterModel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +94,7 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     request_deserializer=weighbridge_dot_v1_dot_replica__service__pb2.ReadFileRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_replica__service__pb2.ReadFileResponse.SerializeToString,
             ),
-            'TakeOver': grpc.unary_unary_rpc_method_handler(
+            'TakeOver': grpc.stream_unary_rpc_method_handler(
                     servicer.TakeOver,
                     request_deserializer=weighbridge_dot_v1_dot_replica__service__pb2.TakeOverRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_replica__service__pb2.TakeOverResponse.SerializeToString,
@@ -164,7 +165,7 @@ class ReplicaService(object):
             _registered_method=True)
 
     @staticmethod
-    def TakeOver(request,
+    def TakeOver(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -174,8 +175,8 @@ class ReplicaService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/weighbridge.v1.ReplicaService/TakeOver',
             weighbridge_dot_v1_dot_replica__service__pb2.TakeOverRequest.SerializeToString,

@@ -41,11 +41,12 @@ class ReplicaServiceStub:
     """A part of a file, from the image of the replica that owns it, as soon as its bytes are final. Refused with FAILED_PRECONDITION
     if they are not yet, and with NOT_FOUND if the replica has no image of the file any more: a durable version is in the store.
     """
-    TakeOver: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.TakeOverRequest, _replica_service_pb2.TakeOverResponse]
+    TakeOver: _grpc.StreamUnaryMultiCallable[_replica_service_pb2.TakeOverRequest, _replica_service_pb2.TakeOverResponse]
     """A replica that leaves hands a version over that is ready and not durable, or its part of one. The called replica reads all files of
     it from the caller's image (ReadFile), tells the others that have a part, and answers: it owns the files now, and goes on to make
     them durable, under the same claim. It can be repeated. Refused with FAILED_PRECONDITION by a replica that leaves itself, and with
     RESOURCE_EXHAUSTED if it has no memory for the files.
+    The request comes in parts, as that of RegisterModel.
     """
 
 @_typing.type_check_only
@@ -59,11 +60,12 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """A part of a file, from the image of the replica that owns it, as soon as its bytes are final. Refused with FAILED_PRECONDITION
     if they are not yet, and with NOT_FOUND if the replica has no image of the file any more: a durable version is in the store.
     """
-    TakeOver: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.TakeOverRequest, _replica_service_pb2.TakeOverResponse]  # type: ignore[assignment]
+    TakeOver: _aio.StreamUnaryMultiCallable[_replica_service_pb2.TakeOverRequest, _replica_service_pb2.TakeOverResponse]  # type: ignore[assignment]
     """A replica that leaves hands a version over that is ready and not durable, or its part of one. The called replica reads all files of
     it from the caller's image (ReadFile), tells the others that have a part, and answers: it owns the files now, and goes on to make
     them durable, under the same claim. It can be repeated. Refused with FAILED_PRECONDITION by a replica that leaves itself, and with
     RESOURCE_EXHAUSTED if it has no memory for the files.
+    The request comes in parts, as that of RegisterModel.
     """
 
 class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -90,13 +92,14 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def TakeOver(
         self,
-        request: _replica_service_pb2.TakeOverRequest,
+        request_iterator: _MaybeAsyncIterator[_replica_service_pb2.TakeOverRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_replica_service_pb2.TakeOverResponse, _abc.Awaitable[_replica_service_pb2.TakeOverResponse]]:
         """A replica that leaves hands a version over that is ready and not durable, or its part of one. The called replica reads all files of
         it from the caller's image (ReadFile), tells the others that have a part, and answers: it owns the files now, and goes on to make
         them durable, under the same claim. It can be repeated. Refused with FAILED_PRECONDITION by a replica that leaves itself, and with
         RESOURCE_EXHAUSTED if it has no memory for the files.
+        The request comes in parts, as that of RegisterModel.
         """
 
 def add_ReplicaServiceServicer_to_server(servicer: ReplicaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -34,12 +34,12 @@ class WeightServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.PlanPull = channel.unary_unary(
+        self.PlanPull = channel.stream_unary(
                 '/weighbridge.v1.WeightService/PlanPull',
                 request_serializer=weighbridge_dot_v1_dot_weight__service__pb2.PlanPullRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_weight__service__pb2.PlanPullResponse.FromString,
                 _registered_method=True)
-        self.Pull = channel.unary_stream(
+        self.Pull = channel.stream_stream(
                 '/weighbridge.v1.WeightService/Pull',
                 request_serializer=weighbridge_dot_v1_dot_weight__service__pb2.PullRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_weight__service__pb2.PullResponse.FromString,
@@ -49,15 +49,17 @@ class WeightServiceStub(object):
 class WeightServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def PlanPull(self, request, context):
+    def PlanPull(self, request_iterator, context):
         """Says which slices a pull will bring, so that buffers can be made before it.
+        The request comes in parts, as that of RegisterModel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Pull(self, request, context):
+    def Pull(self, request_iterator, context):
         """Those slices as one stream, one behind the other, and no other byte.
+        The request comes in parts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -66,12 +68,12 @@ class WeightServiceServicer(object):
 
 def add_WeightServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'PlanPull': grpc.unary_unary_rpc_method_handler(
+            'PlanPull': grpc.stream_unary_rpc_method_handler(
                     servicer.PlanPull,
                     request_deserializer=weighbridge_dot_v1_dot_weight__service__pb2.PlanPullRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_weight__service__pb2.PlanPullResponse.SerializeToString,
             ),
-            'Pull': grpc.unary_stream_rpc_method_handler(
+            'Pull': grpc.stream_stream_rpc_method_handler(
                     servicer.Pull,
                     request_deserializer=weighbridge_dot_v1_dot_weight__service__pb2.PullRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_weight__service__pb2.PullResponse.SerializeToString,
@@ -88,7 +90,7 @@ class WeightService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def PlanPull(request,
+    def PlanPull(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -98,8 +100,8 @@ class WeightService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/weighbridge.v1.WeightService/PlanPull',
             weighbridge_dot_v1_dot_weight__service__pb2.PlanPullRequest.SerializeToString,
@@ -115,7 +117,7 @@ class WeightService(object):
             _registered_method=True)
 
     @staticmethod
-    def Pull(request,
+    def Pull(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -125,8 +127,8 @@ class WeightService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/weighbridge.v1.WeightService/Pull',
             weighbridge_dot_v1_dot_weight__service__pb2.PullRequest.SerializeToString,

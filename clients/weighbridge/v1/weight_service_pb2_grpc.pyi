@@ -31,34 +31,46 @@ class WeightServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightServiceAsyncStub: ...
-    PlanPull: _grpc.UnaryUnaryMultiCallable[_weight_service_pb2.PlanPullRequest, _weight_service_pb2.PlanPullResponse]
-    """Says which slices a pull will bring, so that buffers can be made before it."""
-    Pull: _grpc.UnaryStreamMultiCallable[_weight_service_pb2.PullRequest, _weight_service_pb2.PullResponse]
-    """Those slices as one stream, one behind the other, and no other byte."""
+    PlanPull: _grpc.StreamUnaryMultiCallable[_weight_service_pb2.PlanPullRequest, _weight_service_pb2.PlanPullResponse]
+    """Says which slices a pull will bring, so that buffers can be made before it.
+    The request comes in parts, as that of RegisterModel.
+    """
+    Pull: _grpc.StreamStreamMultiCallable[_weight_service_pb2.PullRequest, _weight_service_pb2.PullResponse]
+    """Those slices as one stream, one behind the other, and no other byte.
+    The request comes in parts.
+    """
 
 @_typing.type_check_only
 class WeightServiceAsyncStub(WeightServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    PlanPull: _aio.UnaryUnaryMultiCallable[_weight_service_pb2.PlanPullRequest, _weight_service_pb2.PlanPullResponse]  # type: ignore[assignment]
-    """Says which slices a pull will bring, so that buffers can be made before it."""
-    Pull: _aio.UnaryStreamMultiCallable[_weight_service_pb2.PullRequest, _weight_service_pb2.PullResponse]  # type: ignore[assignment]
-    """Those slices as one stream, one behind the other, and no other byte."""
+    PlanPull: _aio.StreamUnaryMultiCallable[_weight_service_pb2.PlanPullRequest, _weight_service_pb2.PlanPullResponse]  # type: ignore[assignment]
+    """Says which slices a pull will bring, so that buffers can be made before it.
+    The request comes in parts, as that of RegisterModel.
+    """
+    Pull: _aio.StreamStreamMultiCallable[_weight_service_pb2.PullRequest, _weight_service_pb2.PullResponse]  # type: ignore[assignment]
+    """Those slices as one stream, one behind the other, and no other byte.
+    The request comes in parts.
+    """
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def PlanPull(
         self,
-        request: _weight_service_pb2.PlanPullRequest,
+        request_iterator: _MaybeAsyncIterator[_weight_service_pb2.PlanPullRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_weight_service_pb2.PlanPullResponse, _abc.Awaitable[_weight_service_pb2.PlanPullResponse]]:
-        """Says which slices a pull will bring, so that buffers can be made before it."""
+        """Says which slices a pull will bring, so that buffers can be made before it.
+        The request comes in parts, as that of RegisterModel.
+        """
 
     @_abc_1.abstractmethod
     def Pull(
         self,
-        request: _weight_service_pb2.PullRequest,
+        request_iterator: _MaybeAsyncIterator[_weight_service_pb2.PullRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weight_service_pb2.PullResponse], _abc.AsyncIterator[_weight_service_pb2.PullResponse]]:
-        """Those slices as one stream, one behind the other, and no other byte."""
+        """Those slices as one stream, one behind the other, and no other byte.
+        The request comes in parts.
+        """
 
 def add_WeightServiceServicer_to_server(servicer: WeightServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -17,6 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from weighbridge import bulk_entry, pieces
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge.request_parts import MAX_REQUEST_BYTES
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.calls.call import Call
@@ -129,11 +130,25 @@ def _taking(handler: Callable[..., Any], kind: Any) -> _Answer:
     return answer
 
 
+def _joined(requests: Iterator[bytes]) -> bytes:
+    """A request, from its parts."""
+    found: list[bytes] = []
+    size = 0
+    for part in requests:
+        found.append(part)
+        size += len(part)
+        if size > MAX_REQUEST_BYTES:
+            raise InvalidArgument(
+                f"a request is longer than {MAX_REQUEST_BYTES} bytes", fix="ask for less at one time"
+            )
+    if not found:
+        raise InvalidArgument("the call has no request", fix="send one message")
+    return b"".join(found)
+
+
 def _giving(handler: Callable[..., Any], kind: Any) -> _Answer:
     def answer(requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
-        raw = next(requests, None)
-        if raw is None:
-            raise InvalidArgument("the call has no request", fix="send one message")
+        raw = _joined(requests)
         with closing(handler(decoded(kind.FromString, raw), call)) as responses:
             for response in responses:
                 yield encoded(response)

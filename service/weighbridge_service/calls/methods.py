@@ -25,6 +25,7 @@ from google.protobuf.message_factory import GetMessageClass
 from weighbridge import pieces
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, WeighbridgeError
 from weighbridge_service.calls.call import Call
+from weighbridge_service.calls.requests import Requests
 from weighbridge_service.calls.workers import Workers
 from weighbridge_service.grpc_errors import to_status
 
@@ -35,10 +36,8 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 Count = Callable[[str, str], None]
 """Is told the method and the status code of each call that ends."""
 
-_SILENT_SECONDS = 10.0
-"""How long a caller may take to send a message that is due."""
 _PAUSE_SECONDS = 60.0
-"""The same within a stream of weights: a trainer copies what it sends from its devices."""
+"""How long a stream of weights may pause: a trainer copies what it sends from its devices."""
 _SMALL_REQUEST = 32 << 10
 """Bytes that are decoded on the loop; it takes less than a millisecond."""
 
@@ -103,6 +102,7 @@ class Methods:
         self._long = long
         self._streams = streams
         self._count = count
+        self._requests = Requests()
 
     async def run(self, call: Call, work: Callable[[], T]) -> T:
         """Do something that touches the store, or computes, for a call. For handlers that are coroutines."""
@@ -155,23 +155,26 @@ class Methods:
             decode = pieces.decoder(kind)
 
             async def take(call: Call, context: Any) -> None:
+                first = await self._requests.next(context, call.peer)
+
                 def work() -> bytes:
-                    return encoded(handler(self._taken(context, decode), call))
+                    return encoded(handler(self._taken(context, decode, first), call))
 
                 await context.write(await self._in(self._streams, call, work))
 
             return take
 
-        if method.client_streaming and method.server_streaming:
+        if inspect.isasyncgenfunction(handler) and method.client_streaming:
 
             async def converse(call: Call, context: Any) -> None:
-                async for response in handler(_requests(context, kind.FromString), call):
+                requests = self._requests.each(context, call.peer)
+                async for response in handler(_decoded_each(requests, kind), call):
                     await context.write(encoded(response))
 
             return converse
 
         async def answer(call: Call, context: Any) -> None:
-            raw = await _request(context)
+            raw = await self._requests.whole(context, call.peer, parts=method.client_streaming)
             if inspect.isgeneratorfunction(handler):
 
                 def send() -> None:
@@ -202,14 +205,13 @@ class Methods:
             return decoded(kind.FromString, raw)
         return await self.run(call, lambda: decoded(kind.FromString, raw))
 
-    def _taken(self, context: Any, decode: Callable[[bytes], T]) -> Iterator[T]:
+    def _taken(self, context: Any, decode: Callable[[bytes], T], first: bytes | None) -> Iterator[T]:
         """The messages of a request, for a thread: each is fetched when it is asked for."""
-        while True:
-            found = asyncio.run_coroutine_threadsafe(_read(context, _PAUSE_SECONDS), self._loop).result()
-            if found is None:
-                return
+        found = first
+        while found is not None:
             yield decoded(decode, found)
             del found
+            found = asyncio.run_coroutine_threadsafe(_next(context), self._loop).result()
 
     def _sent(self, context: Any, responses: Iterator[Message | bytes]) -> None:
         """Send messages from a thread: each is asked for when the transport has taken the one before."""
@@ -218,28 +220,18 @@ class Methods:
             del response
 
 
-async def _request(context: Any) -> bytes:
-    found = await _read(context, _SILENT_SECONDS)
-    if found is None:
-        raise InvalidArgument("the call has no request", fix="send one message")
-    return found
+async def _decoded_each(requests: AsyncIterator[bytes], kind: type[Message]) -> AsyncIterator[Message]:
+    async for raw in requests:
+        yield decoded(kind.FromString, raw)
 
 
-async def _requests(context: Any, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
-    while (found := await _read(context, _SILENT_SECONDS)) is not None:
-        yield decoded(decode, found)
-
-
-async def _read(context: Any, seconds: float) -> bytes | None:
-    """The next message; None behind the last one. Raises DeadlineExceeded if none comes in time."""
+async def _next(context: Any) -> bytes | None:
+    """The next message of a stream of weights; None behind the last one."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(_PAUSE_SECONDS):
             found = await context.read()
     except TimeoutError:
         raise DeadlineExceeded(
-            f"the call has sent nothing for {seconds:g} s", fix="send its request at once"
+            f"the stream has paused for {_PAUSE_SECONDS:g} s", fix="open it again where it broke"
         ) from None
-    if found is grpc.aio.EOF:  # type: ignore[attr-defined]
-        return None
-    data: bytes = found
-    return data
+    return None if found is grpc.aio.EOF else found  # type: ignore[attr-defined]

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from functools import lru_cache, partial
+from itertools import groupby
 
 from weighbridge import wire
 from weighbridge.errors import InvalidArgument
 from weighbridge.resources import Version
-from weighbridge.v1 import model_service_pb2
+from weighbridge.v1 import model_service_pb2, resources_pb2
 from weighbridge_service.calls.call import Call
 from weighbridge_service.calls.methods import Methods, takes_long
-from weighbridge_service.calls.watches import Watches
+from weighbridge_service.calls.watches import Watches, merged
 from weighbridge_service.service import Weighbridge
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
 _WAIT_SECONDS = 60.0
+_MOST_REFS = 1024
 
 
 def _page(size: int) -> int:
     return min(size, _LARGEST_PAGE) if size > 0 else _PAGE
 
 
-@lru_cache(maxsize=64)
-def _watched(version: Version) -> bytes:
-    """What all who watch the version are sent."""
-    return model_service_pb2.WatchRefResponse(version=wire.version_to_proto(version)).SerializeToString()
+@lru_cache(maxsize=256)
+def _watched(index: int, version: Version) -> bytes:
+    """What all who watch the version as their ref with this index are sent."""
+    response = model_service_pb2.WatchRefsResponse(index=index, version=wire.version_to_proto(version))
+    return response.SerializeToString()
+
+
+def _files(messages: Iterable[resources_pb2.ModelFile]) -> dict[str, bytes]:
+    """Files by name; one that has the name of the one before goes on with its content.
+
+    Raises:
+        InvalidArgument: two that do not follow each other have the same name.
+    """
+    found: dict[str, bytes] = {}
+    for name, group in groupby(messages, key=lambda file: file.name):
+        if name in found:
+            raise InvalidArgument(f"two files are named {name[:200]!r}")
+        found[name] = b"".join(file.content for file in group)
+    return found
 
 
 class ModelHandlers:
@@ -41,7 +58,7 @@ class ModelHandlers:
     def RegisterModel(
         self, request: model_service_pb2.RegisterModelRequest, call: Call
     ) -> model_service_pb2.RegisterModelResponse:
-        files = {file.name: file.content for file in request.files}
+        files = _files(request.files)
         found = wire.specs_from_proto(request.tensors)
         model = self._catalog.register_model(request.model, files, request.dtype, found)
         return model_service_pb2.RegisterModelResponse(model=wire.model_to_proto(model))
@@ -99,9 +116,14 @@ class ModelHandlers:
             next_page_token=str(versions[-1].number) if len(versions) == size else "",
         )
 
-    async def WatchRef(self, request: model_service_pb2.WatchRefRequest, call: Call) -> AsyncIterator[bytes]:
-        async for version in self._watches.follow(request.model, request.ref, request.after):
-            yield _watched(version)
+    async def WatchRefs(
+        self, request: model_service_pb2.WatchRefsRequest, call: Call
+    ) -> AsyncIterator[bytes]:
+        if not 0 < len(request.refs) <= _MOST_REFS:
+            raise InvalidArgument(f"{len(request.refs)} refs are not between 1 and {_MOST_REFS}")
+        follows = [self._watches.follow(each.model, each.ref, each.after) for each in request.refs]
+        async for index, version in merged(follows):
+            yield _watched(index, version)
 
     def SetRef(
         self, request: model_service_pb2.SetRefRequest, call: Call

@@ -40,8 +40,13 @@ _LAST_PORT = 65535
 _LINE = 4096
 """Calls that wait for a thread."""
 
+_LIMIT = "grpc.max_receive_message_length"
+_MESSAGE_BYTES = 2 << 20
+"""Largest message that is taken; larger requests come in parts (`weighbridge.request_parts`)."""
+
 _OPTIONS: tuple[tuple[str, int], ...] = (
-    *rpc.CHANNEL_OPTIONS,
+    *(option for option in rpc.CHANNEL_OPTIONS if option[0] != _LIMIT),
+    (_LIMIT, _MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a second service on the same port is an error, not a surprise
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

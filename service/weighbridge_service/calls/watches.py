@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from weighbridge.errors import (
     DeadlineExceeded,
@@ -27,6 +27,8 @@ from weighbridge_service.admission.peer import Peer
 from weighbridge_service.calls.workers import Workers
 from weighbridge_service.catalog import AWAY, Catalog
 from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
+
+T = TypeVar("T")
 
 _LOOK_SECONDS = 0.4
 """Between two looks while nothing changes here: how long it takes at most until what another replica has changed is seen."""
@@ -336,3 +338,34 @@ def _not_in_time(answer: Answer, state: VersionState) -> DeadlineExceeded:
     version = answer.version if isinstance(answer, Found) else None
     why = f": {version.error}" if version is not None and version.error else ""
     return DeadlineExceeded(f"{version} was not {state.value} in time{why}")
+
+
+async def merged(sources: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """What several sources give, with the index of each; ends or fails with the first that does."""
+    if len(sources) == 1:
+        async for item in sources[0]:
+            yield 0, item
+        return
+    ready: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue(1)
+
+    async def bring(index: int, source: AsyncIterator[T]) -> None:
+        async for item in source:
+            await ready.put((index, item))
+
+    tasks = [asyncio.create_task(bring(index, source)) for index, source in enumerate(sources)]
+    ended = asyncio.create_task(_first_end(tasks, ready))
+    try:
+        while (found := await ready.get()) is not None:
+            yield found
+        await ended
+    finally:
+        for task in (*tasks, ended):
+            task.cancel()
+        await asyncio.gather(*tasks, ended, return_exceptions=True)
+
+
+async def _first_end(tasks: Sequence[asyncio.Task[None]], ready: asyncio.Queue[Any]) -> None:
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await ready.put(None)
+    for task in done:
+        task.result()

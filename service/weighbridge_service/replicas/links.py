@@ -10,6 +10,7 @@ from typing import Any
 from weighbridge import bulk, rpc
 from weighbridge.errors import DataLoss, Unavailable
 from weighbridge.pieces import decoder
+from weighbridge.request_parts import parts
 from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge.v1 import replica_service_pb2_grpc
 from weighbridge_service.push.declarations import Home
@@ -80,7 +81,7 @@ class Links:
         request.sender.CopyFrom(home_to_proto(self.home))
         stub = replica_service_pb2_grpc.ReplicaServiceStub(self._to(other.address).control)
         with rpc.translated_errors(other.address):
-            stub.TakeOver(request, timeout=seconds)
+            stub.TakeOver(parts(request), timeout=seconds)
 
     def read_file(self, owner: Home, key: tuple[str, int, str], file: str, offset: int, length: int) -> bytes:
         """A part of a file from the image of the replica that owns it.

@@ -1,0 +1,162 @@
+"""Requests on their way in: how many messages may be under way at one time, how long they may take, and how large they may become.
+
+A message that is being received takes memory, up to the server's limit, as soon as its length is announced. So a call waits for its turn
+before it reads one. Who has announced a message and holds it back, or has sent nothing, gives its place up when others wait for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from weighbridge.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from weighbridge.request_parts import MAX_REQUEST_BYTES
+from weighbridge_service.admission.peer import Peer
+from weighbridge_service.admission.shares import RETRY_SECONDS, Shares
+from weighbridge_service.admission.turns import Turns
+
+_PLACES = 64
+"""Messages that are received at one time: with 2 MiB each, 128 MiB."""
+_PENDING_BYTES = 256 << 20
+"""Bytes of requests in parts that are not complete."""
+_SILENT_SECONDS = 10.0
+"""How long a message may take that is due."""
+_HURRY_SECONDS = 0.5
+"""The same while others wait for the place."""
+
+
+@dataclass(eq=False, slots=True)
+class _Reader:
+    """A call that receives a message, or waits for its turn to do so."""
+
+    turn: asyncio.Future[None]
+    since: float = 0.0
+    limit: asyncio.Timeout | None = None
+    hurried: bool = False
+
+
+class Requests:
+    """What reads requests. For the loop's thread."""
+
+    def __init__(self) -> None:
+        self._readers: dict[_Reader, None] = {}  # in the order in which they have begun
+        self._waiting: Turns[_Reader] = Turns()
+        self._pending = Shares("bytes of incomplete requests", _PENDING_BYTES)
+        self._hurrying: asyncio.TimerHandle | None = None
+
+    async def whole(self, context: Any, peer: Peer, *, parts: bool) -> bytes:
+        """A request: one message, or all that come, joined.
+
+        Raises:
+            InvalidArgument: there is none, or it is too long.
+            DeadlineExceeded: it does not come.
+            ResourceExhausted: too much is under way.
+        """
+        found = await self.next(context, peer)
+        if found is None:
+            raise InvalidArgument("the call has no request", fix="send one message")
+        if not parts:
+            return found
+        received = [found]
+        held = 0
+        try:
+            while True:
+                size = len(received[-1])
+                if held + size > MAX_REQUEST_BYTES:
+                    raise InvalidArgument(
+                        f"a request is longer than {MAX_REQUEST_BYTES} bytes",
+                        fix="ask for less at one time",
+                    )
+                self._pending.take(peer.host, size)
+                held += size
+                found = await self.next(context, peer)
+                if found is None:
+                    return b"".join(received)
+                received.append(found)
+        finally:
+            if held:
+                self._pending.give(peer.host, held)
+
+    async def each(self, context: Any, peer: Peer) -> AsyncIterator[bytes]:
+        """The messages of a request, one by one. Raises as `next`."""
+        while (found := await self.next(context, peer)) is not None:
+            yield found
+
+    async def next(self, context: Any, peer: Peer) -> bytes | None:
+        """The next message of a call; None behind the last one.
+
+        Raises:
+            DeadlineExceeded: none comes.
+            ResourceExhausted: none has come, and others wait.
+        """
+        reader = _Reader(asyncio.get_running_loop().create_future())
+        if len(self._readers) < _PLACES and not self._waiting:
+            self._begin(reader)
+        else:
+            self._waiting.add(peer, reader)
+            if self._hurrying is None:
+                self._hurry()
+        try:
+            await reader.turn
+            return await self._read(context, reader)
+        finally:
+            self._end(peer, reader)
+
+    async def _read(self, context: Any, reader: _Reader) -> bytes | None:
+        try:
+            async with asyncio.timeout(_SILENT_SECONDS) as reader.limit:
+                found = await context.read()
+        except TimeoutError:
+            if reader.hurried:
+                error = ResourceExhausted(
+                    "the call has sent nothing, and others wait", fix="send a request at once, then try again"
+                )
+                error.retry_after = RETRY_SECONDS
+                raise error from None
+            raise DeadlineExceeded(
+                f"the call has sent nothing for {_SILENT_SECONDS:g} s", fix="send a request at once"
+            ) from None
+        if found is grpc.aio.EOF:  # type: ignore[attr-defined]
+            return None
+        data: bytes = found
+        return data
+
+    def _begin(self, reader: _Reader) -> None:
+        if not reader.turn.done():  # if it is, its caller has gone
+            reader.since = time.monotonic()
+            self._readers[reader] = None
+            reader.turn.set_result(None)
+
+    def _end(self, peer: Peer, reader: _Reader) -> None:
+        if reader in self._readers:
+            del self._readers[reader]
+        else:  # its turn has not come
+            self._waiting.discard(peer, reader)
+        while self._waiting and len(self._readers) < _PLACES:
+            self._begin(self._waiting.take())
+        if self._waiting and self._hurrying is None:
+            self._hurrying = asyncio.get_running_loop().call_later(_HURRY_SECONDS, self._hurry)
+
+    def _hurry(self) -> None:
+        """Take places from those that have had them for long, as long as others wait."""
+        self._hurrying = None
+        now, wanted = time.monotonic(), len(self._waiting)
+        loop = asyncio.get_running_loop()
+        for reader in self._readers:
+            if not wanted:
+                return
+            if reader.hurried:
+                continue
+            left = reader.since + _HURRY_SECONDS - now
+            if left > 0:  # all others have begun later
+                self._hurrying = loop.call_later(left, self._hurry)
+                return
+            if reader.limit is not None:
+                reader.hurried = True
+                reader.limit.reschedule(loop.time())
+                wanted -= 1
