@@ -477,7 +477,7 @@ def test_the_loop_is_not_held_up_by_pulls(service: RunningService, lane: str) ->
 def test_a_pull_and_a_watch_go_on_where_they_were_when_the_service_was_killed(
     tmp_path: Path, model: TinyModel, connections: int
 ) -> None:
-    service = KillableService(tmp_path / "store", most_streams=64)
+    service = KillableService(tmp_path / "store", most_streams=64, bulk_port="off")
     service.start()
     try:
         with TrainerClient(service.address, lane="grpc") as trainer:

@@ -212,8 +212,9 @@ def test_a_name_that_no_ref_can_have_is_refused(bench: Bench, raw: RawClient, re
         bench.trainer.delete_ref(GOOD, ref)
     if ref not in ("live", "latest"):
         # it would wait for ever for a ref that can never be
+        watched = model_service_pb2.WatchRefsRequest(refs=[model_service_pb2.WatchedRef(model=GOOD, ref=ref)])
         with pytest.raises(InvalidArgument):
-            raw.call(raw.models.WatchRef, model_service_pb2.WatchRefRequest(model=GOOD, ref=ref), 2.0)
+            raw.call(raw.models.WatchRefs, watched, 2.0)
 
 
 def test_an_unknown_ref_cannot_be_deleted(bench: Bench) -> None:

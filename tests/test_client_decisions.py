@@ -105,7 +105,7 @@ def test_waiting_asks_again_until_the_deadline_and_then_says_for_what() -> None:
     steps = control_calls.wait_for(MODEL, 3, VersionState.READY, 0.0, None)
     first = next(steps)
     assert isinstance(first, Call)
-    wanted = pb.GetVersionRequest.FromString(first.request)
+    wanted = pb.GetVersionRequest.FromString(b"".join(first.request))
     assert (wanted.version, wanted.wait_for) == ("3", resources_pb2.VERSION_STATE_READY)
     assert isinstance(steps.throw(DeadlineExceeded("not yet")), Pause)
     with pytest.raises(DeadlineExceeded, match=f"{MODEL}@3 was not ready"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any, TypeVar
 
@@ -24,6 +24,9 @@ from google.protobuf.message_factory import GetMessageClass
 
 from weighbridge import pieces
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, WeighbridgeError
+from weighbridge_service.admission.rates import Rates
+from weighbridge_service.admission.shares import Shares
+from weighbridge_service.calls.asking import VERBS, check_allowed
 from weighbridge_service.calls.call import Call
 from weighbridge_service.calls.requests import Requests
 from weighbridge_service.calls.workers import Workers
@@ -38,6 +41,9 @@ Count = Callable[[str, str], None]
 
 _PAUSE_SECONDS = 60.0
 """How long a stream of weights may pause: a trainer copies what it sends from its devices."""
+_MOST_CALLS = 8192
+_CALLS_A_SECOND, _CALLS_AT_ONCE = 2000.0, 10_000.0
+"""Of one host. 1,024 ranks that wait for each other make 500 a second together."""
 _SMALL_REQUEST = 32 << 10
 """Bytes that are decoded on the loop; it takes less than a millisecond."""
 
@@ -103,6 +109,8 @@ class Methods:
         self._streams = streams
         self._count = count
         self._requests = Requests()
+        self._calls = Shares("calls", _MOST_CALLS)
+        self._rates = Rates(_CALLS_A_SECOND, _CALLS_AT_ONCE)
 
     async def run(self, call: Call, work: Callable[[], T]) -> T:
         """Do something that touches the store, or computes, for a call. For handlers that are coroutines."""
@@ -131,7 +139,9 @@ class Methods:
         async def behaviour(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             call = Call(context)
             try:
-                await answer(call, context)
+                self._rates.count(call.peer.host)
+                with self._calls.taking(call.peer.host):
+                    await answer(call, context)
             except asyncio.CancelledError:
                 self._count(method.name, "CANCELLED")
                 raise
@@ -150,12 +160,22 @@ class Methods:
     def _answer_with(self, method: MethodDescriptor, handler: Callable[..., Any]) -> Callable[..., Any]:
         """What answers a call of a method, given the call and its context."""
         kind = GetMessageClass(method.input_type)
+        verb = VERBS[method.containing_service.name][method.name]
+
+        def allowed(call: Call, request: T) -> T:
+            check_allowed(call.peer, verb, request)
+            return request
+
+        def decode_allowed(call: Call, raw: bytes) -> Any:
+            return allowed(call, decoded(kind.FromString, raw))
 
         if hasattr(handler, "streamed"):
             decode = pieces.decoder(kind)
 
             async def take(call: Call, context: Any) -> None:
-                first = await self._requests.next(context, call.peer)
+                raw = await self._requests.next(context, call.peer)
+                first = None if raw is None else allowed(call, decoded(decode, raw))
+                del raw
 
                 def work() -> bytes:
                     return encoded(handler(self._taken(context, decode, first), call))
@@ -168,7 +188,8 @@ class Methods:
 
             async def converse(call: Call, context: Any) -> None:
                 requests = self._requests.each(context, call.peer)
-                async for response in handler(_decoded_each(requests, kind), call):
+                each = (decode_allowed(call, raw) async for raw in requests)
+                async for response in handler(each, call):
                     await context.write(encoded(response))
 
             return converse
@@ -178,20 +199,22 @@ class Methods:
             if inspect.isgeneratorfunction(handler):
 
                 def send() -> None:
-                    with closing(handler(decoded(kind.FromString, raw), call)) as responses:
+                    with closing(handler(decode_allowed(call, raw), call)) as responses:
                         self._sent(context, responses)
 
                 await self._in(self._streams, call, send)
             elif inspect.iscoroutinefunction(handler):
-                await context.write(encoded(await handler(await self._decoded(call, kind, raw), call)))
+                await context.write(
+                    encoded(await handler(await self._decoded(call, decode_allowed, raw), call))
+                )
             elif inspect.isasyncgenfunction(handler):
-                async for response in handler(await self._decoded(call, kind, raw), call):
+                async for response in handler(await self._decoded(call, decode_allowed, raw), call):
                     await context.write(encoded(response))
             else:
                 threads = self._long if hasattr(handler, "takes_long") else self._quick
 
                 def work() -> bytes:
-                    return encoded(handler(decoded(kind.FromString, raw), call))
+                    return encoded(handler(decode_allowed(call, raw), call))
 
                 await context.write(await self._in(threads, call, work))
 
@@ -200,29 +223,26 @@ class Methods:
     async def _in(self, threads: Workers, call: Call, work: Callable[[], T]) -> T:
         return await asyncio.wrap_future(threads.submit(call.peer, work))
 
-    async def _decoded(self, call: Call, kind: type[Message], raw: bytes) -> Message:
+    async def _decoded(self, call: Call, decode: Callable[[Call, bytes], T], raw: bytes) -> T:
         if len(raw) <= _SMALL_REQUEST:
-            return decoded(kind.FromString, raw)
-        return await self.run(call, lambda: decoded(kind.FromString, raw))
+            return decode(call, raw)
+        return await self.run(call, lambda: decode(call, raw))
 
-    def _taken(self, context: Any, decode: Callable[[bytes], T], first: bytes | None) -> Iterator[T]:
+    def _taken(self, context: Any, decode: Callable[[bytes], T], first: T | None) -> Iterator[T]:
         """The messages of a request, for a thread: each is fetched when it is asked for."""
-        found = first
-        while found is not None:
-            yield decoded(decode, found)
-            del found
-            found = asyncio.run_coroutine_threadsafe(_next(context), self._loop).result()
+        if first is None:
+            return
+        yield first
+        del first
+        while (raw := asyncio.run_coroutine_threadsafe(_next(context), self._loop).result()) is not None:
+            yield decoded(decode, raw)
+            del raw
 
     def _sent(self, context: Any, responses: Iterator[Message | bytes]) -> None:
         """Send messages from a thread: each is asked for when the transport has taken the one before."""
         for response in responses:
             asyncio.run_coroutine_threadsafe(context.write(encoded(response)), self._loop).result()
             del response
-
-
-async def _decoded_each(requests: AsyncIterator[bytes], kind: type[Message]) -> AsyncIterator[Message]:
-    async for raw in requests:
-        yield decoded(kind.FromString, raw)
 
 
 async def _next(context: Any) -> bytes | None:

@@ -10,6 +10,7 @@ from weighbridge import wire
 from weighbridge.errors import InvalidArgument
 from weighbridge.resources import Version
 from weighbridge.v1 import model_service_pb2, resources_pb2
+from weighbridge_service.admission.shares import Shares
 from weighbridge_service.calls.call import Call
 from weighbridge_service.calls.methods import Methods, takes_long
 from weighbridge_service.calls.watches import Watches, merged
@@ -19,6 +20,7 @@ _PAGE = 100
 _LARGEST_PAGE = 1000
 _WAIT_SECONDS = 60.0
 _MOST_REFS = 1024
+_MOST_WATCHES = 16_384
 
 
 def _page(size: int) -> int:
@@ -54,6 +56,7 @@ class ModelHandlers:
         self._collecting = service.collecting
         self._methods = methods
         self._watches = watches
+        self._watching = Shares("watches", _MOST_WATCHES)
 
     def RegisterModel(
         self, request: model_service_pb2.RegisterModelRequest, call: Call
@@ -122,8 +125,9 @@ class ModelHandlers:
         if not 0 < len(request.refs) <= _MOST_REFS:
             raise InvalidArgument(f"{len(request.refs)} refs are not between 1 and {_MOST_REFS}")
         follows = [self._watches.follow(each.model, each.ref, each.after) for each in request.refs]
-        async for index, version in merged(follows):
-            yield _watched(index, version)
+        with self._watching.taking(call.peer.host, len(follows)):
+            async for index, version in merged(follows):
+                yield _watched(index, version)
 
     def SetRef(
         self, request: model_service_pb2.SetRefRequest, call: Call

@@ -1,0 +1,66 @@
+"""Rates of calls: how many a host may begin in a second (token buckets)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weighbridge.errors import ResourceExhausted
+
+_MOST_HOSTS = 10_000
+"""Hosts that are remembered; the one that has called longest ago is forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What a host has left.
+
+    Attributes:
+        calls: how many it could begin at that moment.
+        at: the moment, in seconds.
+    """
+
+    calls: float
+    at: float
+
+    def filled(self, now: float, rate: float, most: float) -> Bucket:
+        """The bucket at a later moment."""
+        return Bucket(min(self.calls + (now - self.at) * rate, most), now)
+
+
+class Rates:
+    """Calls that hosts begin. Thread-safe.
+
+    Args:
+        rate: calls a second.
+        burst: calls at once, after a pause.
+        clock: seconds.
+    """
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+
+    def count(self, host: str) -> None:
+        """A host begins a call. Raises ResourceExhausted, which says when to try again, if it has begun too many."""
+        now = self._clock()
+        with self._lock:
+            bucket = self._buckets.get(host, Bucket(self._burst, now)).filled(now, self._rate, self._burst)
+            allowed = bucket.calls >= 1
+            self._buckets[host] = Bucket(bucket.calls - 1, now) if allowed else bucket
+            self._buckets.move_to_end(host)
+            if len(self._buckets) > _MOST_HOSTS:
+                self._buckets.popitem(last=False)
+        if not allowed:
+            error = ResourceExhausted(
+                f"{host} begins more than {self._rate:g} calls a second",
+                fix="ask less often, or watch instead",
+            )
+            error.retry_after = max((1 - bucket.calls) / self._rate, 0.1)
+            raise error
