@@ -83,17 +83,22 @@ class Catalog:
     Args:
         store: where they lie.
         grace: how long what was taken out of history can still be read.
+        guarded: the same store, for heads and configs: somebody waits for these, and it does not wait for long; None for ``store``.
 
     Attributes:
+        store: for what is large.
         heads: the heads of all models.
         readers: who reads versions from the store.
         changes: tells of what changes here.
         stopping: set when the service goes down.
     """
 
-    def __init__(self, store: ObjectStore, grace: Grace = DEFAULT_GRACE) -> None:
+    def __init__(
+        self, store: ObjectStore, grace: Grace = DEFAULT_GRACE, guarded: ObjectStore | None = None
+    ) -> None:
         self.store = store
-        self.heads = HeadStore(store)
+        self._guarded = guarded or store
+        self.heads = HeadStore(self._guarded)
         self.readers = StoreReaders(store, grace)
         self.stopping = threading.Event()
         self.changes = Changes()
@@ -201,7 +206,7 @@ class Catalog:
         if model is not None and (head is None or is_registered(head, model)):
             return model
         head = head or self.head(name)
-        loaded = load_model(self.store, name, head)
+        loaded = load_model(self._guarded, name, head)
         with self._lock:
             model = self._models.get(name)
             if model is not None and is_registered(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from weighbridge_storage.guarded import DEFAULT_PATIENCE
 from weighbridge_storage.leases import Grace
 from weighbridge_storage.s3_settings import is_s3, parse_location
 
@@ -39,6 +40,8 @@ class ServiceConfig:
             empty if ranks of one version do not push to several replicas.
         open_lease: seconds after which a version that is being received is taken for abandoned if no replica renews that; each does
             at half of it. Clocks of replicas must differ by less.
+        store_patience: seconds that a control call waits for the store, and of silence after which such calls fail at once
+            (`weighbridge_storage.guarded`).
         peer_patience: seconds without a word from another replica after which it counts as gone.
         image_wait: seconds that a push waits for its turn and for room while all room for images is taken.
         max_receiving: versions of all models together that may be received at one time.
@@ -65,6 +68,7 @@ class ServiceConfig:
     receive_timeout: float = 300.0
     advertise: str = ""
     open_lease: float = 120.0
+    store_patience: float = DEFAULT_PATIENCE
     peer_patience: float = 60.0
     image_wait: float = 60.0
     max_receiving: int = 64

@@ -34,6 +34,7 @@ from weighbridge_service.replicas.sessions import SharedSessions
 from weighbridge_service.serving import Serving
 from weighbridge_storage.block_cache import BlockCache
 from weighbridge_storage.block_file import check_holes
+from weighbridge_storage.guarded import GuardedStore
 from weighbridge_storage.image_pool import ImagePool
 from weighbridge_storage.memory_limits import UNLIMITED, read_disk, read_memory
 from weighbridge_storage.opening import open_store
@@ -113,7 +114,10 @@ class Weighbridge:
             check_budget(self.memory_budget, self.images.spaces()[0]),
         ):
             log.log(_LOG_LEVELS[check.status], "%s", check)
-        self.catalog = Catalog(self._store, grace)
+        # what moves weights waits for the store as long as it takes, in threads of its own; control calls do not
+        hasty = self._store.with_time_limit(config.store_patience)
+        self._guarded = GuardedStore(hasty, config.store_patience)
+        self.catalog = Catalog(self._store, grace, self._guarded)
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
         news = threading.Event()
         registry = Registry(self.catalog, news)
@@ -179,6 +183,7 @@ class Weighbridge:
         self.catalog.readers.close()
         self.images.trim()
         self.read_cache.close()
+        self._guarded.close()
         self._store.close()
 
     def _stop(self) -> None:

@@ -5,6 +5,7 @@ Modules, lowest first; each imports only from those above it and from `weighbrid
 - `names`: what models, refs, files and versions may be called, and under which keys they lie.
 - `objects`: the port to an object store, and the rules every store keeps.
 - `local`: that port on a local folder.
+- `breaker`, `call_threads`, `guarded`: that port with deadlines, for what somebody waits for.
 - `strict_json`: how a stored JSON document is read without trusting it.
 - `document_digests`: the digests by which damage to a document is told from what was written.
 - `lru`: a cache of the values used last.

@@ -192,6 +192,10 @@ class ObjectStore(ABC):
             only: of these, those for whose keys this holds, where the store knows the keys; by default all.
         """
 
+    def with_time_limit(self, seconds: float) -> ObjectStore:
+        """The same store, giving up requests that bring nothing for so long, and trying fewer times; this one if it makes no requests."""
+        return self
+
     @abstractmethod
     def close(self) -> None:
         """Give back connections, threads and files. The store cannot be used afterwards; closing again does nothing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from weighbridge.errors import InvalidArgument
 from weighbridge_storage.names import shown
@@ -28,26 +29,38 @@ from weighbridge_storage.s3_reads import Reads
 from weighbridge_storage.s3_settings import S3Settings
 from weighbridge_storage.s3_uploads import Uploads
 
+_HASTY_ATTEMPTS = 3
+"""How often a request is tried under a time limit: a connection that is refused is said to be within three seconds."""
+
 
 class S3Store(ObjectStore):
     """An object store on an S3 server. Nothing is asked of the server before the first call.
 
     Args:
         settings: which bucket, where, and within which bounds.
+        like: a store whose credentials this one shares.
 
     Raises:
         Unavailable: boto3 cannot be configured, e.g. because a profile is not there.
     """
 
-    def __init__(self, settings: S3Settings) -> None:
+    def __init__(self, settings: S3Settings, like: S3Store | None = None) -> None:
         try:
-            self._client = S3Client(settings)
+            self._client: S3Client = S3Client(settings, None if like is None else like._client.session)
         except (*S3_ERRORS, ValueError) as error:
             raise s3_error(error, f"opening the store in {settings}") from error
+        self._settings = settings
         self._prefix = settings.prefix
         self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="s3")
         self._uploads = Uploads(self._client, settings, self._pool)
         self._reads = Reads(self._client, settings, self._pool)
+
+    def with_time_limit(self, seconds: float) -> S3Store:
+        """See `ObjectStore.with_time_limit`: a store with connections of its own, which is closed by itself."""
+        limits = replace(
+            self._settings, connect_timeout_s=seconds, read_timeout_s=seconds, attempts=_HASTY_ATTEMPTS
+        )
+        return S3Store(limits, self)
 
     def close(self) -> None:
         """See `ObjectStore.close`. Waits for requests that are under way."""

@@ -79,10 +79,15 @@ class S3Client:
 
     Credentials, and endpoint and region where the settings leave them open, are found as boto3 finds them: in environment
     variables, profiles and roles.
+
+    Args:
+        settings: which bucket, where, and within which bounds.
+        session: of another client, with which this one shares credentials and the description of S3, 13 MB; None for a new one.
     """
 
-    def __init__(self, settings: S3Settings) -> None:
-        session = boto3.session.Session()
+    def __init__(self, settings: S3Settings, session: boto3.session.Session | None = None) -> None:
+        session = session or boto3.session.Session()
+        self.session = session
         # boto3 does not look at AWS_REGION, which the other SDKs and many containers use
         region = settings.region or os.environ.get("AWS_REGION") or session.region_name or _DEFAULT_REGION
 
