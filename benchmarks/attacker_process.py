@@ -68,13 +68,17 @@ class Connection:
         self.wants_to_send = True
         self._connected = False
         self._outgoing: deque[memoryview] = deque()
-        self._left: int = part["withheld"]
         self.socket, where = _socket_to(part["door"])
         if part["deaf"]:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
         self.socket.setblocking(False)
         self.socket.connect_ex(where)
-        self.say(bytes.fromhex(part["opening"]))
+        self.begin()
+
+    def begin(self) -> None:
+        """Get ready what is said first."""
+        self._left: int = self.part["withheld"]
+        self.say(bytes.fromhex(self.part["opening"]))
 
     def say(self, data: bytes | memoryview) -> None:
         """Send these bytes when there is room."""
@@ -145,10 +149,11 @@ class _Peer:
 class Http2Connection(Connection):
     """One that speaks HTTP/2, opens gRPC calls, and answers pings and settings as a client that is alive does."""
 
-    def __init__(self, part: Mapping[str, Any], counts: Counts) -> None:
-        super().__init__({**part, "opening": "", "withheld": 0}, counts)
+    def begin(self) -> None:
+        """See `Connection`."""
         self._frames = h2.FrameReader()
         self._peer = _Peer()
+        part = self.part
         door, opening = part["door"], bytes.fromhex(part["opening"])
         said = [h2.preface(part["window"])]
         for number in range(part["calls"]):
@@ -233,15 +238,16 @@ class Attacker:
         self._selector = selectors.DefaultSelector()
         self.counts: list[Counts] = []
         self._done: list[Connection] = []  # deaf, and with nothing more to say: kept open
+        self._again: deque[tuple[float, Connection]] = deque()
         self._moved = time.monotonic()
         for part in parts:
             counts = Counts(part["name"])
             self.counts.append(counts)
-            kind = Http2Connection if part["calls"] else Connection
             for _ in range(part["connections"]):
-                self._add(kind(part, counts))
+                self._add(part, counts)
 
-    def _add(self, connection: Connection) -> None:
+    def _add(self, part: Mapping[str, Any], counts: Counts) -> None:
+        connection = (Http2Connection if part["calls"] else Connection)(part, counts)
         self._selector.register(connection.socket, self._interest(connection), connection)
 
     @staticmethod
@@ -265,6 +271,9 @@ class Attacker:
                     self._moved = time.monotonic()
                     self._serve(key.data, events)
             now = time.monotonic()
+            while self._again and self._again[0][0] <= now:
+                _, closed = self._again.popleft()
+                self._add(closed.part, closed.counts)
             if not said and (now - self._moved > _QUIET_SECONDS or now - started > SETTLE_SECONDS):
                 said = True
                 self._tell()
@@ -279,6 +288,8 @@ class Attacker:
         if not goes_on:
             self._selector.unregister(connection.socket)
             connection.closed()
+            if connection.part["again"]:
+                self._again.append((time.monotonic() + connection.part["again"], connection))
         elif wanted := self._interest(connection):
             self._selector.modify(connection.socket, wanted, connection)
         else:

@@ -15,6 +15,7 @@ from weighbridge.v1 import checkpoint_service_pb2, local_lane_pb2, weight_servic
 
 CALLS_A_CONNECTION = 100
 SILENT, HALF_OPEN, UNREAD, WITHHELD = 3200, 1100, 1000, 24
+AGAIN_SECONDS = 2.0
 MESSAGE_BYTES = 60 << 20
 LANE_MESSAGE_BYTES = 64 << 20
 """The most that a message of the local lane may announce."""
@@ -74,6 +75,7 @@ class Part:
         ends: whether nothing more comes behind the opening of a call.
         window: bytes that the service may send on each call.
         deaf: whether nothing is read from the connection.
+        again: seconds after which a connection that the service has closed is opened again; 0 for not at all.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Part:
     ends: bool = False
     window: int = DEFAULT_WINDOW
     deaf: bool = False
+    again: float = 0.0
 
     def scaled(self, scale: float) -> Part:
         """A smaller one, or a larger one: of calls if there are several on each connection, otherwise of connections."""
@@ -119,6 +122,11 @@ def half_open(doors: Doors) -> list[Part]:
         Part("halves of HTTP requests", doors.http, HALF_OPEN, opening=half),
         Part("bare connections to the gRPC port", doors.control, HALF_OPEN),
     ]
+
+
+def half_open_again(doors: Doors) -> list[Part]:
+    """The same by somebody who comes back."""
+    return [replace(part, again=AGAIN_SECONDS) for part in half_open(doors)]
 
 
 def unread(doors: Doors, model: str) -> list[Part]:
@@ -192,6 +200,7 @@ ATTACKS = {
     "silent": Attack(lambda doors, _: silent(doors)),
     "silent-spread": Attack(lambda doors, _: silent_spread(doors)),
     "half-open": Attack(lambda doors, _: half_open(doors), FEW_DESCRIPTORS),
+    "half-open-again": Attack(lambda doors, _: half_open_again(doors), FEW_DESCRIPTORS),
     "unread": Attack(unread),
     "withheld": Attack(lambda doors, _: withheld(doors, REGISTER)),
     "withheld-declare": Attack(lambda doors, _: withheld(doors, DECLARE)),

@@ -157,11 +157,16 @@ def table(outcome: Outcome, memory: int) -> str:
         + f" stand at the end, {each.sent >> 20} MiB taken"
         for said, each in zip(outcome.said, outcome.counts, strict=True)
     ]
+    judged = verdicts(outcome, memory=memory)
     rows = (
-        [each.name, each.before, each.during, each.goal, "ok" if each.ok else "MISSED", each.note]
-        for each in verdicts(outcome, memory=memory)
+        [each.name, each.before, each.during, each.goal, "ok" if each.ok else "MISSED"] for each in judged
     )
-    return "\n".join([*stood, report.table([outcome.name, "before", "attacked", "goal", "", ""], rows)])
+    lines = report.table([outcome.name, "before", "attacked", "goal", ""], rows).splitlines()
+    noted = (
+        f"{line}  {note}".rstrip()
+        for line, note in zip(lines, ["", *(each.note for each in judged)], strict=True)
+    )
+    return "\n".join([*stood, *noted])
 
 
 def _answered(outcome: Outcome, name: str, most: float) -> Verdict:
