@@ -1,310 +1,41 @@
-"""``python -m benchmarks.attacker_process``: an attacker, whose connections all stand in one thread that mostly sleeps.
+"""``python -m benchmarks.attacker_process``: an attacker.
 
 The first line on standard input is a JSON list of the parts of an attack (`benchmarks.attacks.Part`). When all has been said that can be
-said, a line comes on standard output; each further line on standard input is answered by one, too: the counts so far (`Counts`). The
-end of the process ends the attack. It imports the standard library alone, so that it starts at once.
+said, a line comes on standard output; each further line on standard input is answered by one, too: the counts so far of each part
+(`benchmarks.held_connections.Counts`). The end of the process ends the attack. It imports the standard library alone, so that it starts at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
-import selectors
-import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
 
-from benchmarks import http2_frames as h2
+from benchmarks.held_connections import Connection, Counts, Http2Connection, Standing
 
-SETTLE_SECONDS = 10.0
+_SETTLE_SECONDS = 10.0
 """How long a service may take to accept what comes."""
-_PAUSE_SECONDS = 0.1
 _QUIET_SECONDS = 1.0
 """After so long without a byte in either direction nothing more is to be said for now."""
-_ZEROS = memoryview(bytes(1 << 20))
-_READ_BYTES = 1 << 16
-_SMALL_BUFFER = 4096
-_IP_BIND_ADDRESS_NO_PORT = 24
-"""Linux's number of the option; ip(7)."""
-
-
-@dataclass
-class Counts:
-    """What the connections of one part have come to.
-
-    Attributes:
-        name: of the part.
-        connected: connections that were made.
-        closed: connections that failed, or that the service has closed.
-        calls: calls that were opened.
-        ended: those of them that the service has ended, those of closed connections included.
-        sent: bytes that the kernel has taken.
-    """
-
-    name: str
-    connected: int = 0
-    closed: int = 0
-    calls: int = 0
-    ended: int = 0
-    sent: int = 0
-
-
-class Connection:
-    """One connection that says its opening, sends zeros, and stays.
-
-    Args:
-        part: of which it is one.
-        counts: where it is counted.
-    """
-
-    def __init__(self, part: Mapping[str, Any], counts: Counts) -> None:
-        self.part = part
-        self.counts = counts
-        self.wants_to_send = True
-        self._connected = False
-        self._outgoing: deque[memoryview] = deque()
-        self.socket, where = _socket_to(part["door"])
-        if part["deaf"]:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
-        self.socket.setblocking(False)
-        self.socket.connect_ex(where)
-        self.begin()
-
-    def begin(self) -> None:
-        """Get ready what is said first."""
-        self._left: int = self.part["withheld"]
-        self.say(bytes.fromhex(self.part["opening"]))
-
-    def say(self, data: bytes | memoryview) -> None:
-        """Send these bytes when there is room."""
-        if data:
-            self._outgoing.append(memoryview(data))
-            self.wants_to_send = True
-
-    def writable(self) -> None:
-        """Send what there is room for. Raises OSError if the connection is gone."""
-        if not self._connected:
-            error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if error:
-                raise OSError(error, "cannot connect")
-            self._connected = True
-            self.counts.connected += 1
-        try:
-            while self._outgoing or self.more():
-                taken = self.socket.send(self._outgoing[0])
-                self.counts.sent += taken
-                rest = self._outgoing.popleft()[taken:]
-                if rest:
-                    self._outgoing.appendleft(rest)
-        except BlockingIOError:
-            return
-        self.wants_to_send = False
-
-    def more(self) -> bool:
-        """Put more of what is withheld behind what is going to be sent, if there is something."""
-        take = min(self._left, len(_ZEROS))
-        self._left -= take
-        self.say(_ZEROS[:take])
-        return take > 0
-
-    def readable(self) -> bool:
-        """Read what has come; whether the connection goes on. Raises OSError if it is gone."""
-        with contextlib.suppress(BlockingIOError):
-            while data := self.socket.recv(_READ_BYTES):
-                self.received(data)
-            return False
-        return True
-
-    def received(self, data: bytes) -> None:
-        """Take note of what has come."""
-
-    def closed(self) -> None:
-        """It has ended."""
-        self.counts.closed += 1
-        self.socket.close()
-
-
-@dataclass
-class _Call:
-    window: int
-    left: int
-    ended: bool = False
-
-
-@dataclass
-class _Peer:
-    """What the service allows."""
-
-    window: int = h2.DEFAULT_WINDOW
-    frame: int = h2.DEFAULT_FRAME
-    connection: int = h2.DEFAULT_WINDOW
-    calls: dict[int, _Call] = field(default_factory=dict)
-
-
-class Http2Connection(Connection):
-    """One that speaks HTTP/2, opens gRPC calls, and answers pings and settings as a client that is alive does."""
-
-    def begin(self) -> None:
-        """See `Connection`."""
-        self._frames = h2.FrameReader()
-        self._peer = _Peer()
-        part = self.part
-        door, opening = part["door"], bytes.fromhex(part["opening"])
-        said = [h2.preface(part["window"])]
-        for number in range(part["calls"]):
-            stream, path = 2 * number + 1, part["paths"][number % len(part["paths"])]
-            said.append(h2.call(stream, path, door["address"], map(tuple, door["metadata"])))
-            if opening:
-                said.append(h2.frame(h2.DATA, h2.END_STREAM if part["ends"] else 0, stream, opening))
-            self._peer.connection -= len(opening)
-            self._peer.calls[stream] = _Call(self._peer.window - len(opening), part["withheld"])
-        self.say(b"".join(said))
-
-    def writable(self) -> None:
-        """See `Connection`."""
-        first = not self._connected
-        super().writable()
-        if first:
-            self.counts.calls += len(self._peer.calls)
-
-    def more(self) -> bool:
-        """See `Connection`: as much as the windows allow."""
-        peer, before = self._peer, len(self._outgoing)
-        for stream, call in peer.calls.items():
-            take = min(call.left, call.window, peer.connection, peer.frame, len(_ZEROS))
-            if take <= 0 or call.ended:
-                continue
-            call.left, call.window = call.left - take, call.window - take
-            peer.connection -= take
-            self.say(h2.head(h2.DATA, 0, stream, take))
-            self.say(_ZEROS[:take])
-        return len(self._outgoing) > before
-
-    def received(self, data: bytes) -> None:
-        """See `Connection`."""
-        peer = self._peer
-        for each in self._frames.feed(data):
-            call = peer.calls.get(each.stream)
-            if each.kind == h2.SETTINGS and not each.flags & h2.ACK:
-                settings = each.settings
-                wider = settings.get(h2.INITIAL_WINDOW_SIZE, peer.window) - peer.window
-                peer.window += wider
-                peer.frame = settings.get(h2.MAX_FRAME_SIZE, peer.frame)
-                for one in peer.calls.values():
-                    one.window += wider
-                self.say(h2.frame(h2.SETTINGS, h2.ACK, 0))
-            elif each.kind == h2.PING and not each.flags & h2.ACK:
-                self.say(h2.frame(h2.PING, h2.ACK, 0, each.payload))
-            elif each.kind == h2.WINDOW_UPDATE:
-                if call is not None:
-                    call.window += each.increment
-                elif not each.stream:
-                    peer.connection += each.increment
-                self.wants_to_send = True
-            elif each.ends_stream and call is not None and not call.ended:
-                call.ended = True
-                self.counts.ended += 1
-
-    def closed(self) -> None:
-        """See `Connection`."""
-        super().closed()
-        if self._connected:
-            self.counts.ended += sum(not call.ended for call in self._peer.calls.values())
-
-
-def _socket_to(door: Mapping[str, Any]) -> tuple[socket.socket, Any]:
-    address = door["address"]
-    if address.startswith("/"):
-        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address
-    host, _, port = address.rpartition(":")
-    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if door["source"]:
-        # the port is chosen when it connects: it needs to be free for this destination only
-        made.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
-        made.bind((door["source"], 0))
-    return made, (host, int(port))
-
-
-class Attacker:
-    """All connections of all parts of an attack."""
-
-    def __init__(self, parts: Iterable[Mapping[str, Any]]) -> None:
-        self._selector = selectors.DefaultSelector()
-        self.counts: list[Counts] = []
-        self._done: list[Connection] = []  # deaf, and with nothing more to say: kept open
-        self._again: deque[tuple[float, Connection]] = deque()
-        self._moved = time.monotonic()
-        for part in parts:
-            counts = Counts(part["name"])
-            self.counts.append(counts)
-            for _ in range(part["connections"]):
-                self._add(part, counts)
-
-    def _add(self, part: Mapping[str, Any], counts: Counts) -> None:
-        connection = (Http2Connection if part["calls"] else Connection)(part, counts)
-        self._selector.register(connection.socket, self._interest(connection), connection)
-
-    @staticmethod
-    def _interest(connection: Connection) -> int:
-        wanted = selectors.EVENT_WRITE if connection.wants_to_send else 0
-        if not connection.part["deaf"]:
-            wanted |= selectors.EVENT_READ
-        return wanted
-
-    def run(self) -> None:
-        """Attack until standard input ends."""
-        self._selector.register(sys.stdin, selectors.EVENT_READ)
-        started, said = time.monotonic(), False
-        while True:
-            for key, events in self._selector.select(_PAUSE_SECONDS):
-                if key.data is None:
-                    if not sys.stdin.readline():
-                        return
-                    self._tell()
-                else:
-                    self._moved = time.monotonic()
-                    self._serve(key.data, events)
-            now = time.monotonic()
-            while self._again and self._again[0][0] <= now:
-                _, closed = self._again.popleft()
-                self._add(closed.part, closed.counts)
-            if not said and (now - self._moved > _QUIET_SECONDS or now - started > SETTLE_SECONDS):
-                said = True
-                self._tell()
-
-    def _serve(self, connection: Connection, events: int) -> None:
-        try:
-            goes_on = not events & selectors.EVENT_READ or connection.readable()
-            if goes_on and connection.wants_to_send:
-                connection.writable()
-        except OSError:
-            goes_on = False
-        if not goes_on:
-            self._selector.unregister(connection.socket)
-            connection.closed()
-            if connection.part["again"]:
-                self._again.append((time.monotonic() + connection.part["again"], connection))
-        elif wanted := self._interest(connection):
-            self._selector.modify(connection.socket, wanted, connection)
-        else:
-            self._selector.unregister(connection.socket)
-            self._done.append(connection)
-
-    def _tell(self) -> None:
-        print(json.dumps([asdict(each) for each in self.counts]), flush=True)
+_PAUSE_SECONDS = 0.1
 
 
 def main() -> None:
-    """Attack."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    Attacker(json.loads(sys.stdin.readline())).run()
+    """Attack until standard input ends."""
+    standing, counts = Standing(), []
+    for part in json.loads(sys.stdin.readline()):
+        counts.append(Counts(part["name"]))
+        kind = Http2Connection if part["calls"] else Connection
+        for _ in range(part["connections"]):
+            standing.add(kind(part, counts[-1]))
+    started, said = time.monotonic(), False
+    while (line := standing.turn(_PAUSE_SECONDS)) is not None:
+        now = time.monotonic()
+        settled = now - standing.moved > _QUIET_SECONDS or now - started > _SETTLE_SECONDS
+        if line or (settled and not said):
+            said = said or not line
+            print(json.dumps([asdict(each) for each in counts]), flush=True)
 
 
 if __name__ == "__main__":

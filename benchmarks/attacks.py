@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.http2_frames import DEFAULT_WINDOW, LARGEST_WINDOW, message_head
-from weighbridge.v1 import checkpoint_service_pb2, local_lane_pb2, weight_service_pb2
+from weighbridge.v1 import local_lane_pb2, weight_service_pb2
 
 CALLS_A_CONNECTION = 100
 SILENT, HALF_OPEN, UNREAD, WITHHELD = 3200, 1100, 1000, 24
@@ -143,16 +143,11 @@ def unread(doors: Doors, model: str) -> list[Part]:
 
 
 def withheld(doors: Doors, path: str) -> list[Part]:
-    """Messages of which all but the last byte comes."""
+    """Messages of which all but the last byte comes; of a stream, the first."""
     door = doors.bulk if path == PUSH else doors.control
-    opening, count = message_head(MESSAGE_BYTES), MESSAGE_BYTES - 1
-    if path == PUSH:  # a stream whose first message is as it should be
-        header = checkpoint_service_pb2.PushRequest(
-            header=checkpoint_service_pb2.PushHeader(model="siege/none", number=1)
-        ).SerializeToString()
-        opening = message_head(len(header)) + header + opening
     name = f"messages withheld from {path.rpartition('/')[2]}"
-    return [Part(name, door, WITHHELD, 1, (path,), opening.hex(), count)]
+    opening = message_head(MESSAGE_BYTES).hex()
+    return [Part(name, door, WITHHELD, 1, (path,), opening, MESSAGE_BYTES - 1)]
 
 
 def withheld_lane(doors: Doors) -> list[Part]:

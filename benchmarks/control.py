@@ -25,7 +25,7 @@ from benchmarks import processes, report
 from benchmarks.control_verdicts import Case, Figures, Idle, Move, table, verdicts
 from benchmarks.history import MODEL, Pushing, Service, Window, serving
 from benchmarks.vital_signs import vital_signs
-from benchmarks.watcher_process import Heard, WatcherSpec
+from benchmarks.watching import AIO, CLIENTS, Heard, WatcherSpec
 from tests.raw_clients import TinyModel, tiny_folder
 from tests.s3_server import ACCESS_KEY, SECRET_KEY, seaweedfs
 from weighbridge import rpc
@@ -47,12 +47,14 @@ class Settings:
         idle: seconds for which nothing happens.
         patience: seconds in which a move is to be heard of.
         watchers: processes that play the engines.
+        client: by which they watch, one of `CLIENTS`.
     """
 
     moves: int = 10
     idle: float = 10.0
     patience: float = 10.0
     watchers: int = 1
+    client: str = AIO
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,13 @@ class Watching:
 
     @staticmethod
     @contextmanager
-    def of(address: str, case: Case, count: int) -> Iterator[Watching]:
+    def of(address: str, case: Case, count: int, client: str) -> Iterator[Watching]:
         """So many processes that share the connections of a case."""
         with ExitStack() as stack:
             running = []
             for i in range(count):
                 connections = case.connections * (i + 1) // count - case.connections * i // count
-                spec = WatcherSpec(address, MODEL, TAG, connections, case.streams)
+                spec = WatcherSpec(address, MODEL, TAG, connections, case.streams, client)
                 arguments = ("-m", "benchmarks.watcher_process", json.dumps(asdict(spec)))
                 running.append(stack.enter_context(processes.python(*arguments)))
             yield Watching(running)
@@ -180,12 +182,12 @@ def measure(name: str, subject: Subject, case: Case, settings: Settings, other: 
             mover.close()
             return found
 
-        with Watching.of(subject.address, Case(1, 1), 1) as one:
+        with Watching.of(subject.address, Case(1, 1), 1, settings.client) as one:
             moves(one, subject.address)  # what a process makes once is there
             idle_with_one = subject.idle(settings.idle)
             before = subject.resident
         begun = time.monotonic()
-        watching = stack.enter_context(Watching.of(subject.address, case, settings.watchers))
+        watching = stack.enter_context(Watching.of(subject.address, case, settings.watchers, settings.client))
         begin_seconds = time.monotonic() - begun
         time.sleep(_SETTLE_SECONDS)
         after = subject.resident
@@ -267,12 +269,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--watchers", type=int, default=usual.watchers, help="processes that watch (default 1)"
     )
+    parser.add_argument(
+        "--client",
+        choices=CLIENTS,
+        default=usual.client,
+        help="of watchers: gRPC's own, or bare frames, which cost next to nothing (default aio)",
+    )
     parser.add_argument("--s3", action="store_true", help="over SeaweedFS instead of a folder")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)
     processes.end_tidily()
     os.environ.update(AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY)
-    settings = Settings(moves=args.moves, idle=args.idle, watchers=args.watchers)
+    settings = Settings(moves=args.moves, idle=args.idle, watchers=args.watchers, client=args.client)
     found: list[list[Figures]] = []
     for case in args.cases:
         with tempfile.TemporaryDirectory() as scratch:

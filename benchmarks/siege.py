@@ -22,9 +22,9 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from benchmarks import models, processes, report
-from benchmarks.attacker_process import Counts
 from benchmarks.attacks import ATTACKS, Door, Doors, Part
 from benchmarks.bystander_process import BystanderSpec, Window
+from benchmarks.held_connections import Counts
 from benchmarks.siege_verdicts import GIVEN_BACK_SECONDS, LEFT_MEMORY, MOST_MEMORY, Outcome, table, verdicts
 from benchmarks.vital_signs import VitalSigns, forget_most, vital_signs
 from weighbridge import TrainerClient

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks import report
-from benchmarks.attacker_process import Counts
 from benchmarks.bystander_process import CALLS, NEW_CLIENTS, PROBES, Window
+from benchmarks.held_connections import Counts
 from benchmarks.vital_signs import VitalSigns
 
 PULLS = "pulls"

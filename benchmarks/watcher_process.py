@@ -1,4 +1,4 @@
-"""``python -m benchmarks.watcher_process SPEC``: engines that watch a ref, each connection of its own, all played by one event loop.
+"""``python -m benchmarks.watcher_process SPEC``: engines that watch a ref, each connection of its own.
 
 SPEC is a `WatcherSpec` as JSON. A line on standard output says when all watches have begun, or have failed. Each line on standard input asks
 when a version was heard of, as ``{"number": ..., "seconds": ...}``; it is answered by a `Heard` as JSON when all have heard of it, or after so
@@ -15,58 +15,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from benchmarks.frame_watchers import FrameWatchers
+from benchmarks.watching import FRAMES, START_SECONDS, WATCH, Heard, WatcherSpec
 from weighbridge import rpc
 from weighbridge.v1 import model_service_pb2
 from weighbridge_service.descriptors import raise_limit
 
-WATCH = "/weighbridge.v1.ModelService/WatchRef"
-START_SECONDS = 60.0
 _AT_ONCE = 64
 """Watches that begin at one time: a thousand engines do not start in the same millisecond, and a full backlog costs a second."""
 
 
-@dataclass(frozen=True)
-class WatcherSpec:
-    """Who watches what.
-
-    Attributes:
-        address: of the server.
-        model: of the ref.
-        ref: that is watched.
-        connections: TCP connections.
-        streams: watches on each.
-    """
-
-    address: str
-    model: str
-    ref: str
-    connections: int
-    streams: int
-
-
-@dataclass
-class Heard:
-    """What watchers know.
-
-    Attributes:
-        moments: when each watch heard of the version that was asked about.
-        watching: watches that have begun and not ended.
-        refused: those that have ended, by status code.
-    """
-
-    moments: list[float] = field(default_factory=list)
-    watching: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
-
-
 class Watchers:
-    """All watches of one process.
+    """All watches of one process, by gRPC's own client in one event loop.
 
     Args:
         spec: which.
@@ -152,8 +118,12 @@ async def run(spec: WatcherSpec) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Watch."""
-    raise_limit()
-    asyncio.run(run(WatcherSpec(**json.loads(argv[0]))))
+    spec = WatcherSpec(**json.loads(argv[0]))
+    if spec.client == FRAMES:
+        FrameWatchers(spec).run()
+    else:
+        raise_limit()
+        asyncio.run(run(spec))
 
 
 if __name__ == "__main__":
