@@ -201,5 +201,6 @@ ATTACKS = {
     "withheld-declare": Attack(lambda doors, _: withheld(doors, DECLARE)),
     "withheld-push": Attack(lambda doors, _: withheld(doors, PUSH)),
     "withheld-lane": Attack(lambda doors, _: withheld_lane(doors)),
-    "all": Attack(everything, FEW_DESCRIPTORS),
+    "all": Attack(everything),
+    "all-few-descriptors": Attack(everything, FEW_DESCRIPTORS),
 }

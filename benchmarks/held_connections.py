@@ -32,7 +32,8 @@ class Counts:
     Attributes:
         name: of the part.
         connected: connections that were made.
-        closed: connections that failed, or that the service has closed.
+        failed: those that could not be.
+        closed: those that were made and that the service has closed.
         calls: calls that were opened.
         ended: those of them that the service has ended, those of closed connections included.
         sent: bytes that the kernel has taken.
@@ -40,10 +41,16 @@ class Counts:
 
     name: str
     connected: int = 0
+    failed: int = 0
     closed: int = 0
     calls: int = 0
     ended: int = 0
     sent: int = 0
+
+    @property
+    def standing(self) -> int:
+        """Connections that are open."""
+        return self.connected - self.closed
 
 
 class Connection:
@@ -116,8 +123,11 @@ class Connection:
         """Take note of what has come."""
 
     def closed(self) -> None:
-        """It has ended."""
-        self.counts.closed += 1
+        """It has ended, or could not be made."""
+        if self._connected:
+            self.counts.closed += 1
+        else:
+            self.counts.failed += 1
         self.socket.close()
 
 

@@ -152,7 +152,7 @@ def verdicts(outcome: Outcome, *, call_seconds: float = MOST_CALL_SECONDS, probe
 def table(outcome: Outcome, memory: int) -> str:
     """The promises of one attack, under what stood at its end."""
     stood = [
-        f"  {said}: {each.connected - each.closed} connections"
+        f"  {said}: {each.standing} connections"
         + (f" and {each.calls - each.ended} calls" if each.calls else "")
         + f" stand at the end, {each.sent >> 20} MiB taken"
         for said, each in zip(outcome.said, outcome.counts, strict=True)
