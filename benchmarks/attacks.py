@@ -96,6 +96,20 @@ class Part:
         calls = min(self.calls, wanted)
         return replace(self, connections=max(round(wanted / max(calls, 1)), 1), calls=calls)
 
+    def spread(self, sources: Sequence[str]) -> list[Part]:
+        """The same from several addresses; a Unix socket has none."""
+        if self.door.address.startswith("/"):
+            return [self]
+        shares = [
+            self.connections * (i + 1) // len(sources) - self.connections * i // len(sources)
+            for i in range(len(sources))
+        ]
+        return [
+            replace(self, connections=share, door=replace(self.door, source=source))
+            for share, source in zip(shares, sources, strict=True)
+            if share
+        ]
+
     @property
     def said(self) -> str:
         """For people."""

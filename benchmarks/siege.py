@@ -50,7 +50,7 @@ class Settings:
         patience: seconds in which everything is to be given back.
         scale: of the attacks.
         gigabytes: about how large the model is that is pulled.
-        source: the address that attackers come from.
+        sources: addresses that attackers come from.
         bulk: door of bulk calls, as ``host:port``; empty for that of all calls.
         metadata: what attackers' bulk calls carry.
         memory: bytes by which the service may grow.
@@ -61,7 +61,7 @@ class Settings:
     patience: float = GIVEN_BACK_SECONDS
     scale: float = 1.0
     gigabytes: float = _GIGABYTES
-    source: str = "127.0.0.2"
+    sources: tuple[str, ...] = ("127.0.0.2",)
     bulk: str = ""
     metadata: tuple[tuple[str, str], ...] = ()
     memory: int = MOST_MEMORY
@@ -89,10 +89,8 @@ class Besieged:
 
     def doors(self, settings: Settings) -> Doors:
         """Where attackers knock."""
-        bulk = Door(settings.bulk or self.grpc, settings.source, settings.metadata)
-        return Doors(
-            Door(self.grpc, settings.source), bulk, Door(self.http, settings.source), Door(self.lane)
-        )
+        bulk = Door(settings.bulk or self.grpc, metadata=settings.metadata)
+        return Doors(Door(self.grpc), bulk, Door(self.http), Door(self.lane))
 
 
 @contextmanager
@@ -245,7 +243,11 @@ def besiege(name: str, settings: Settings, folder: Path) -> Outcome:
     chosen = ATTACKS[name]
     limit = chosen.descriptors
     with besieged(folder, settings.gigabytes, limit) as service:
-        parts = [part.scaled(settings.scale) for part in chosen.parts(service.doors(settings), MODEL)]
+        parts = [
+            each
+            for part in chosen.parts(service.doors(settings), MODEL)
+            for each in part.scaled(settings.scale).spread(settings.sources)
+        ]
         return attack(service, name, parts, settings)
 
 
@@ -267,8 +269,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gb", type=float, default=usual.gigabytes, help="size of the model (default 0.2)")
     parser.add_argument(
         "--attacker-host",
-        default=usual.source,
-        help="where attackers come from (default 127.0.0.2; bystanders are at 127.0.0.1)",
+        nargs="+",
+        default=list(usual.sources),
+        help="addresses that attackers come from (default 127.0.0.2; bystanders are at 127.0.0.1)",
     )
     parser.add_argument(
         "--bulk", default="", help="host:port for bulk calls, if that is not that of all calls"
@@ -285,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     processes.end_tidily()
     settings = replace(
-        usual, hold=args.hold, baseline=args.baseline, scale=args.scale, gigabytes=args.gb, source=args.attacker_host,
+        usual, hold=args.hold, baseline=args.baseline, scale=args.scale, gigabytes=args.gb, sources=tuple(args.attacker_host),
         bulk=args.bulk, metadata=tuple(args.metadata), memory=args.memory << 20,
     )  # fmt: skip
     outcomes: list[Outcome] = []
