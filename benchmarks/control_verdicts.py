@@ -101,8 +101,9 @@ class Figures:
 
     @property
     def connection_bytes(self) -> float:
-        """Resident bytes that a connection with its watches has cost, after the first moves."""
-        return (max(self.after, self.after_moves) - self.before) / self.case.connections
+        """Resident bytes that a connection with its watches has cost, after the last move; of watches that were let in."""
+        let_in = max(self.watching / self.case.streams, 1.0)
+        return (max(self.after, self.after_moves) - self.before) / let_in
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values."""
