@@ -30,7 +30,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-ranks lint format protos protos-check protos-baseline clean
+.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-ranks bench-control bench-siege lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -172,6 +172,12 @@ bench-history: $(STAMP) ## what the last of many versions, and of many models, c
 
 bench-ranks: $(STAMP) ## time 1,024 ranks that push one version, and count the service's threads
 	@$(BIN)/python -W ignore -m benchmarks.ranks $(ARGS)
+
+bench-control: $(STAMP) ## time how a tag reaches thousands of watches, next to a bare grpc.aio server; ARGS="--cases 1000x1 500x10 --s3 --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.control $(ARGS)
+
+bench-siege: $(STAMP) ## attack a service, and measure how others are served meanwhile; ARGS="--attacks silent unread --scale 0.1 --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.siege $(ARGS)
 
 lint: $(STAMP) protos-check ## check style, types and the contract
 	@echo "== ruff"

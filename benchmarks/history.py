@@ -89,9 +89,14 @@ class Service:
 
     Args:
         process: of `benchmarks.counted_service`.
+
+    Attributes:
+        address: its gRPC address.
+        pid: its process.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.pid = process.pid
         self.address = processes.first_line(process).split("gRPC on ")[1].split(",", maxsplit=1)[0]
         self._process = process
 
@@ -105,7 +110,7 @@ class Service:
     @property
     def memory(self) -> int:
         """Bytes that it has resident."""
-        return resident(self._process.pid)
+        return resident(self.pid)
 
 
 @contextmanager

@@ -45,7 +45,10 @@ def end_tidily() -> None:
 
 @contextmanager
 def python(
-    *arguments: str, environment: Mapping[str, str] | None = None, checkout: Path | None = None
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    checkout: Path | None = None,
+    stderr: int = 2,
 ) -> Iterator[subprocess.Popen[str]]:
     """A Python process with its standard input and output as pipes; is ended when the context is left.
 
@@ -53,13 +56,20 @@ def python(
         arguments: of the interpreter.
         environment: of the process; by default, that of this one.
         checkout: whose code it runs; by default, the same as this process.
+        stderr: a descriptor for its standard error; by default, this process's own.
     """
     command = [sys.executable, "-W", "ignore", *arguments]
     if checkout is not None:
         path = os.pathsep.join(str(checkout / folder) for folder in _PACKAGES)
         environment = {**(os.environ if environment is None else environment), "PYTHONPATH": path}
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=checkout
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env=environment,
+        cwd=checkout,
     )
     try:
         yield process
@@ -101,6 +111,7 @@ def service(
     *options: str,
     program: Sequence[str] = ("-m", "weighbridge"),
     checkout: Path | None = None,
+    stderr: int = 2,
 ) -> Iterator[Service]:
     """A service over a store in a folder, a new one if there is none.
 
@@ -113,6 +124,7 @@ def service(
         options: of the command line, besides those that all services get.
         program: what Python runs.
         checkout: whose code it runs; by default, the same as this process.
+        stderr: a descriptor for its standard error; by default, this process's own.
     """
     available = _available_memory() - MEMORY_RESERVE - model_bytes * 5 // 4
     budget = max(model_bytes * 11 // 10, min(model_bytes * 22 // 10, available))
@@ -122,7 +134,7 @@ def service(
         *("--memory-budget", str(budget), "--grace", "1", "--collect-every", "0"),
         *options,
     )
-    with python(*arguments, checkout=checkout) as process:
+    with python(*arguments, checkout=checkout, stderr=stderr) as process:
         line = first_line(process)
         grpc, http = (line.split(f"{face} on ")[1].split(",")[0] for face in ("gRPC", "HTTP"))
         yield Service(grpc, http, process.pid)

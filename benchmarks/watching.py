@@ -1,0 +1,48 @@
+"""Watchers as values: who watches what, by which client, and when they have heard of a version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+WATCH = "/weighbridge.v1.ModelService/WatchRef"
+START_SECONDS = 60.0
+"""In which all watches are to begin."""
+AIO, FRAMES = "aio", "frames"
+CLIENTS = (AIO, FRAMES)
+"""gRPC's own for asyncio, and bare frames of HTTP/2 (`benchmarks.frame_watchers`)."""
+
+
+@dataclass(frozen=True)
+class WatcherSpec:
+    """Who watches what.
+
+    Attributes:
+        address: of the server.
+        model: of the ref.
+        ref: that is watched.
+        connections: TCP connections.
+        streams: watches on each.
+        client: one of `CLIENTS`.
+    """
+
+    address: str
+    model: str
+    ref: str
+    connections: int
+    streams: int
+    client: str = AIO
+
+
+@dataclass
+class Heard:
+    """What watchers know.
+
+    Attributes:
+        moments: when each watch heard of the version that was asked about.
+        watching: watches that have begun and not ended.
+        refused: those that have ended, by status code.
+    """
+
+    moments: list[float] = field(default_factory=list)
+    watching: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
