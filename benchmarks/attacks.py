@@ -24,7 +24,7 @@ FEW_DESCRIPTORS = 1024
 _MODELS, _CHECKPOINTS = "/weighbridge.v1.ModelService/", "/weighbridge.v1.CheckpointService/"
 PULL = "/weighbridge.v1.WeightService/Pull"
 REGISTER, DECLARE, PUSH = _MODELS + "RegisterModel", _CHECKPOINTS + "DeclareLayout", _CHECKPOINTS + "Push"
-_SILENT_PATHS = (_MODELS + "GetVersion", _MODELS + "WatchRef", REGISTER, PULL, PUSH)
+_SILENT_PATHS = (_MODELS + "GetVersion", _MODELS + "WatchRefs", REGISTER, PULL, PUSH)
 _LANE_LENGTH = struct.Struct("<I")
 
 

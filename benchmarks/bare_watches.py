@@ -1,6 +1,6 @@
 """``python -m benchmarks.bare_watches``: a bare ``grpc.aio`` server that tells watches of a ref, and does nothing else.
 
-A yardstick of how fast a service in Python can be: `WatchRef` waits for one `asyncio.Event` that all watches share, `SetRef` sets it. There
+A yardstick of how fast a service in Python can be: `WatchRefs` waits for one `asyncio.Event` that all watches share, `SetRef` sets it. There
 is no store, and nothing is checked. A line on standard output says its address; it serves until standard input ends.
 """
 
@@ -20,7 +20,7 @@ from weighbridge_service.descriptors import raise_limit
 
 
 class BareModels(model_service_pb2_grpc.ModelServiceServicer):
-    """`WatchRef` and `SetRef` of one ref."""
+    """`WatchRefs` and `SetRef` of one ref."""
 
     def __init__(self) -> None:
         self._moved = asyncio.Event()
@@ -30,15 +30,15 @@ class BareModels(model_service_pb2_grpc.ModelServiceServicer):
             verified_time_ms=1 << 40, durable_time_ms=1 << 40,
         )  # fmt: skip
 
-    async def WatchRef(
+    async def WatchRefs(
         self,
-        request: pb.WatchRefRequest,
-        context: grpc.aio.ServicerContext[pb.WatchRefRequest, pb.WatchRefResponse],
-    ) -> AsyncIterator[pb.WatchRefResponse]:
+        request: pb.WatchRefsRequest,
+        context: grpc.aio.ServicerContext[pb.WatchRefsRequest, pb.WatchRefsResponse],
+    ) -> AsyncIterator[pb.WatchRefsResponse]:
         """The version now, and each time it moves."""
         while True:
             moved = self._moved
-            yield pb.WatchRefResponse(version=self._version)
+            yield pb.WatchRefsResponse(version=self._version)
             await moved.wait()
 
     async def SetRef(

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks import http2_frames as h2
 from benchmarks.attacks import Door, Part
 from benchmarks.held_connections import Counts, Http2Connection, Standing
-from benchmarks.watching import START_SECONDS, WATCH, Heard, WatcherSpec
+from benchmarks.watching import START_SECONDS, WATCH, Heard, WatcherSpec, watched
 from weighbridge.v1 import model_service_pb2
 
 _PAUSE_SECONDS = 0.05
@@ -57,7 +57,7 @@ class FrameWatchers:
     """
 
     def __init__(self, spec: WatcherSpec) -> None:
-        request = model_service_pb2.WatchRefRequest(model=spec.model, ref=spec.ref).SerializeToString()
+        request = watched(spec.model, spec.ref)
         part = Part(
             "watches", Door(spec.address), spec.connections, spec.streams, (WATCH,),
             (h2.message_head(len(request)) + request).hex(), ends=True, window=h2.LARGEST_WINDOW,
@@ -87,7 +87,7 @@ class FrameWatchers:
         return sum(len(each.arrived) for each in self._watches) + self._counts.ended >= self._all
 
     def _heard(self, number: int) -> Heard:
-        response, moments = model_service_pb2.WatchRefResponse, []
+        response, moments = model_service_pb2.WatchRefsResponse, []
         for each in self._watches:
             arrived, each.arrived = each.arrived, []
             moments += [

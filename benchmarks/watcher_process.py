@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 
 from benchmarks.frame_watchers import FrameWatchers
-from benchmarks.watching import FRAMES, START_SECONDS, WATCH, Heard, WatcherSpec
+from benchmarks.watching import FRAMES, START_SECONDS, WATCH, Heard, WatcherSpec, watched
 from weighbridge import rpc
 from weighbridge.v1 import model_service_pb2
 from weighbridge_service.descriptors import raise_limit
@@ -52,7 +52,7 @@ class Watchers:
         """Begin all watches; what has become of them when each has been told of the version that there is."""
         spec = self._spec
         options = (*rpc.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-        request = model_service_pb2.WatchRefRequest(model=spec.model, ref=spec.ref).SerializeToString()
+        request = watched(spec.model, spec.ref)
         for _ in range(spec.connections):
             channel: Any = grpc.aio.insecure_channel(spec.address, options=options)
             watch = channel.unary_stream(WATCH)
@@ -66,7 +66,7 @@ class Watchers:
         """When each watch heard of this version, as soon as all have."""
         await self._until(lambda: len(self._arrived) >= self._watching, seconds)
         arrived, self._arrived = self._arrived, []
-        response = model_service_pb2.WatchRefResponse
+        response = model_service_pb2.WatchRefsResponse
         moments = [moment for moment, raw in arrived if response.FromString(raw).version.number == number]
         return Heard(moments, self._watching, dict(self._refused))
 

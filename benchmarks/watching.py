@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-WATCH = "/weighbridge.v1.ModelService/WatchRef"
+from weighbridge.v1 import model_service_pb2 as pb
+
+WATCH = "/weighbridge.v1.ModelService/WatchRefs"
 START_SECONDS = 60.0
 """In which all watches are to begin."""
 AIO, FRAMES = "aio", "frames"
 CLIENTS = (AIO, FRAMES)
 """gRPC's own for asyncio, and bare frames of HTTP/2 (`benchmarks.frame_watchers`)."""
+
+
+def watched(model: str, ref: str) -> bytes:
+    """The encoded request of a watch of one ref."""
+    return pb.WatchRefsRequest(refs=[pb.WatchedRef(model=model, ref=ref)]).SerializeToString()
 
 
 @dataclass(frozen=True)

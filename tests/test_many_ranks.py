@@ -26,6 +26,7 @@ from weighbridge.layouts import Layout, Shard, TensorSpec
 from weighbridge.push_sources import StagingPool, StreamSource
 from weighbridge.resources import VersionState
 from weighbridge_service.bridges import bridge_for
+from weighbridge_service.calls import model_handlers
 from weighbridge_service.model_tensors import ModelTensors
 
 MODEL = "tests/many"
@@ -64,28 +65,33 @@ def test_more_ranks_than_threads_can_push_one_version(tmp_path: Path, workers: i
                 assert torch.equal(tensor, state[name]), name
 
 
-def test_watches_cannot_take_all_threads(tmp_path: Path) -> None:
+def test_the_watches_of_one_host_leave_some_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_handlers, "_MOST_WATCHES", 8)
     model = tiny_model(tiny_config("llama", tied=False), seed=3)
     model.save_pretrained(tmp_path / "hf")
     with (
-        running_service(tmp_path / "store", most_streams=8) as running,
+        running_service(tmp_path / "store") as running,
         EngineClient(running.address, retry_seconds=1.0) as engine,
     ):
         TrainerClient(running.address).register_model(MODEL, tmp_path / "hf")
-        refused = threading.Semaphore(0)
+        refused, heard = threading.Semaphore(0), threading.Semaphore(0)
 
         def watch() -> None:
             try:
                 for _ in engine.watch(MODEL, "live"):
+                    heard.release()
                     return
             except ResourceExhausted:
                 refused.release()
 
-        watchers = [threading.Thread(target=watch) for _ in range(6)]
+        watchers = [threading.Thread(target=watch) for _ in range(10)]
         for each in watchers:
             each.start()
-        assert all(refused.acquire(timeout=20) for _ in range(4))  # a quarter of eight may watch
+        assert all(refused.acquire(timeout=20) for _ in range(4))
         TrainerClient(running.address).push_folder(MODEL, tmp_path / "hf").wait(timeout=30)
+        assert all(heard.acquire(timeout=20) for _ in range(6))
         for each in watchers:
             each.join(20)
         assert not any(each.is_alive() for each in watchers)

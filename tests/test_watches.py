@@ -241,3 +241,18 @@ def test_a_watch_of_a_model_that_is_not_registered_is_refused(bench: Bench) -> N
 
     with pytest.raises(NotFound, match="there is no model"):
         bench.loop.run(follow())
+
+
+def test_a_wait_that_ends_well_while_the_service_stops_is_told_so(catalog: Catalog, bench: Bench) -> None:
+    catalog.show(SMOL, snapshot(1, VersionState.RECEIVING))
+
+    def end() -> None:
+        catalog.show(SMOL, snapshot(1, VersionState.READY), changed=False)
+        catalog.stopping.set()
+        catalog.changes.notify()
+
+    threading.Timer(0.1, end).start()
+    assert bench.reached("1", VersionState.READY).state is VersionState.READY
+    assert bench.reached("1", VersionState.READY).state is VersionState.READY
+    with pytest.raises(Unavailable, match="shutting down"):
+        bench.reached("1", VersionState.DURABLE)

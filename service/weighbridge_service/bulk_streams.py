@@ -8,15 +8,15 @@ So room for a message is taken before it is made or asked for, and given back wh
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TypeVar
 
 from weighbridge import pieces, rpc, wire
-from weighbridge.errors import InvalidArgument, ResourceExhausted
+from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
-from weighbridge_service.byte_budget import RETRY_SECONDS, ByteBudget, Direction, Share
+from weighbridge_service.admission.shares import Shares
+from weighbridge_service.byte_budget import ByteBudget, Direction, Share
 from weighbridge_service.calls.call import Call
 from weighbridge_service.reading import Reading
 
@@ -36,7 +36,7 @@ class BulkStreams:
 
     def __init__(self, budget: ByteBudget, most: int, wait: float) -> None:
         self._budget = budget
-        own, replicas = threading.BoundedSemaphore(most), threading.BoundedSemaphore(most)
+        own, replicas = Shares("streams of weights", most), Shares("streams to replicas", most)
         self._places = {Direction.IN: own, Direction.OUT: own, Direction.REPLICAS: replicas}
         self._wait = wait
 
@@ -47,21 +47,11 @@ class BulkStreams:
         Raises:
             ResourceExhausted: no place is left; says when to try again.
         """
-        places = self._places[direction]
-        if not places.acquire(blocking=False):
-            error = ResourceExhausted(
-                "there are too many pushes, pulls and restores on this service",
-                fix="try again later; if that goes on, run more replicas",
-            )
-            error.retry_after = RETRY_SECONDS
-            raise error
-        try:
-            share = self._budget.stream(direction, str(call.peer), lambda: call.patience(self._wait))
+        with self._places[direction].taking(call.peer.host):
+            share = self._budget.stream(direction, call.peer, lambda: call.patience(self._wait), call.cancel)
             with closing(share):
                 call.add_callback(share.abandon)
                 yield share
-        finally:
-            places.release()
 
 
 def sent(
@@ -89,7 +79,8 @@ def sent(
             count(len(piece.data))
             message = pieces.encode(response(offset=piece.offset, checksum=piece.checksum), piece.data)
             del piece  # what was gathered need not wait with it until gRPC has taken the message
-            yield message
+            with share.with_client():
+                yield message
             del message
 
 
@@ -108,7 +99,8 @@ def received(
     """
     while True:
         share.take()
-        message = next(messages, None)
+        with share.with_client():
+            message = next(messages, None)
         if message is None:
             return
         if len(message.data) > rpc.MESSAGE_BYTES:

@@ -2,22 +2,31 @@
 
 In flight is what has been taken out of an image or the store and not yet left, and what has come and is not yet in its place.
 Streams ask for room before they bring a message into memory, and give it back when it has gone. Who finds none waits. Room goes
-round: in each direction from connection to connection, and on a connection from stream to stream. No direction and no connection can
-take what the others need, so streams that do not get on hold their own share and leave the others theirs. Above all, what replicas
-read from each other has a share of its own, and waits for nothing else: a pull may have to wait until another replica has sent something.
+round: in each direction from host to host, on a host from connection to connection, and on a connection from stream to stream. No
+direction, no host and no connection can take what the others need, so streams that do not get on hold their own share and leave the others
+theirs; and where somebody waits, a stream whose client has neither read nor sent anything for seconds is ended, and can be resumed. Above
+all, what replicas read from each other has a share of its own, and waits for nothing else: a pull may have to wait until another replica
+has sent something.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 from weighbridge import rpc
 from weighbridge.errors import InvalidArgument, ResourceExhausted, Unavailable
+from weighbridge_service.admission.peer import Peer
+from weighbridge_service.admission.shares import may_have
+from weighbridge_service.admission.turns import Turns
+
+K = TypeVar("K")
 
 MESSAGE_ROOM = 2 * rpc.MESSAGE_BYTES
 """What a message takes at most: it lies in our memory once and in gRPC's once."""
@@ -25,6 +34,10 @@ LEAST_BYTES = 32 << 20
 """No service gets on with less."""
 RETRY_SECONDS = 1.0
 """After how long it is worth asking again for room that was not to be had."""
+_STUCK_SECONDS = 2.0
+"""How long a client may leave a message unread, or unsent, while others wait for its room."""
+_LOOK_SECONDS = 0.5
+"""How often those that wait look for streams that do not get on."""
 
 
 class Direction(StrEnum):
@@ -57,32 +70,26 @@ class _Waiter:
 
 @dataclass(eq=False, slots=True)
 class _Side:
-    """One direction: what it holds, and who waits, by connection; the one that comes next stands first."""
+    """One direction: what it holds, and who waits."""
 
     direction: Direction
     nbytes: int = 0
-    by_peer: dict[str, int] = field(default_factory=dict)
-    waiting: OrderedDict[str, deque[_Waiter]] = field(default_factory=OrderedDict)
+    by_peer: dict[Peer, int] = field(default_factory=dict)
+    by_host: dict[str, int] = field(default_factory=dict)
+    waiting: Turns[_Waiter] = field(default_factory=Turns)
 
-    def enqueue(self, peer: str, waiter: _Waiter) -> None:
-        self.waiting.setdefault(peer, deque()).append(waiter)
-
-    def dequeue(self, peer: str, waiter: _Waiter) -> None:
-        """Take a waiter out; its connection has had its turn if it was granted something."""
-        queue = self.waiting[peer]
-        queue.remove(waiter)
-        if not queue:
-            del self.waiting[peer]
-        elif waiter.granted:
-            self.waiting.move_to_end(peer)
-
-    def add(self, peer: str, nbytes: int) -> None:
+    def add(self, peer: Peer, nbytes: int) -> None:
         self.nbytes += nbytes
-        left = self.by_peer.get(peer, 0) + nbytes
-        if left:
-            self.by_peer[peer] = left
-        else:
-            self.by_peer.pop(peer, None)
+        _add(self.by_peer, peer, nbytes)
+        _add(self.by_host, peer.host, nbytes)
+
+
+def _add(held: dict[K, int], key: K, nbytes: int) -> None:
+    left = held.get(key, 0) + nbytes
+    if left:
+        held[key] = left
+    else:
+        held.pop(key, None)
 
 
 class ByteBudget:
@@ -105,6 +112,7 @@ class ByteBudget:
         self._most_of_peer = capacity // 4
         self._changed = threading.Condition()
         self._nbytes = 0
+        self._holding: dict[Share, None] = {}  # the one that has held its room for longest stands first
         # the side that was served last stands last
         self._sides = OrderedDict((direction, _Side(direction)) for direction in Direction)
 
@@ -114,45 +122,69 @@ class ByteBudget:
         with self._changed:
             return InFlight(
                 {direction: self._sides[direction].nbytes for direction in Direction},
-                {d: sum(map(len, self._sides[d].waiting.values())) for d in Direction},
+                {direction: len(self._sides[direction].waiting) for direction in Direction},
             )
 
-    def stream(self, direction: Direction, peer: str, patience: Callable[[], float]) -> Share:
+    def stream(
+        self,
+        direction: Direction,
+        peer: Peer,
+        patience: Callable[[], float],
+        end: Callable[[], object] = lambda: None,
+    ) -> Share:
         """What one stream holds; to be closed after use.
 
         Args:
             direction: which way it goes.
             peer: the connection that it comes over.
             patience: for how many seconds it can wait for room now.
+            end: ends the stream, from any thread, if its client does not get on while others wait.
         """
-        return Share(self, direction, peer, patience)
+        return Share(self, direction, peer, patience, end)
 
     def _take(self, share: Share, nbytes: int) -> None:
         side = self._sides[share.direction]
         waiter = _Waiter(nbytes)
         with self._changed:
-            side.enqueue(share.peer, waiter)
+            side.waiting.add(share.peer, waiter)
             self._grant()
-            if waiter.granted:
+            if not waiter.granted:
+                self._wait(side, share, waiter)
+            self._holding[share] = None
+
+    def _wait(self, side: _Side, share: Share, waiter: _Waiter) -> None:
+        deadline = time.monotonic() + share.patience()
+        while not waiter.granted:
+            now = time.monotonic()
+            if share.gone or now >= deadline:
+                side.waiting.discard(share.peer, waiter)
+                self._grant()  # a smaller one behind it may fit
+                if share.gone:
+                    raise Unavailable("the caller has gone")
+                error = ResourceExhausted(
+                    f"the service has {self._nbytes} of {self.capacity} bytes of weights in flight, and no room for more",
+                    fix="try again later; if that goes on, serve with a larger --byte-budget, or more replicas",
+                )
+                error.retry_after = RETRY_SECONDS
+                raise error
+            self._end_stuck(side, now)
+            self._changed.wait(min(deadline - now, _LOOK_SECONDS))
+
+    def _end_stuck(self, side: _Side, now: float) -> None:
+        """End streams that hold room in a direction and whose clients do not get on: no more than wait there."""
+        wanted = len(side.waiting)
+        for share in self._holding:
+            if not wanted:
                 return
-            deadline = time.monotonic() + share.patience()
-            while not waiter.granted:
-                left = deadline - time.monotonic()
-                if share.gone or left <= 0:
-                    side.dequeue(share.peer, waiter)
-                    self._grant()  # a smaller one behind it may fit
-                    if share.gone:
-                        raise Unavailable("the caller has gone")
-                    error = ResourceExhausted(
-                        f"the service has {self._nbytes} of {self.capacity} bytes of weights in flight, and no room for more",
-                        fix="try again later; if that goes on, serve with a larger --byte-budget, or more replicas",
-                    )
-                    error.retry_after = RETRY_SECONDS
-                    raise error
-                self._changed.wait(left)
+            since = share.with_client_since
+            if share.direction is side.direction and since and now - since > _STUCK_SECONDS:
+                share.with_client_since = 0.0
+                share.end()
+                wanted -= 1
 
     def _give(self, share: Share, nbytes: int) -> None:
         with self._changed:
+            self._holding.pop(share, None)
             self._add(self._sides[share.direction], share.peer, -nbytes)
             self._grant()
 
@@ -160,7 +192,7 @@ class ByteBudget:
         with self._changed:
             self._changed.notify_all()
 
-    def _add(self, side: _Side, peer: str, nbytes: int) -> None:
+    def _add(self, side: _Side, peer: Peer, nbytes: int) -> None:
         self._nbytes += nbytes
         side.add(peer, nbytes)
 
@@ -170,23 +202,25 @@ class ByteBudget:
         while (found := self._next()) is not None:
             side, peer, waiter = found
             waiter.granted = granted = True
-            side.dequeue(peer, waiter)
+            side.waiting.take_of(peer)
             self._add(side, peer, waiter.nbytes)
             self._sides.move_to_end(side.direction)
         if granted:
             self._changed.notify_all()
 
-    def _next(self) -> tuple[_Side, str, _Waiter] | None:
+    def _next(self) -> tuple[_Side, Peer, _Waiter] | None:
         """Who comes next; None if nobody waits or there is no room for whoever comes next."""
         for side in self._sides.values():
-            for peer, queue in side.waiting.items():
-                waiter = queue[0]
+            for peer, waiter in side.waiting:
                 if side.by_peer.get(peer, 0) + waiter.nbytes > self._most_of_peer:
                     continue
                 if self._nbytes + waiter.nbytes > self.capacity:
                     return None  # what is small does not overtake what is large
                 if side.nbytes + waiter.nbytes > self._most_of_side:
                     break
+                of_host = side.by_host.get(peer.host, 0)
+                if not may_have(self._most_of_side, side.nbytes, of_host, waiter.nbytes):
+                    continue
                 return side, peer, waiter
         return None
 
@@ -198,16 +232,26 @@ class Share:
         direction: which way the stream goes.
         peer: the connection that it comes over.
         patience: for how many seconds it can wait for room now.
+        end: ends the stream.
         gone: whether the caller has gone.
+        with_client_since: when the client was given a message to read, or began to be waited for, in seconds of the monotonic clock; 0 while
+            the service itself is at work.
     """
 
     def __init__(
-        self, budget: ByteBudget, direction: Direction, peer: str, patience: Callable[[], float]
+        self,
+        budget: ByteBudget,
+        direction: Direction,
+        peer: Peer,
+        patience: Callable[[], float],
+        end: Callable[[], object],
     ) -> None:
         self.direction = direction
         self.peer = peer
         self.patience = patience
+        self.end = end
         self.gone = False
+        self.with_client_since = 0.0
         self._budget = budget
         self._held = 0
 
@@ -222,6 +266,15 @@ class Share:
         nbytes = MESSAGE_ROOM // rpc.MESSAGE_BYTES * data_bytes
         self._budget._take(self, nbytes)
         self._held = nbytes
+
+    @contextmanager
+    def with_client(self) -> Iterator[None]:
+        """In the block the client is waited for: to read a message, or to send one."""
+        self.with_client_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.with_client_since = 0.0
 
     def give(self) -> None:
         """The message is not in memory any more."""

@@ -6,6 +6,7 @@ Turns go round from host to host, and on a host from connection to connection: w
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from weighbridge_service.admission.peer import Peer
@@ -28,17 +29,26 @@ class Turns(Generic[T]):
         self._hosts.setdefault(peer.host, OrderedDict()).setdefault(peer.connection, deque()).append(item)
         self._count += 1
 
+    def __iter__(self) -> Iterator[tuple[Peer, T]]:
+        """What comes next of each connection, in the order of their turns."""
+        for host, connections in self._hosts.items():
+            for connection, items in connections.items():
+                yield Peer(host, connection), items[0]
+
     def take(self) -> T:
-        """What comes next; its host and its connection stand last then. Raises IndexError if there is nothing."""
-        if not self._hosts:
-            raise IndexError("nobody waits")
-        host, connections = next(iter(self._hosts.items()))
-        connection, items = next(iter(connections.items()))
-        item = items.popleft()
+        """What comes next; it has had its turn. Raises IndexError if there is nothing."""
+        for peer, _ in self:
+            return self.take_of(peer)
+        raise IndexError("nobody waits")
+
+    def take_of(self, peer: Peer) -> T:
+        """What comes next of one connection; it and its host stand last then. Raises KeyError if there is nothing."""
+        connections = self._hosts[peer.host]
+        item = connections[peer.connection].popleft()
         self._count -= 1
-        connections.move_to_end(connection)
-        self._hosts.move_to_end(host)
-        self._drop_if_empty(host, connection)
+        connections.move_to_end(peer.connection)
+        self._hosts.move_to_end(peer.host)
+        self._drop_if_empty(peer.host, peer.connection)
         return item
 
     def discard(self, peer: Peer, item: T) -> bool:

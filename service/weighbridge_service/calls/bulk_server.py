@@ -93,7 +93,7 @@ class BulkListener:
 
     def _behaviour(self, name: str, answer: _Answer) -> Callable[..., Iterator[bytes]]:
         def behave(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            call = Call(context)
+            call = Call(context, context.cancel)
             if not context.add_callback(call.end):
                 call.end()
             code = "OK"

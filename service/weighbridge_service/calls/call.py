@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from weighbridge_service.admission.peer import Peer
+
+T = TypeVar("T")
 
 _MARGIN = 0.25
 """Seconds by which a wait ends before the caller's deadline, so that the answer says what was missing."""
@@ -27,17 +30,21 @@ class Call:
 
     Args:
         context: gRPC's.
+        cancel: ends the call, from any thread; what its handler is at breaks off.
 
     Attributes:
         peer: who has called.
+        cancel: as given.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, cancel: Callable[[], object] = lambda: None) -> None:
+        self.cancel = cancel
         self.peer = Peer.of_grpc(context.peer())
         self._context = context
         self._lock = threading.Lock()
         self._ended = False
         self._callbacks: list[Callable[[], object]] = []
+        self._awaited: Future[Any] | None = None
 
     def patience(self, without: float) -> float:
         """How many seconds the call may wait now: almost until its deadline, and at most ``without``."""
@@ -47,6 +54,13 @@ class Call:
     def is_active(self) -> bool:
         """Whether the caller still waits for an answer."""
         return not self._ended
+
+    def wait(self, future: Future[T]) -> T:
+        """Wait in the handler's thread, until the call ends at most. Raises CancelledError if it does."""
+        self._awaited = future
+        if self._ended:
+            future.cancel()
+        return future.result()
 
     def add_callback(self, callback: Callable[[], object]) -> None:
         """Call this, from any thread, when the call has ended; at once if it has."""
@@ -61,5 +75,7 @@ class Call:
         with self._lock:
             self._ended = True
             callbacks, self._callbacks = self._callbacks, []
+        if self._awaited is not None:
+            self._awaited.cancel()
         for callback in callbacks:
             callback()

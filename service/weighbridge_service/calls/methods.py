@@ -15,7 +15,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from weighbridge import pieces
-from weighbridge.errors import DeadlineExceeded, InvalidArgument, WeighbridgeError
+from weighbridge.errors import DeadlineExceeded, InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.admission.rates import Rates
 from weighbridge_service.admission.shares import Shares
 from weighbridge_service.calls.asking import VERBS, check_allowed
@@ -89,6 +89,11 @@ def encoded(response: Message | bytes) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
+_STUCK = Unavailable(
+    "the stream has not got on for seconds, and others wait", fix="open it again where it broke"
+)
+
+
 class Methods:
     """What runs handlers.
 
@@ -137,14 +142,27 @@ class Methods:
         answer = self._answer_with(method, handler)
 
         async def behaviour(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            call = Call(context)
+            task = cast("asyncio.Task[Any]", asyncio.current_task())
+            evicted = False
+
+            def evict() -> None:
+                nonlocal evicted
+                evicted = True
+                self._loop.call_soon_threadsafe(task.cancel)
+
+            call = Call(context, evict)
             try:
                 self._rates.count(call.peer.host)
                 with self._calls.taking(call.peer.host):
                     await answer(call, context)
             except asyncio.CancelledError:
                 self._count(method.name, "CANCELLED")
-                raise
+                if not evicted:
+                    raise
+                task.uncancel()
+                call.end()  # its thread may wait for the same
+                status = to_status(_STUCK)
+                await context.abort(status.code, status.details, status.trailing_metadata)
             except Exception as error:
                 known = known_error(method.name, error)
                 self._count(method.name, known.grpc_code)
@@ -178,7 +196,7 @@ class Methods:
                 del raw
 
                 def work() -> bytes:
-                    return encoded(handler(self._taken(context, decode, first), call))
+                    return encoded(handler(self._taken(call, context, decode, first), call))
 
                 await context.write(await self._in(self._streams, call, work))
 
@@ -200,7 +218,7 @@ class Methods:
 
                 def send() -> None:
                     with closing(handler(decode_allowed(call, raw), call)) as responses:
-                        self._sent(context, responses)
+                        self._sent(call, context, responses)
 
                 await self._in(self._streams, call, send)
             elif inspect.iscoroutinefunction(handler):
@@ -228,20 +246,20 @@ class Methods:
             return decode(call, raw)
         return await self.run(call, lambda: decode(call, raw))
 
-    def _taken(self, context: Any, decode: Callable[[bytes], T], first: T | None) -> Iterator[T]:
+    def _taken(self, call: Call, context: Any, decode: Callable[[bytes], T], first: T | None) -> Iterator[T]:
         """The messages of a request, for a thread: each is fetched when it is asked for."""
         if first is None:
             return
         yield first
         del first
-        while (raw := asyncio.run_coroutine_threadsafe(_next(context), self._loop).result()) is not None:
+        while (raw := call.wait(asyncio.run_coroutine_threadsafe(_next(context), self._loop))) is not None:
             yield decoded(decode, raw)
             del raw
 
-    def _sent(self, context: Any, responses: Iterator[Message | bytes]) -> None:
+    def _sent(self, call: Call, context: Any, responses: Iterator[Message | bytes]) -> None:
         """Send messages from a thread: each is asked for when the transport has taken the one before."""
         for response in responses:
-            asyncio.run_coroutine_threadsafe(context.write(encoded(response)), self._loop).result()
+            call.wait(asyncio.run_coroutine_threadsafe(context.write(encoded(response)), self._loop))
             del response
 
 

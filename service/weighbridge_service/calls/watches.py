@@ -7,6 +7,7 @@ question once, and wakes those who have asked it if the answer is another one th
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -139,10 +140,17 @@ class _Asked:
 
     def fail(self, error: WeighbridgeError) -> None:
         """There will be no answer."""
-        for future in [*(each for _, each in self.first), *self.others]:
+        self.fail_others(error)
+        for _, future in self.first:
             if not future.done():
                 future.set_exception(error)
         self.first = []
+
+    def fail_others(self, error: WeighbridgeError) -> None:
+        """There will be no other answer."""
+        for future in self.others:
+            if not future.done():
+                future.set_exception(error)
 
     async def next(self, seen: Answer) -> Answer:
         """The answer, once it is another one than was seen."""
@@ -159,8 +167,11 @@ class _Asked:
 class _Poller:
     """Looks for one model as long as anybody asks. For the loop's thread."""
 
-    def __init__(self, look: Callable[[list[Question]], Future[dict[Question, Answer]]]) -> None:
+    def __init__(
+        self, look: Callable[[list[Question]], Future[dict[Question, Answer]]], stopping: threading.Event
+    ) -> None:
         self.asked: dict[Question, _Asked] = {}
+        self._stopping = stopping
         self.wake = asyncio.Event()
         self._look = look
         self._looks = 0
@@ -178,8 +189,13 @@ class _Poller:
             self.wake.clear()
             self._looks += 1
             due = time.monotonic() + _LOOK_SECONDS
+            last = self._stopping.is_set()
             await self._look_once()
             await asyncio.sleep(_LEAST_SECONDS)
+            if last:  # what was waited for may have come to pass at the end
+                ended = Unavailable("the service is shutting down", fix="try again when it is back")
+                for asked in self.asked.values():
+                    asked.fail_others(ended)
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(due - time.monotonic(), 0.0)):
                     await self.wake.wait()
@@ -296,7 +312,7 @@ class Watches:
         def submit(questions: list[Question]) -> Future[dict[Question, Answer]]:
             return self._workers.submit(_POLLERS, lambda: look(self._catalog, model, questions))
 
-        poller = self._pollers[model] = _Poller(submit)
+        poller = self._pollers[model] = _Poller(submit, self._catalog.stopping)
 
         async def poll() -> None:
             try:
@@ -311,11 +327,7 @@ class Watches:
         return poller
 
     def _changed(self, name: ModelName | None) -> None:
-        if self._catalog.stopping.is_set():
-            ended = Unavailable("the service is shutting down", fix="try again when it is back")
-            for poller in self._pollers.values():
-                poller.fail(ended)
-        elif name is not None and name in self._pollers:
+        if name is not None and name in self._pollers:
             self._pollers[name].wake.set()
         elif name is None:
             for poller in self._pollers.values():

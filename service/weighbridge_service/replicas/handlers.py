@@ -123,4 +123,6 @@ class ReplicaHandlers:
                     share.take(stop - start)
                     part = data[start:stop].data
                     message = pb.ReadFileResponse(offset=start, checksum=rpc.checksum(part))
-                    yield pieces.encode(message, part)
+                    encoded = pieces.encode(message, part)
+                    with share.with_client():
+                        yield encoded
