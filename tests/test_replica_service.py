@@ -26,6 +26,7 @@ from weighbridge.errors import (
 )
 from weighbridge.v1 import bulk_service_pb2, replica_service_pb2_grpc
 from weighbridge.v1 import replica_service_pb2 as pb
+from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.bulk_streams import BulkStreams
 from weighbridge_service.byte_budget import LEAST_BYTES, ByteBudget, Direction
@@ -84,7 +85,8 @@ class Replica:
         self.heartbeat = Heartbeat(self.links, self, self.news, silent_s=1.5)
         streams = BulkStreams(self.budget, 16, 5.0)
         loop, workers = self._listener.loop.loop, self._workers
-        methods = Methods(loop, workers, workers, workers, self._listener.count)
+        self._waits = MessageWaits(lambda: 0)
+        methods = Methods(loop, workers, workers, workers, self._listener.count, self._waits)
         handlers = ReplicaHandlers(self.home, self, self, streams, self.met.append, self)
         contract = {
             pb.DESCRIPTOR.services_by_name["ReplicaService"]: handlers,
@@ -139,6 +141,7 @@ class Replica:
         self.links.close()
         self._listener.stop(0)
         self._workers.close()
+        self._waits.close()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,6 +21,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_DESCRIPTORS = 128
 """Most descriptors with one message; Linux takes 253. Files of a version are the most there can be."""
 _READ_AT_ONCE = 1 << 20
+_FREE_BYTES = 64 << 10
+"""Bytes of a message that need no room: nearly all messages have fewer."""
 
 
 class _Serializable(Protocol):
@@ -51,11 +54,29 @@ def limit_sending(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-def receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
+class Room(Protocol):
+    """What long messages take room in while they come; see `receive`."""
+
+    def take(self, nbytes: int) -> None:
+        """Take some. Raises WeighbridgeError if there is none."""
+
+    def give(self, nbytes: int) -> None:
+        """Give some back."""
+
+
+def receive(
+    connection: socket.socket, room: Room | None = None, seconds: float | None = None
+) -> tuple[bytes, list[int]] | None:
     """The next message and its descriptors, which the caller closes; None if the other side has closed the connection.
+
+    Args:
+        connection: a stream socket.
+        room: for all but the first 64 KiB of a message.
+        seconds: in which a message that has begun must come; as the socket's own time limit says if None.
 
     Raises:
         Unavailable: the message is too long, or breaks off.
+        WeighbridgeError: there is no room for it.
         OSError: the connection is broken.
     """
     descriptors: list[int] = []
@@ -74,16 +95,34 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
         (length,) = _LENGTH.unpack(head)
         if length > MAX_MESSAGE_BYTES:
             raise Unavailable(f"a message of {length} bytes on the local lane is too long")
-        raw = bytearray()
+        raw = _body(connection, length, room, seconds)
+        kept, descriptors = descriptors, []
+        return raw, kept
+    finally:
+        close_all(descriptors)
+
+
+def _body(connection: socket.socket, length: int, room: Room | None, seconds: float | None) -> bytes:
+    raw, taken = bytearray(), 0
+    before, deadline = connection.gettimeout(), None if seconds is None else time.monotonic() + seconds
+    try:
         while len(raw) < length:
-            more = connection.recv(min(length - len(raw), _READ_AT_ONCE))
+            step = min(length - len(raw), _READ_AT_ONCE)
+            if room is not None and len(raw) + step - _FREE_BYTES > taken:
+                room.take(step)
+                taken += step
+            if deadline is not None:
+                connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            more = connection.recv(step)
             if not more:
                 raise Unavailable("a message on the local lane broke off")
             raw += more
-        kept, descriptors = descriptors, []
-        return bytes(raw), kept
+        return bytes(raw)
     finally:
-        close_all(descriptors)
+        if room is not None:
+            room.give(taken)
+        if deadline is not None:
+            connection.settimeout(before)
 
 
 def close_all(descriptors: Sequence[int]) -> None:

@@ -10,6 +10,8 @@ import logging
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from weighbridge_service.admission.shares import Shares
+
 log = logging.getLogger(__name__)
 
 
@@ -17,23 +19,31 @@ def connections(most: int, seconds: float) -> type[H11Protocol]:
     """The protocol that uvicorn speaks on its connections.
 
     Args:
-        most: how many there may be; who comes then is cut off.
+        most: how many there may be; who comes then is cut off, and so is who has many when a fourth is left.
         seconds: how long a client may take from its connection, or from the end of a response, to the end of a request's headers.
     """
 
+    shares = Shares("HTTP connections", most)
+
     class Connection(H11Protocol):
         _due: asyncio.TimerHandle | None = None
+        _host: str | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > most:
-                log.warning("%d HTTP connections are open: no more", most)
-                transport.abort()
-            else:
+            host = str((transport.get_extra_info("peername") or ("",))[0])
+            if shares.try_take(host):
+                self._host = host
                 self._watch()
+            else:
+                log.debug("%s", shares.refusal(host))
+                transport.abort()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._unwatch()
+            if self._host is not None:
+                shares.give(self._host)
+                self._host = None
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:

@@ -6,13 +6,16 @@ import logging
 import os
 import socket
 import stat
+import struct
 import tempfile
 import threading
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge_service.admission.shares import Shares
 from weighbridge_service.lane_session import LaneSession
 from weighbridge_service.service import Weighbridge
 
@@ -21,8 +24,10 @@ log = logging.getLogger(__name__)
 AUTO, OFF = "auto", "off"
 _BACKLOG = 128
 _MOST_CLIENTS = 1024
+_PENDING_BYTES = 128 << 20
 _STOP_SECONDS = 10.0
 _ACCEPT_PAUSE = 0.5
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of <sys/socket.h>: process, user, group
 _LONGEST_PATH = 107
 """Bytes of a Unix socket's path; Linux's limit."""
 
@@ -57,6 +62,7 @@ class LaneServer:
         self._socket: socket.socket | None = None
         self._stopping = False
         self._most_clients = min(most, _MOST_CLIENTS)
+        self._pending = Shares("bytes of incomplete messages on the local lane", _PENDING_BYTES)
         if where == OFF:
             self.unavailable = "the service was started with --local-socket off"
             return
@@ -115,7 +121,9 @@ class LaneServer:
                 log.warning("%d clients are connected to %s: no more", self._most_clients, self.path)
                 connection.close()
                 continue
-            session = LaneSession(self._service, connection, self.service_id)
+            session = LaneSession(
+                self._service, connection, self.service_id, _RoomOf(self._pending, _user(connection))
+            )
             thread = threading.Thread(
                 target=self._run, args=(session,), name="local-lane-client", daemon=True
             )
@@ -137,6 +145,27 @@ class LaneServer:
             self._service.mappings.remove(session)
             with self._lock:
                 del self._sessions[session]
+
+
+@dataclass(frozen=True, slots=True)
+class _RoomOf:
+    """What a user's processes may take of the room for incomplete messages; see `lane_protocol.Room`."""
+
+    shares: Shares
+    user: str
+
+    def take(self, nbytes: int) -> None:
+        self.shares.take(self.user, nbytes)
+
+    def give(self, nbytes: int) -> None:
+        if nbytes:
+            self.shares.give(self.user, nbytes)
+
+
+def _user(connection: socket.socket) -> str:
+    """Who is at the other end, as the kernel says it."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return f"uid {_CREDENTIALS.unpack(credentials)[1]}"
 
 
 def _own_path(service_id: str) -> Path:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from google.protobuf.message import DecodeError
 
 from weighbridge import lane_protocol, wire
-from weighbridge.errors import FailedPrecondition, InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.layouts import STREAM
 from weighbridge.v1 import local_lane_pb2 as pb
 from weighbridge_service.lane_plans import fill_plan
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _HELLO_SECONDS = 10.0
 """How long a client that has connected may take to say who it is."""
+_MESSAGE_SECONDS = 10.0
+"""How long a client may take from the beginning of a request to its end."""
 _SEND_SECONDS = 30.0
 """How long a client may stand still in the middle of an answer."""
 _MOST_LOANS = 1024
@@ -41,15 +43,19 @@ class LaneSession:
         service: whose memory is lent.
         connection: the client's; closed in the end.
         service_id: tells this process from others.
+        room: for long messages that are coming.
 
     Attributes:
         client_id: who it says it is; empty as long as it has not.
     """
 
-    def __init__(self, service: Weighbridge, connection: socket.socket, service_id: str) -> None:
+    def __init__(
+        self, service: Weighbridge, connection: socket.socket, service_id: str, room: lane_protocol.Room
+    ) -> None:
         self._service = service
         self._connection = connection
         self._service_id = service_id
+        self._room = room
         self.client_id = ""
         self._lock = threading.Lock()
         self._sending = threading.Lock()
@@ -64,12 +70,14 @@ class LaneSession:
         try:
             lane_protocol.limit_sending(self._connection, _SEND_SECONDS)
             self._connection.settimeout(_HELLO_SECONDS)
-            while (received := lane_protocol.receive(self._connection)) is not None:
+            while (
+                received := lane_protocol.receive(self._connection, self._room, _MESSAGE_SECONDS)
+            ) is not None:
                 self._connection.settimeout(None)
                 raw, descriptors = received
                 lane_protocol.close_all(descriptors)  # clients have nothing to give
                 self._answer(pb.LaneRequest.FromString(raw))
-        except (OSError, DecodeError, Unavailable) as error:
+        except (OSError, DecodeError, WeighbridgeError) as error:
             log.debug("a client of the local lane is gone: %s", error)
         finally:
             self.close()

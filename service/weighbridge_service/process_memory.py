@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _KEEP_BYTES = 256 << 20
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _COLLECT_AFTER = (50_000, 20, 100)
 
 
@@ -20,6 +23,33 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+
+
+def give_back(least: int) -> None:
+    """Hand what was freed back to the system, if it is more than so many bytes."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallinfo2.restype = _Mallinfo2
+        if libc.mallinfo2().fordblks > least:
+            libc.malloc_trim(least)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What the allocator says of itself: ``struct mallinfo2`` of <malloc.h>."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def private_bytes() -> int:
+    """Bytes of memory that this process has for itself: without what it shares, as images of versions are."""
+    with Path("/proc/self/statm").open("rb") as file:
+        _, resident, shared, *_ = file.read().split()
+    return (int(resident) - int(shared)) * _PAGE
 
 
 def collect_rarely() -> None:

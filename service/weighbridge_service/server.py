@@ -49,6 +49,8 @@ _SWITCH_SECONDS = 0.0005
 """How long a thread that computes in Python keeps the interpreter from others that ask for it. Digests ask about twice for each MiB:
 with Python's own 5 ms, one such thread made them take 12 s/GB instead of 0.3."""
 _BACKLOG = 1024
+_ACCEPTED_AT_ONCE = 64
+"""Connections that asyncio accepts before it looks at any of them: each takes a descriptor, also one that is refused then."""
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,200}")
 _WARM_UP_CONFIG = {
     "model_type": "llama",
@@ -100,7 +102,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             http=connections(self._most, _REQUEST_SECONDS),
-            backlog=_BACKLOG,
+            backlog=_ACCEPTED_AT_ONCE,
             lifespan="off",
             ws="none",
             log_config=None,

@@ -18,10 +18,19 @@ from google.protobuf.message_factory import GetMessageClass
 from weighbridge import bulk_entry, pieces
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge.request_parts import MAX_REQUEST_BYTES
+from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.calls.call import Call
-from weighbridge_service.calls.methods import Count, carries_weights, decoded, encoded, known_error
+from weighbridge_service.calls.methods import (
+    PAUSE_SECONDS,
+    Count,
+    carries_weights,
+    decoded,
+    encoded,
+    known_error,
+)
+from weighbridge_service.calls.requests import SILENT_SECONDS
 from weighbridge_service.calls.workers import Workers
 from weighbridge_service.grpc_errors import to_status
 
@@ -58,7 +67,11 @@ class BulkListener:
             ) from error
 
     def answer(
-        self, contract: Iterable[tuple[ServiceDescriptor, object]], tickets: Tickets, workers: Workers
+        self,
+        contract: Iterable[tuple[ServiceDescriptor, object]],
+        tickets: Tickets,
+        workers: Workers,
+        waits: MessageWaits,
     ) -> None:
         """Begin to answer those methods of the contract that carry weights.
 
@@ -66,7 +79,9 @@ class BulkListener:
             contract: services, and their handlers.
             tickets: checks what calls show.
             workers: threads for streams.
+            waits: ends waits for messages that take too long.
         """
+        self._waits = waits
         self._gate.tickets = tickets
         self._threads.workers = workers
         self._server.add_generic_rpc_handlers(
@@ -98,7 +113,7 @@ class BulkListener:
                 call.end()
             code = "OK"
             try:
-                yield from answer(requests, call)
+                yield from answer(self._waited_for(requests, call), call)
             except GeneratorExit:
                 code = "CANCELLED"
                 raise
@@ -112,6 +127,17 @@ class BulkListener:
                 self._count(name, code)
 
         return behave
+
+    def _waited_for(self, requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
+        seconds = SILENT_SECONDS
+        while True:
+            with self._waits.waiting(call.cancel, seconds):
+                message = next(requests, None)
+            if message is None:
+                return
+            seconds = PAUSE_SECONDS
+            yield message
+            del message
 
 
 _Answer = Callable[[Iterator[bytes], Call], Iterator[bytes]]

@@ -23,7 +23,8 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from weighbridge import pieces
-from weighbridge.errors import DeadlineExceeded, InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.rates import Rates
 from weighbridge_service.admission.shares import Shares
 from weighbridge_service.calls.asking import VERBS, check_allowed
@@ -39,7 +40,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 Count = Callable[[str, str], None]
 """Is told the method and the status code of each call that ends."""
 
-_PAUSE_SECONDS = 60.0
+PAUSE_SECONDS = 60.0
 """How long a stream of weights may pause: a trainer copies what it sends from its devices."""
 _MOST_CALLS = 8192
 _CALLS_A_SECOND, _CALLS_AT_ONCE = 2000.0, 10_000.0
@@ -90,7 +91,7 @@ def encoded(response: Message | bytes) -> bytes:
 
 
 _STUCK = Unavailable(
-    "the stream has not got on for seconds, and others wait", fix="open it again where it broke"
+    "the stream has not got on, and what it holds is needed", fix="open it again where it broke"
 )
 
 
@@ -103,17 +104,25 @@ class Methods:
         long: threads for what is not.
         streams: threads for streams of weights.
         count: is told how each call ends.
+        waits: ends waits for messages that take too long.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, quick: Workers, long: Workers, streams: Workers, count: Count
+        self,
+        loop: asyncio.AbstractEventLoop,
+        quick: Workers,
+        long: Workers,
+        streams: Workers,
+        count: Count,
+        waits: MessageWaits,
     ) -> None:
         self._loop = loop
         self._quick = quick
         self._long = long
         self._streams = streams
         self._count = count
-        self._requests = Requests()
+        self._waits = waits
+        self._requests = Requests(waits)
         self._calls = Shares("calls", _MOST_CALLS)
         self._rates = Rates(_CALLS_A_SECOND, _CALLS_AT_ONCE)
 
@@ -265,11 +274,5 @@ class Methods:
 
 async def _next(context: Any) -> bytes | None:
     """The next message of a stream of weights; None behind the last one."""
-    try:
-        async with asyncio.timeout(_PAUSE_SECONDS):
-            found = await context.read()
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"the stream has paused for {_PAUSE_SECONDS:g} s", fix="open it again where it broke"
-        ) from None
+    found = await context.read()
     return None if found is grpc.aio.EOF else found  # type: ignore[attr-defined]

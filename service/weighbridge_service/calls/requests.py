@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import grpc
 
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from weighbridge.request_parts import MAX_REQUEST_BYTES
+from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.shares import RETRY_SECONDS, Shares
 from weighbridge_service.admission.turns import Turns
@@ -24,7 +26,7 @@ _PLACES = 64
 """Messages that are received at one time: with 2 MiB each, 128 MiB."""
 _PENDING_BYTES = 256 << 20
 """Bytes of requests in parts that are not complete."""
-_SILENT_SECONDS = 10.0
+SILENT_SECONDS = 10.0
 """How long a message may take that is due."""
 _HURRY_SECONDS = 0.5
 """The same while others wait for the place."""
@@ -41,9 +43,14 @@ class _Reader:
 
 
 class Requests:
-    """What reads requests. For the loop's thread."""
+    """What reads requests. For the loop's thread.
 
-    def __init__(self) -> None:
+    Args:
+        waits: ends those that wait when memory runs away.
+    """
+
+    def __init__(self, waits: MessageWaits) -> None:
+        self._waits = waits
         self._readers: dict[_Reader, None] = {}  # in the order in which they have begun
         self._waiting: Turns[_Reader] = Turns()
         self._pending = Shares("bytes of incomplete requests", _PENDING_BYTES)
@@ -109,8 +116,16 @@ class Requests:
 
     async def _read(self, context: Any, reader: _Reader) -> bytes | None:
         try:
-            async with asyncio.timeout(_SILENT_SECONDS) as reader.limit:
-                found = await context.read()
+            async with asyncio.timeout(SILENT_SECONDS) as reader.limit:
+                loop, limit = asyncio.get_running_loop(), reader.limit
+
+                def end() -> None:
+                    reader.hurried = True
+                    with suppress(RuntimeError):  # it has just come to its end
+                        limit.reschedule(loop.time())
+
+                with self._waits.waiting(lambda: loop.call_soon_threadsafe(end)):
+                    found = await context.read()
         except TimeoutError:
             if reader.hurried:
                 error = ResourceExhausted(
@@ -119,7 +134,7 @@ class Requests:
                 error.retry_after = RETRY_SECONDS
                 raise error from None
             raise DeadlineExceeded(
-                f"the call has sent nothing for {_SILENT_SECONDS:g} s", fix="send a request at once"
+                f"the call has sent nothing for {SILENT_SECONDS:g} s", fix="send a request at once"
             ) from None
         if found is grpc.aio.EOF:  # type: ignore[attr-defined]
             return None

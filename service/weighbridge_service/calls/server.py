@@ -19,6 +19,7 @@ from weighbridge.v1 import (
     replica_service_pb2,
     weight_service_pb2,
 )
+from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.tickets import Tickets, ticket_key
 from weighbridge_service.bulk_streams import BulkStreams
 from weighbridge_service.calls.bulk_server import BulkListener
@@ -174,7 +175,9 @@ class GrpcServer:
             Workers("grpc-stream", 2 * most, _LINE),
         )
         quick, long, streams = self._workers
-        methods = Methods(loop, quick, long, streams, listener.count)
+        budget = service.byte_budget
+        self._waits = MessageWaits(lambda: sum(budget.in_flight.nbytes.values()))
+        methods = Methods(loop, quick, long, streams, listener.count, self._waits)
         self._stack = ExitStack()
         watches = Watches(service.catalog, quick)
         self._stack.enter_context(watches.listening(loop))
@@ -214,7 +217,7 @@ class GrpcServer:
         """Begin to answer."""
         self._listener.answer(self._handlers)
         if self._listener.bulk is not None:
-            self._listener.bulk.answer(self._contract, self._tickets, self._workers[-1])
+            self._listener.bulk.answer(self._contract, self._tickets, self._workers[-1], self._waits)
 
     def refuse(self) -> None:
         """Tell health checks that no new work should come; calls are still answered."""
@@ -224,5 +227,6 @@ class GrpcServer:
         """Let running calls end within ``grace`` seconds, then stop."""
         self._listener.stop(grace)
         self._stack.close()
+        self._waits.close()
         for workers in self._workers:
             workers.close()

@@ -16,7 +16,7 @@ from weighbridge_service.admission.turns import Turns
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_IDLE_SECONDS = 10.0
+_IDLE_SECONDS = 3.0
 _RETRY_SECONDS = 1.0
 
 
