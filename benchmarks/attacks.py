@@ -129,13 +129,15 @@ def silent_spread(doors: Doors) -> list[Part]:
     return [Part("silent calls", doors.control, SILENT, 1, _SILENT_PATHS)]
 
 
-def half_open(doors: Doors) -> list[Part]:
-    """Half a request over HTTP, and connections to the gRPC port that say nothing."""
+def half_requests(doors: Doors) -> list[Part]:
+    """Half a request over HTTP."""
     half = b"GET / HTTP/1.1\r\nHost:".hex()
-    return [
-        Part("halves of HTTP requests", doors.http, HALF_OPEN, opening=half),
-        Part("bare connections to the gRPC port", doors.control, HALF_OPEN),
-    ]
+    return [Part("halves of HTTP requests", doors.http, HALF_OPEN, opening=half)]
+
+
+def half_open(doors: Doors) -> list[Part]:
+    """The same, and connections to the gRPC port that say nothing."""
+    return [*half_requests(doors), Part("bare connections to the gRPC port", doors.control, HALF_OPEN)]
 
 
 def half_open_again(doors: Doors) -> list[Part]:
@@ -143,13 +145,13 @@ def half_open_again(doors: Doors) -> list[Part]:
     return [replace(part, again=AGAIN_SECONDS) for part in half_open(doors)]
 
 
-def unread(doors: Doors, model: str) -> list[Part]:
+def unread(door: Door, model: str) -> list[Part]:
     """Pulls whose client never opens its window, and as many whose client does, and never reads."""
     request = weight_service_pb2.PullRequest(model=model, version="live")
     request.layout.full.SetInParent()
     raw = request.SerializeToString()
     closed = Part(
-        "pulls with a closed window", doors.bulk, UNREAD // 2 // CALLS_A_CONNECTION, CALLS_A_CONNECTION, (PULL,),
+        "pulls with a closed window", door, UNREAD // 2 // CALLS_A_CONNECTION, CALLS_A_CONNECTION, (PULL,),
         opening=(message_head(len(raw)) + raw).hex(), ends=True, window=0,
     )  # fmt: skip
     deaf = replace(closed, name="pulls that are never read", window=LARGEST_WINDOW, deaf=True)
@@ -186,7 +188,7 @@ def everything(doors: Doors, model: str) -> list[Part]:
     return [
         *silent(doors),
         *half_open(doors),
-        *unread(doors, model),
+        *unread(doors.bulk, model),
         *(part for path in (REGISTER, DECLARE, PUSH) for part in withheld(doors, path)),
         *withheld_lane(doors),
     ]
@@ -208,9 +210,11 @@ class Attack:
 ATTACKS = {
     "silent": Attack(lambda doors, _: silent(doors)),
     "silent-spread": Attack(lambda doors, _: silent_spread(doors)),
-    "half-open": Attack(lambda doors, _: half_open(doors), FEW_DESCRIPTORS),
-    "half-open-again": Attack(lambda doors, _: half_open_again(doors), FEW_DESCRIPTORS),
-    "unread": Attack(unread),
+    "half-requests": Attack(lambda doors, _: half_requests(doors), FEW_DESCRIPTORS),
+    "half-open": Attack(lambda doors, _: half_open(doors)),
+    "half-open-again": Attack(lambda doors, _: half_open_again(doors)),
+    "unread": Attack(lambda doors, model: unread(doors.bulk, model)),
+    "unread-known": Attack(lambda doors, model: unread(doors.control, model)),
     "withheld": Attack(lambda doors, _: withheld(doors, REGISTER)),
     "withheld-declare": Attack(lambda doors, _: withheld(doors, DECLARE)),
     "withheld-push": Attack(lambda doors, _: withheld(doors, PUSH)),

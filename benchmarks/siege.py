@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,8 +27,10 @@ from benchmarks.bystander_process import BystanderSpec, Window
 from benchmarks.held_connections import Counts
 from benchmarks.siege_verdicts import GIVEN_BACK_SECONDS, LEFT_MEMORY, MOST_MEMORY, Outcome, table, verdicts
 from benchmarks.vital_signs import VitalSigns, forget_most, vital_signs
-from weighbridge import TrainerClient
+from weighbridge import TrainerClient, bulk_entry, rpc
 from weighbridge.transport import find_lane
+from weighbridge_service.admission.tickets import Tickets, ticket_key
+from weighbridge_storage.local import LocalStore
 
 MODEL = "siege/model"
 _GIGABYTES = 0.2
@@ -51,8 +53,6 @@ class Settings:
         scale: of the attacks.
         gigabytes: about how large the model is that is pulled.
         sources: addresses that attackers come from.
-        bulk: door of bulk calls, as ``host:port``; empty for that of all calls.
-        metadata: what attackers' bulk calls carry.
         memory: bytes by which the service may grow.
     """
 
@@ -62,8 +62,6 @@ class Settings:
     scale: float = 1.0
     gigabytes: float = _GIGABYTES
     sources: tuple[str, ...] = ("127.0.0.2",)
-    bulk: str = ""
-    metadata: tuple[tuple[str, str], ...] = ()
     memory: int = MOST_MEMORY
 
 
@@ -77,7 +75,8 @@ class Besieged:
         pid: its process.
     """
 
-    def __init__(self, service: processes.Service, log: Path) -> None:
+    def __init__(self, service: processes.Service, folder: Path, log: Path) -> None:
+        self._store = folder / "store"
         self.grpc, self.http, self.pid = service.grpc, service.http.removeprefix("http://"), service.pid
         self.lane = find_lane(service.grpc).socket
         self._log = log
@@ -88,8 +87,12 @@ class Besieged:
         return self._log.stat().st_size
 
     def doors(self, settings: Settings) -> Doors:
-        """Where attackers knock."""
-        bulk = Door(settings.bulk or self.grpc, metadata=settings.metadata)
+        """Where attackers knock: with tickets that a service would give them."""
+        with rpc.open_channel(self.grpc) as channel:
+            address = bulk_entry.ask(channel, self.grpc).address
+        with closing(LocalStore(self._store)) as store:
+            ticket = Tickets(ticket_key(store)).give(settings.sources[0])
+        bulk = Door(address, metadata=((bulk_entry.TICKET, ticket),))
         return Doors(Door(self.grpc), bulk, Door(self.http), Door(self.lane))
 
 
@@ -117,7 +120,7 @@ def besieged(folder: Path, gigabytes: float, descriptors: int | None) -> Iterato
         with TrainerClient(service.grpc, lane="grpc") as trainer:
             trainer.register_model(MODEL, hugging_face)
             trainer.push_folder(MODEL, hugging_face).wait(timeout=120)
-        yield Besieged(service, log)
+        yield Besieged(service, folder, log)
 
 
 class Bystanders:
@@ -251,11 +254,6 @@ def besiege(name: str, settings: Settings, folder: Path) -> Outcome:
         return attack(service, name, parts, settings)
 
 
-def _metadata(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name, value
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Attack, measure and print; exits with 1 if a promise was not kept."""
     usual = Settings()
@@ -273,23 +271,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=list(usual.sources),
         help="addresses that attackers come from (default 127.0.0.2; bystanders are at 127.0.0.1)",
     )
-    parser.add_argument(
-        "--bulk", default="", help="host:port for bulk calls, if that is not that of all calls"
-    )
-    parser.add_argument(
-        "--metadata",
-        nargs="*",
-        type=_metadata,
-        default=[],
-        help="NAME=VALUE that attackers' bulk calls carry",
-    )
     parser.add_argument("--memory", type=int, default=MOST_MEMORY >> 20, help="MiB that the service may grow")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)
     processes.end_tidily()
     settings = replace(
         usual, hold=args.hold, baseline=args.baseline, scale=args.scale, gigabytes=args.gb, sources=tuple(args.attacker_host),
-        bulk=args.bulk, metadata=tuple(args.metadata), memory=args.memory << 20,
+        memory=args.memory << 20,
     )  # fmt: skip
     outcomes: list[Outcome] = []
     for name in args.attacks:

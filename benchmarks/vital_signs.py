@@ -34,7 +34,8 @@ class VitalSigns:
         }
 
 
-_FEW = 8
+_FEW = 40
+"""Threads for control calls come and go as the calls of bystanders fall."""
 
 
 def _near(now: int, start: int) -> bool:

@@ -20,11 +20,13 @@ from benchmarks.siege_verdicts import MOST_LOG, PULLS, Outcome, percentile, verd
 from benchmarks.vital_signs import VitalSigns
 from tests.forked import forked_python
 
-SETTINGS = Settings(hold=3.0, baseline=1.0, patience=5.0, gigabytes=0.02)
+SETTINGS = Settings(hold=3.0, baseline=1.0, patience=10.0, gigabytes=0.02)
 SCALES = {
     "silent": 1.0,
+    "half-requests": 1.0,
     "half-open": 1.0,
     "unread": 0.4,
+    "unread-known": 0.4,
     "withheld": 0.42,
     "withheld-push": 0.42,
     "withheld-lane": 0.42,

@@ -71,7 +71,7 @@ def receive(
 
     Args:
         connection: a stream socket.
-        room: for all but the first 64 KiB of a message.
+        room: for messages of more than 64 KiB.
         seconds: in which a message that has begun must come; as the socket's own time limit says if None.
 
     Raises:
@@ -103,21 +103,26 @@ def receive(
 
 
 def _body(connection: socket.socket, length: int, room: Room | None, seconds: float | None) -> bytes:
-    raw, taken = bytearray(), 0
+    # in blocks: an array that grows is moved again and again, and leaves as much behind
+    blocks: list[bytearray] = []
+    taken = 0
     before, deadline = connection.gettimeout(), None if seconds is None else time.monotonic() + seconds
     try:
-        while len(raw) < length:
-            step = min(length - len(raw), _READ_AT_ONCE)
-            if room is not None and len(raw) + step - _FREE_BYTES > taken:
-                room.take(step)
-                taken += step
-            if deadline is not None:
-                connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            more = connection.recv(step)
-            if not more:
-                raise Unavailable("a message on the local lane broke off")
-            raw += more
-        return bytes(raw)
+        for start in range(0, length, _READ_AT_ONCE):
+            size = min(length - start, _READ_AT_ONCE)
+            if room is not None and length > _FREE_BYTES:
+                room.take(size)
+                taken += size
+            blocks.append(bytearray(size))
+            missing = memoryview(blocks[-1])
+            while missing:
+                if deadline is not None:
+                    connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                count = connection.recv_into(missing)
+                if not count:
+                    raise Unavailable("a message on the local lane broke off")
+                missing = missing[count:]
+        return b"".join(blocks)
     finally:
         if room is not None:
             room.give(taken)

@@ -23,10 +23,10 @@ MOST_GROWTH = 128 << 20
 _SLOW_SECONDS = 0.1
 """A message of 1 MiB takes this long at 10 MB/s."""
 _LOOK_SECONDS = 0.05
-_IDLE_SECONDS = 10.0
-"""How long nothing is in flight before what was freed goes back to the system."""
-_KEPT_BYTES = 32 << 20
-"""Freed bytes that are kept in any case."""
+_TRIM_SECONDS = 10.0
+"""How often what was freed goes back to the system."""
+_KEPT_BYTES = 64 << 20
+"""Freed bytes that are kept, besides as many as are in flight: messages that come next use them again."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -100,20 +100,18 @@ class MessageWaits:
 
     def _run(self) -> None:
         least = process_memory.private_bytes()
-        idle_since = time.monotonic()
+        trimmed = time.monotonic()
         while True:
             with self._changed:
                 if not self._waits and not self._closed:
-                    self._changed.wait(_IDLE_SECONDS)
+                    self._changed.wait(_TRIM_SECONDS)
                 if self._closed:
                     return
                 waits = list(self._waits)
             now, accounted = time.monotonic(), self._accounted()
-            if accounted:
-                idle_since = now
-            elif now - idle_since > _IDLE_SECONDS:
-                idle_since = now
-                process_memory.give_back(_KEPT_BYTES)
+            if now - trimmed > _TRIM_SECONDS:
+                trimmed = now
+                process_memory.give_back(_KEPT_BYTES + accounted)
             held = process_memory.private_bytes() - accounted
             slow = [wait for wait in waits if now - wait.since > _SLOW_SECONDS]
             least = min(least, held) if slow else held
