@@ -181,7 +181,7 @@ class Patience:
 
 
 def retried(call: Callable[[], T], *, seconds: float) -> T:
-    """Repeat a call that is safe to repeat while the service cannot be reached, with growing pauses.
+    """Repeat a call that is safe to repeat while the service cannot be reached, with growing pauses, or has said when to come again.
 
     Raises:
         WeighbridgeError: whatever the last try raised.
@@ -190,8 +190,8 @@ def retried(call: Callable[[], T], *, seconds: float) -> T:
     while True:
         try:
             return call()
-        except Unavailable:
-            if not patience.wait():
+        except (Unavailable, ResourceExhausted) as error:
+            if not patience.wait_after(error):
                 raise
 
 

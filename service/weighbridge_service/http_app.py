@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Path, Query, Response
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from weighbridge.errors import WeighbridgeError
 from weighbridge.resources import Retention
+from weighbridge_service.admission.peer import LOCAL, Peer, Verb, authorize
 from weighbridge_service.exports import Exports
 from weighbridge_service.health import Health
 from weighbridge_service.http_guard import Guard, HostNames
@@ -51,6 +52,7 @@ from weighbridge_storage.names import MAX_VERSION, MODEL_PART_PATTERN, REF_PATTE
 _PAGE = 100
 _LARGEST_PAGE = 1000
 _DOCUMENTATION = "/docs"
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
 
@@ -217,6 +219,16 @@ def _exports_router(exports: Exports) -> APIRouter:
     return router
 
 
+async def _ask(request: Request) -> None:
+    """Refuse what the caller may not do; every route asks this first."""
+    there = request.path_params
+    model = f"{there['namespace']}/{there['name']}" if "namespace" in there and "name" in there else ""
+    ref = str(there.get("ref") or there.get("version") or there.get("number") or "")
+    verb = Verb.READ if request.method in _READING else Verb.MANAGE
+    client = request.client
+    authorize(Peer(client.host, str(client.port)) if client else Peer(LOCAL), verb, model, ref)
+
+
 def _operation_id(route: APIRoute) -> str:
     return route.name
 
@@ -243,6 +255,7 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
         responses={"default": problem},
         generate_unique_id_function=_operation_id,
         redirect_slashes=False,
+        dependencies=[Depends(_ask)],
         exception_handlers={
             HubNotFound: on_hub_error,
             RangeNotSatisfiable: on_hub_error,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -13,14 +14,18 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weighbridge.errors import InvalidArgument, NotFound, WeighbridgeError
+from weighbridge.errors import DeadlineExceeded, InvalidArgument, NotFound, WeighbridgeError
+from weighbridge_service.admission.shares import Shares
 
 MAX_BODY_BYTES = 1 << 20
+_PENDING_BYTES = 64 << 20
+_BODY_SECONDS = 30.0
 _MOST_FIELDS = 20
 _HTTP_REASONS = {
     400: (InvalidArgument.reason, ""),
     404: (NotFound.reason, "/docs lists all endpoints"),
     405: ("METHOD_NOT_ALLOWED", "/docs lists all endpoints"),
+    408: (DeadlineExceeded.reason, "send the body at once"),
     413: ("BODY_TOO_LARGE", "leave out what the request does not need"),
 }
 """Reason and fix for what the framework itself refuses."""
@@ -113,10 +118,15 @@ async def on_error(request: Request, error: Exception) -> Response:
 
 
 class BodyLimit:
-    """Refuses requests whose bodies are too large: by what they announce, or when they turn out to be."""
+    """Refuses requests whose bodies are too large, by what they announce or when they turn out to be, or that do not come.
+
+    Args:
+        app: what requests are passed on to.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._pending = Shares("bytes of incomplete HTTP requests", _PENDING_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -125,17 +135,33 @@ class BodyLimit:
             refusal = await on_error(Request(scope), _too_large())
             await refusal(scope, receive, send)
             return
+        host = (scope.get("client") or ("",))[0]
+        deadline = asyncio.get_running_loop().time() + _BODY_SECONDS
         count = 0
+        complete = False
 
         async def limited() -> Message:
-            nonlocal count
-            message = await receive()
-            count += len(message.get("body", b""))
-            if count > MAX_BODY_BYTES:
+            nonlocal count, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body has not come within {_BODY_SECONDS:g} s") from None
+            size = len(message.get("body", b""))
+            if count + size > MAX_BODY_BYTES:
                 raise _too_large()
+            self._pending.take(host, size)
+            count += size
+            complete = not message.get("more_body", False)
             return message
 
-        await self._app(scope, limited, send)
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            if count:
+                self._pending.give(host, count)
 
 
 def _too_large() -> HTTPException:

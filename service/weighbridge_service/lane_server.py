@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge_service.admission.peer import LOCAL, Peer
 from weighbridge_service.admission.shares import Shares
 from weighbridge_service.lane_session import LaneSession
 from weighbridge_service.service import Weighbridge
@@ -121,9 +122,9 @@ class LaneServer:
                 log.warning("%d clients are connected to %s: no more", self._most_clients, self.path)
                 connection.close()
                 continue
-            session = LaneSession(
-                self._service, connection, self.service_id, _RoomOf(self._pending, _user(connection))
-            )
+            peer = _peer(connection)
+            room = _RoomOf(self._pending, peer.connection)
+            session = LaneSession(self._service, connection, self.service_id, room, peer)
             thread = threading.Thread(
                 target=self._run, args=(session,), name="local-lane-client", daemon=True
             )
@@ -162,10 +163,10 @@ class _RoomOf:
             self.shares.give(self.user, nbytes)
 
 
-def _user(connection: socket.socket) -> str:
-    """Who is at the other end, as the kernel says it."""
+def _peer(connection: socket.socket) -> Peer:
+    """Who is at the other end, as the kernel says it: all processes of one user are one peer."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return f"uid {_CREDENTIALS.unpack(credentials)[1]}"
+    return Peer(LOCAL, f"uid {_CREDENTIALS.unpack(credentials)[1]}")
 
 
 def _own_path(service_id: str) -> Path:

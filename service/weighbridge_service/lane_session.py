@@ -15,6 +15,7 @@ from weighbridge import lane_protocol, wire
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.layouts import STREAM
 from weighbridge.v1 import local_lane_pb2 as pb
+from weighbridge_service.admission.peer import Peer, Verb, authorize
 from weighbridge_service.lane_plans import fill_plan
 from weighbridge_service.push.image_writer import MemoryGrant
 from weighbridge_service.ranges import RangeSet
@@ -26,6 +27,11 @@ from weighbridge_storage.regions import Region, why_not_lent
 
 log = logging.getLogger(__name__)
 
+_VERBS = {
+    "begin_write": Verb.PUSH,
+    "prepare_write": Verb.PUSH,
+    "begin_read": Verb.READ,
+}
 _HELLO_SECONDS = 10.0
 """How long a client that has connected may take to say who it is."""
 _MESSAGE_SECONDS = 10.0
@@ -44,18 +50,25 @@ class LaneSession:
         connection: the client's; closed in the end.
         service_id: tells this process from others.
         room: for long messages that are coming.
+        peer: whose process the client is.
 
     Attributes:
         client_id: who it says it is; empty as long as it has not.
     """
 
     def __init__(
-        self, service: Weighbridge, connection: socket.socket, service_id: str, room: lane_protocol.Room
+        self,
+        service: Weighbridge,
+        connection: socket.socket,
+        service_id: str,
+        room: lane_protocol.Room,
+        peer: Peer,
     ) -> None:
         self._service = service
         self._connection = connection
         self._service_id = service_id
         self._room = room
+        self._peer = peer
         self.client_id = ""
         self._lock = threading.Lock()
         self._sending = threading.Lock()
@@ -147,6 +160,10 @@ class LaneSession:
 
     def _do(self, request: pb.LaneRequest, response: pb.LaneResponse, attach: _Attach) -> None:
         kind = request.WhichOneof("request")
+        if kind in _VERBS:
+            asked = getattr(request, kind)
+            ref = getattr(asked, "version", "") or getattr(asked, "number", "")
+            authorize(self._peer, _VERBS[kind], asked.model, str(ref))
         if kind == "hello":
             self.client_id = request.hello.client_id
             response.hello.service_id = self._service_id

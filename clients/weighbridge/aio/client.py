@@ -251,8 +251,8 @@ class AsyncEngineClient:
                 method = rpc.in_parts(self._channel, call.path)
                 with self._begun(method, call.request, call.seconds) as response:
                     return bytes(await response)
-            except Unavailable:
-                retry = None if self._closed else backoff.after_failure(time.monotonic(), random.random())
+            except (Unavailable, ResourceExhausted) as error:
+                retry = None if self._closed else backoff.after_error(error, time.monotonic(), random.random())
                 if retry is None:
                     raise
             backoff = retry.backoff

@@ -28,7 +28,7 @@ _PENDING_BYTES = 256 << 20
 """Bytes of requests in parts that are not complete."""
 SILENT_SECONDS = 10.0
 """How long a message may take that is due."""
-_HURRY_SECONDS = 0.5
+_HURRY_SECONDS = 0.25
 """The same while others wait for the place."""
 
 
