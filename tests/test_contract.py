@@ -39,7 +39,7 @@ def against_baseline(folder: Path, old: str, new: str) -> subprocess.CompletedPr
         (FIELD, "  bytes dtype = 4;", "string"),
         (FIELD, "  string dtype = 400;", 'field "4" with name "dtype"'),
         (FIELD, "  string type = 4;", 'from "dtype" to "type"'),
-        ("  rpc PlanPull(PlanPullRequest) returns (PlanPullResponse);", "", "PlanPull"),
+        ("  rpc PlanPull(stream PlanPullRequest) returns (PlanPullResponse);", "", "PlanPull"),
         ("returns (stream PullResponse)", "returns (PullResponse)", "stream"),
     ],
     ids=["field gone", "another type", "another number", "another name", "method gone", "no stream"],

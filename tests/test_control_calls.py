@@ -145,6 +145,7 @@ def test_streams_that_stand_still_take_no_thread_from_other_calls(
     service: RunningService, model: TinyModel
 ) -> None:
     budget = service.service.byte_budget
+    most = WORKERS - WORKERS // 4  # a fourth is left to other hosts
     go_on = threading.Event()
 
     with ExitStack() as stack:
@@ -156,9 +157,9 @@ def test_streams_that_stand_still_take_no_thread_from_other_calls(
             yield from raw.messages(MODEL, number, [])
             go_on.wait()
 
-        pushes = [raw.checkpoints.Push.future(stalled()) for _ in range(WORKERS)]
+        pushes = [raw.checkpoints.Push.future(stalled()) for _ in range(most)]
         stack.callback(go_on.set)
-        eventually(lambda: budget.in_flight.nbytes[Direction.IN] == WORKERS * MESSAGE_ROOM)
+        eventually(lambda: budget.in_flight.nbytes[Direction.IN] == most * MESSAGE_ROOM)
 
         with pytest.raises(ResourceExhausted) as caught:
             raw.call(raw.weights.Pull, weight_service_pb2.PullRequest(model=MODEL, version="latest"))
@@ -167,6 +168,6 @@ def test_streams_that_stand_still_take_no_thread_from_other_calls(
         assert engine.version(MODEL, "latest").number >= 1
         assert raw.received(MODEL, number) == []
         go_on.set()
-        assert [push.result(60).received_bytes for push in pushes] == [0] * WORKERS
+        assert [push.result(60).received_bytes for push in pushes] == [0] * most
         assert_equal(engine, MODEL, "latest", model.arrays)
     eventually(lambda: not any(budget.in_flight.nbytes.values()))

@@ -25,7 +25,7 @@ _SLOW_SECONDS = 0.1
 _LOOK_SECONDS = 0.05
 _TRIM_SECONDS = 10.0
 """How often what was freed goes back to the system."""
-_KEPT_BYTES = 64 << 20
+_KEPT_BYTES = 32 << 20
 """Freed bytes that are kept, besides as many as are in flight: messages that come next use them again."""
 
 
