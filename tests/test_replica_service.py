@@ -83,7 +83,7 @@ class Replica:
         self.links = Links(self.home)
         self.news = threading.Event()
         self.heartbeat = Heartbeat(self.links, self, self.news, silent_s=1.5)
-        streams = BulkStreams(self.budget, 16, 5.0)
+        streams = BulkStreams(self.budget, 16, 5.0, self._workers)
         loop, workers = self._listener.loop.loop, self._workers
         self._waits = MessageWaits(lambda: 0)
         methods = Methods(loop, workers, workers, workers, self._listener.count, self._waits)

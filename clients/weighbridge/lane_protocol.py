@@ -5,11 +5,13 @@ The format is described in ``weighbridge/v1/local_lane.proto``. Both sides use t
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from typing import Protocol
 
 from weighbridge.errors import BY_REASON, Unavailable, WeighbridgeError
@@ -103,31 +105,32 @@ def receive(
 
 
 def _body(connection: socket.socket, length: int, room: Room | None, seconds: float | None) -> bytes:
-    # in blocks: an array that grows is moved again and again, and leaves as much behind
-    blocks: list[bytearray] = []
     taken = 0
     before, deadline = connection.gettimeout(), None if seconds is None else time.monotonic() + seconds
-    try:
-        for start in range(0, length, _READ_AT_ONCE):
-            size = min(length - start, _READ_AT_ONCE)
-            if room is not None and length > _FREE_BYTES:
-                room.take(size)
-                taken += size
-            blocks.append(bytearray(size))
-            missing = memoryview(blocks[-1])
-            while missing:
-                if deadline is not None:
-                    connection.settimeout(max(deadline - time.monotonic(), 0.001))
-                count = connection.recv_into(missing)
-                if not count:
-                    raise Unavailable("a message on the local lane broke off")
-                missing = missing[count:]
-        return b"".join(blocks)
-    finally:
+    # pages of a mapping are there once something has come for them, and are gone with it; what an allocator gives is neither
+    with ExitStack() as stack:
+        if length > _FREE_BYTES:
+            raw: bytearray | mmap.mmap = stack.enter_context(closing(mmap.mmap(-1, length)))
+        else:
+            raw = bytearray(length)
+        stack.callback(connection.settimeout, before)
         if room is not None:
-            room.give(taken)
-        if deadline is not None:
-            connection.settimeout(before)
+            stack.callback(lambda: room.give(taken))
+        view = stack.enter_context(memoryview(raw))
+        received = 0
+        while received < length:
+            if room is not None and length > _FREE_BYTES and received == taken:
+                step = min(length - received, _READ_AT_ONCE)
+                room.take(step)
+                taken += step
+            if deadline is not None:
+                connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            end = taken if room is not None and taken else length
+            count = connection.recv_into(view[received:end])
+            if not count:
+                raise Unavailable("a message on the local lane broke off")
+            received += count
+        return bytes(view)
 
 
 def close_all(descriptors: Sequence[int]) -> None:

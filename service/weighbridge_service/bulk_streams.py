@@ -18,6 +18,7 @@ from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
 from weighbridge_service.admission.shares import Shares
 from weighbridge_service.byte_budget import ByteBudget, Direction, Share
 from weighbridge_service.calls.call import Call
+from weighbridge_service.calls.workers import Workers
 from weighbridge_service.reading import Reading
 
 R = TypeVar("R", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
@@ -32,13 +33,15 @@ class BulkStreams:
         budget: what they may have in flight.
         most: how many there may be at one time, and how many from other replicas; each keeps a thread.
         wait: seconds that a call without a deadline waits for room.
+        planners: threads that plan streams: hundreds that plan at one time would keep the interpreter from everybody else.
     """
 
-    def __init__(self, budget: ByteBudget, most: int, wait: float) -> None:
+    def __init__(self, budget: ByteBudget, most: int, wait: float, planners: Workers) -> None:
         self._budget = budget
         own, replicas = Shares("streams of weights", most), Shares("streams to replicas", most)
         self._places = {Direction.IN: own, Direction.OUT: own, Direction.REPLICAS: replicas}
         self._wait = wait
+        self._planners = planners
 
     @contextmanager
     def admit(self, direction: Direction, call: Call) -> Iterator[Share]:
@@ -52,6 +55,10 @@ class BulkStreams:
             with closing(share):
                 call.add_callback(share.abandon)
                 yield share
+
+    def plan(self, call: Call, work: Callable[[], Reading]) -> Reading:
+        """What a stream reads, planned in its turn. Raises what ``work`` raises."""
+        return call.wait(self._planners.submit(call.peer, work))
 
 
 def sent(

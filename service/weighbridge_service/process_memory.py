@@ -10,6 +10,8 @@ from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _KEEP_BYTES = 256 << 20
+_KEEP_AT_END_BYTES = 32 << 20
+"""At the end of each of the allocator's arenas: of those of threads, nothing but this threshold gives that back."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _COLLECT_AFTER = (50_000, 20, 100)
 
@@ -22,7 +24,7 @@ def keep_freed_memory() -> None:
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEEP_AT_END_BYTES)
 
 
 def give_back(least: int) -> None:

@@ -48,7 +48,7 @@ _REQUEST_SECONDS = 10.0
 _SWITCH_SECONDS = 0.0005
 """How long a thread that computes in Python keeps the interpreter from others that ask for it. Digests ask about twice for each MiB:
 with Python's own 5 ms, one such thread made them take 12 s/GB instead of 0.3."""
-_BACKLOG = 1024
+_BACKLOG = 4096
 _ACCEPTED_AT_ONCE = 64
 """Connections that asyncio accepts before it looks at any of them: each takes a descriptor, also one that is refused then."""
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,200}")
@@ -116,6 +116,7 @@ class HttpServer:
         thread.start()
         while thread.is_alive() and not server.started:
             time.sleep(0.01)
+        self._socket.listen(_BACKLOG)  # uvicorn has made it as short as what it accepts at once
         self._server, self._thread = server, thread
 
     def stop(self) -> None:

@@ -252,7 +252,9 @@ class AsyncEngineClient:
                 with self._begun(method, call.request, call.seconds) as response:
                     return bytes(await response)
             except (Unavailable, ResourceExhausted) as error:
-                retry = None if self._closed else backoff.after_error(error, time.monotonic(), random.random())
+                retry = (
+                    None if self._closed else backoff.after_error(error, time.monotonic(), random.random())
+                )
                 if retry is None:
                     raise
             backoff = retry.backoff

@@ -145,7 +145,10 @@ class CheckpointHandlers:
             raise InvalidArgument("a layout to restore is in Megatron-core's tensor space")
         layout, striping = wire.layout_from_proto(request.layout), wire.striping_from_proto(request)
         with self._streams.admit(Direction.OUT, call) as share:
-            reading = self._serving.restore(request.model, request.version, layout, request.offset, striping)
+            restore = partial(
+                self._serving.restore, request.model, request.version, layout, request.offset, striping
+            )
+            reading = self._streams.plan(call, restore)
             yield from sent(reading, checkpoint_service_pb2.RestoreResponse, share, self._serving.count)
 
     def DescribeShards(

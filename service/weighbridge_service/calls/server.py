@@ -37,6 +37,7 @@ from weighbridge_service.service import Weighbridge
 
 _QUICK_THREADS = 32
 _LONG_THREADS = 8
+_PLANNING_THREADS = 8
 _LAST_PORT = 65535
 _LINE = 4096
 """Calls that wait for a thread."""
@@ -173,15 +174,17 @@ class GrpcServer:
             Workers("grpc-quick", _QUICK_THREADS, _LINE),
             Workers("grpc-long", _LONG_THREADS, _LINE),
             Workers("grpc-stream", 2 * most, _LINE),
+            Workers("grpc-plan", _PLANNING_THREADS, _LINE),
         )
-        quick, long, streams = self._workers
+        quick, long, streams, planners = self._workers
         budget = service.byte_budget
         self._waits = MessageWaits(lambda: sum(budget.in_flight.nbytes.values()))
         methods = Methods(loop, quick, long, streams, listener.count, self._waits)
+        self._streams = streams
         self._stack = ExitStack()
         watches = Watches(service.catalog, quick)
         self._stack.enter_context(watches.listening(loop))
-        bulk = BulkStreams(service.byte_budget, most, service.config.budget_wait)
+        bulk = BulkStreams(service.byte_budget, most, service.config.budget_wait, planners)
         self._health = HealthHandlers()
         self._tickets = Tickets(ticket_key(service.catalog.store))
         bulk_port = listener.bulk.port if listener.bulk else 0
@@ -217,7 +220,7 @@ class GrpcServer:
         """Begin to answer."""
         self._listener.answer(self._handlers)
         if self._listener.bulk is not None:
-            self._listener.bulk.answer(self._contract, self._tickets, self._workers[-1], self._waits)
+            self._listener.bulk.answer(self._contract, self._tickets, self._streams, self._waits)
 
     def refuse(self) -> None:
         """Tell health checks that no new work should come; calls are still answered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from weighbridge import wire
 from weighbridge.v1 import bulk_service_pb2, local_lane_pb2, weight_service_pb2
@@ -38,9 +39,11 @@ class WeightHandlers:
     ) -> Iterator[weight_service_pb2.PullResponse | bytes]:
         layout, striping = wire.request_from_proto(request.layout), wire.striping_from_proto(request)
         with self._streams.admit(Direction.OUT, call) as share:
-            reading = self._serving.pull(
-                request.model, request.version, layout, request.offset, request.dtype, striping
-            )
+            pull = partial(
+                self._serving.pull,
+                request.model, request.version, layout, request.offset, request.dtype, striping,
+            )  # fmt: skip
+            reading = self._streams.plan(call, pull)
             yield from sent(reading, weight_service_pb2.PullResponse, share, self._serving.count)
 
 
