@@ -14,7 +14,8 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import Future
+from contextlib import aclosing, closing
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -39,7 +40,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 Count = Callable[[str, str], None]
 """Is told the method and the status code of each call that ends."""
 
-_PAUSE_SECONDS = 60.0
+PAUSE_SECONDS = 60.0
 """How long a stream of weights may pause: a trainer copies what it sends from its devices."""
 _MOST_CALLS = 8192
 _CALLS_A_SECOND, _CALLS_AT_ONCE = 2000.0, 10_000.0
@@ -119,7 +120,11 @@ class Methods:
 
     async def run(self, call: Call, work: Callable[[], T]) -> T:
         """Do something that touches the store, or computes, for a call. For handlers that are coroutines."""
-        return await asyncio.wrap_future(self._quick.submit(call.peer, work))
+        return await asyncio.wrap_future(self.begin(call, work))
+
+    def begin(self, call: Call, work: Callable[[], T]) -> Future[T]:
+        """As `run`, but does not wait for it."""
+        return self._quick.submit(call.peer, work)
 
     def of(self, service: ServiceDescriptor, handlers: object) -> grpc.GenericRpcHandler[bytes, bytes]:
         """The methods of one service of the contract.
@@ -207,8 +212,9 @@ class Methods:
             async def converse(call: Call, context: Any) -> None:
                 requests = self._requests.each(context, call.peer)
                 each = (decode_allowed(call, raw) async for raw in requests)
-                async for response in handler(each, call):
-                    await context.write(encoded(response))
+                async with aclosing(handler(each, call)) as responses:
+                    async for response in responses:
+                        await context.write(encoded(response))
 
             return converse
 
@@ -226,8 +232,10 @@ class Methods:
                     encoded(await handler(await self._decoded(call, decode_allowed, raw), call))
                 )
             elif inspect.isasyncgenfunction(handler):
-                async for response in handler(await self._decoded(call, decode_allowed, raw), call):
-                    await context.write(encoded(response))
+                request = await self._decoded(call, decode_allowed, raw)
+                async with aclosing(handler(request, call)) as responses:
+                    async for response in responses:
+                        await context.write(encoded(response))
             else:
                 threads = self._long if hasattr(handler, "takes_long") else self._quick
 
@@ -266,10 +274,10 @@ class Methods:
 async def _next(context: Any) -> bytes | None:
     """The next message of a stream of weights; None behind the last one."""
     try:
-        async with asyncio.timeout(_PAUSE_SECONDS):
+        async with asyncio.timeout(PAUSE_SECONDS):
             found = await context.read()
     except TimeoutError:
         raise DeadlineExceeded(
-            f"the stream has paused for {_PAUSE_SECONDS:g} s", fix="open it again where it broke"
+            f"the stream has paused for {PAUSE_SECONDS:g} s", fix="open it again where it broke"
         ) from None
     return None if found is grpc.aio.EOF else found  # type: ignore[attr-defined]
