@@ -84,7 +84,7 @@ class Replica:
         self.heartbeat = Heartbeat(self.links, self, self.news, silent_s=1.5)
         streams = BulkStreams(self.budget, 16, 5.0)
         loop, workers = self._listener.loop.loop, self._workers
-        methods = Methods(loop, workers, workers, workers, self._listener.count)
+        methods = Methods(loop, workers, workers, workers, workers, self._listener.count)
         handlers = ReplicaHandlers(self.home, self, self, streams, self.met.append, self)
         contract = {
             pb.DESCRIPTOR.services_by_name["ReplicaService"]: handlers,

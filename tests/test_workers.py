@@ -8,13 +8,23 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from tests.services import eventually
+from tests.services import eventually, running_service
+from weighbridge import rpc
 from weighbridge.errors import NotFound, ResourceExhausted, Unavailable
+from weighbridge.v1 import (
+    model_service_pb2,
+    model_service_pb2_grpc,
+    replica_service_pb2,
+    replica_service_pb2_grpc,
+)
 from weighbridge_service.admission.peer import Peer
+from weighbridge_service.calls import server
 from weighbridge_service.calls import workers as module
 from weighbridge_service.calls.checkpoint_handlers import CheckpointHandlers
 from weighbridge_service.calls.workers import Workers
@@ -266,3 +276,40 @@ def test_errors_of_pending_answers_are_logged_by_nobody(
     asyncio.run(go())
     gc.collect()
     assert not caplog.records
+
+
+def test_replicas_are_answered_while_clients_have_all_other_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    with running_service(tmp_path) as service, rpc.open_channel(service.address) as channel:
+
+        def stay(*_: object, **__: object) -> None:
+            begun.release()
+            assert go_on.wait(60)
+            raise NotFound("nothing")
+
+        monkeypatch.setattr(service.service.catalog, "verify", stay)
+        monkeypatch.setattr(service.service.catalog, "get_model", stay)
+        models = model_service_pb2_grpc.ModelServiceStub(channel)
+        replicas = replica_service_pb2_grpc.ReplicaServiceStub(channel)
+        try:
+            calls: list[Any] = [
+                models.VerifyVersion.future(model_service_pb2.VerifyVersionRequest(model="a/b", version="1"))
+                for _ in range(server._LONG_THREADS)
+            ]
+            calls += [
+                models.GetModel.future(model_service_pb2.GetModelRequest(model="a/b"))
+                for _ in range(server._QUICK_THREADS)
+            ]
+            for _ in calls:
+                assert begun.acquire(timeout=30)
+            sender = replica_service_pb2.Replica(address="127.0.0.1:1", boot="b")
+            replicas.Exchange(replica_service_pb2.ExchangeRequest(sender=sender), timeout=20)
+            with pytest.raises(grpc.RpcError) as refused:
+                replicas.TakeOver(iter([replica_service_pb2.TakeOverRequest(model="a/b")]), timeout=20)
+            assert refused.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+        finally:
+            go_on.set()
+        for call in calls:
+            assert call.exception(30).code() is grpc.StatusCode.NOT_FOUND

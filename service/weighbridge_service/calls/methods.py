@@ -25,6 +25,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from weighbridge import pieces
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge_service.admission.peer import Verb
 from weighbridge_service.admission.rates import Rates
 from weighbridge_service.admission.shares import Shares
 from weighbridge_service.calls.asking import VERBS, check_allowed
@@ -102,16 +103,24 @@ class Methods:
         loop: on which calls come.
         quick: threads for what is answered at once.
         long: threads for what is not.
+        replicas: threads for other replicas: a handover must not wait for clients.
         streams: threads for streams of weights.
         count: is told how each call ends.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, quick: Workers, long: Workers, streams: Workers, count: Count
+        self,
+        loop: asyncio.AbstractEventLoop,
+        quick: Workers,
+        long: Workers,
+        replicas: Workers,
+        streams: Workers,
+        count: Count,
     ) -> None:
         self._loop = loop
         self._quick = quick
         self._long = long
+        self._replicas = replicas
         self._streams = streams
         self._count = count
         self._requests = Requests()
@@ -238,6 +247,8 @@ class Methods:
                         await context.write(encoded(response))
             else:
                 threads = self._long if hasattr(handler, "takes_long") else self._quick
+                if verb is Verb.REPLICATE:
+                    threads = self._replicas
 
                 def work() -> bytes:
                     return encoded(handler(decode_allowed(call, raw), call))

@@ -36,6 +36,7 @@ from weighbridge_service.service import Weighbridge
 
 _QUICK_THREADS = 32
 _LONG_THREADS = 8
+_REPLICA_THREADS = 32
 _LAST_PORT = 65535
 _LINE = 4096
 """Calls that wait for a thread."""
@@ -171,10 +172,12 @@ class GrpcServer:
         self._workers = (
             Workers("grpc-quick", _QUICK_THREADS, _LINE),
             Workers("grpc-long", _LONG_THREADS, _LINE),
+            Workers("grpc-replica", _REPLICA_THREADS, _LINE),
             Workers("grpc-stream", 2 * most, _LINE),
         )
-        quick, long, streams = self._workers
-        methods = Methods(loop, quick, long, streams, listener.count)
+        quick, long, replicas, streams = self._workers
+        methods = Methods(loop, quick, long, replicas, streams, listener.count)
+        self._streams = streams
         self._stack = ExitStack()
         watches = Watches(service.catalog, quick)
         self._stack.enter_context(watches.listening(loop))
@@ -214,7 +217,7 @@ class GrpcServer:
         """Begin to answer."""
         self._listener.answer(self._handlers)
         if self._listener.bulk is not None:
-            self._listener.bulk.answer(self._contract, self._tickets, self._workers[-1])
+            self._listener.bulk.answer(self._contract, self._tickets, self._streams)
 
     def refuse(self) -> None:
         """Tell health checks that no new work should come; calls are still answered."""
