@@ -15,7 +15,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -71,6 +71,8 @@ def known_error(method: str, error: Exception) -> WeighbridgeError:
     """What the caller is told of an error; one that nobody expected is logged."""
     if isinstance(error, WeighbridgeError):
         return error
+    if isinstance(error, grpc.aio.InternalError):  # a response could not be sent
+        return Unavailable("the caller has gone")
     log.error("%s failed", method, exc_info=error)
     return WeighbridgeError(f"the service failed: {type(error).__name__}", fix="its log says more")
 
@@ -162,28 +164,34 @@ class Methods:
             def evict() -> None:
                 nonlocal evicted
                 evicted = True
-                self._loop.call_soon_threadsafe(task.cancel)
+                with suppress(RuntimeError):  # the loop has just been closed
+                    self._loop.call_soon_threadsafe(task.cancel)
 
             call = Call(context, evict)
             try:
                 self._rates.count(call.peer.host)
                 with self._calls.taking(call.peer.host):
-                    await answer(call, context)
+                    try:
+                        await answer(call, context)
+                    except asyncio.CancelledError:
+                        if not evicted:
+                            raise
+                        task.uncancel()
+                        call.end()  # its thread may wait for the same
+                        self._count(method.name, _STUCK.grpc_code)
+                        await _refuse(context, _STUCK)  # counted as a call until its client has read or gone
+                    else:
+                        self._count(method.name, "OK")
             except asyncio.CancelledError:
-                self._count(method.name, "CANCELLED")
                 if not evicted:
-                    raise
-                task.uncancel()
-                call.end()  # its thread may wait for the same
-                status = to_status(_STUCK)
-                await context.abort(status.code, status.details, status.trailing_metadata)
+                    self._count(method.name, "CANCELLED")
+                raise
+            except grpc.aio.AbortError:
+                raise
             except Exception as error:
                 known = known_error(method.name, error)
                 self._count(method.name, known.grpc_code)
-                status = to_status(known)
-                await context.abort(status.code, status.details, status.trailing_metadata)
-            else:
-                self._count(method.name, "OK")
+                await _refuse(context, known)
             finally:
                 call.end()
 
@@ -280,6 +288,13 @@ class Methods:
         for response in responses:
             call.wait(asyncio.run_coroutine_threadsafe(context.write(encoded(response)), self._loop))
             del response
+
+
+async def _refuse(context: Any, error: WeighbridgeError) -> None:
+    """Answer a call with an error. Raises what ends it; nothing if its caller goes meanwhile."""
+    status = to_status(error)
+    with suppress(grpc.aio.InternalError):
+        await context.abort(status.code, status.details, status.trailing_metadata)
 
 
 async def _next(context: Any) -> bytes | None:
