@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
 from tests.raw_clients import TinyModel, tiny_folder
-from tests.services import RunningService, running_service
+from tests.services import RunningService, eventually, running_service
 from weighbridge import EngineClient, TrainerClient, bulk, bulk_entry, rpc
-from weighbridge.errors import DataLoss, InvalidArgument, Unavailable
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound, Unavailable
 from weighbridge.v1 import bulk_service_pb2 as pb
 from weighbridge.v1 import bulk_service_pb2_grpc, weight_service_pb2
+from weighbridge_service.admission.peer import Verb
 from weighbridge_service.admission.tickets import VALID_SECONDS, Tickets, ticket_key
+from weighbridge_service.calls import asking, bulk_server, server
 from weighbridge_service.calls.server import bulk_ports
 from weighbridge_storage.local import LocalStore
 
@@ -159,3 +162,152 @@ def test_a_service_without_the_port_takes_weights_at_the_known_one(tmp_path: Pat
         answer = bulk_service_pb2_grpc.BulkServiceStub(channel).GetTicket(pb.GetTicketRequest())
         assert answer.port == 0
         assert bulk_entry.ask(channel, running.address).address == running.address
+
+
+# --- callers that mean harm
+
+
+def ways(service: RunningService) -> tuple[grpc.Channel, bulk_entry.Metadata]:
+    """A channel to the port for weights, and what lets calls in there."""
+    found = entry(service)
+    return rpc.open_channel(found.address), found.metadata
+
+
+def silent(channel: grpc.Channel, metadata: bulk_entry.Metadata, until: threading.Event) -> Any:
+    """A pull that sends its headers and then nothing."""
+
+    def nothing() -> Iterator[bytes]:
+        until.wait(60)
+        yield from ()
+
+    call = channel.stream_stream("/weighbridge.v1.WeightService/Pull")
+    return call(nothing(), metadata=metadata)
+
+
+def pulled(channel: grpc.Channel, metadata: bulk_entry.Metadata, seconds: float) -> int:
+    """Bytes that an honest pull brings."""
+    request = weight_service_pb2.PullRequest(model=MODEL, version="latest").SerializeToString()
+    call = channel.unary_stream("/weighbridge.v1.WeightService/Pull")
+    return sum(map(len, call(request, metadata=metadata, timeout=seconds)))
+
+
+def test_callers_that_say_nothing_lose_their_threads(
+    tmp_path: Path, model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_server, "_SILENT_SECONDS", 1.0)
+    with running_service(tmp_path, bulk_port="0", most_streams=2) as service:
+        publish(service, model)
+        over = threading.Event()
+        channel, metadata = ways(service)
+        with channel:
+            calls = [silent(channel, metadata, over) for _ in range(4)]
+            eventually(lambda: stream_threads() == 4)
+            assert pulled(channel, metadata, 30.0) > 0
+            assert all(call.code() is grpc.StatusCode.CANCELLED for call in calls)
+            over.set()
+
+
+def test_a_port_with_no_thread_left_refuses_calls_and_goes_on(
+    tmp_path: Path, model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_LINE", 3)
+    with running_service(tmp_path, bulk_port="0", most_streams=2) as service:
+        publish(service, model)
+        over = threading.Event()
+        channel, metadata = ways(service)
+        with channel:
+            calls = [silent(channel, metadata, over) for _ in range(20)]
+            eventually(lambda: sum(call.done() for call in calls) == 20 - 4 - 3)
+            refused = [call for call in calls if call.done()]
+            assert {call.code() for call in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert "wait for a thread" in refused[0].details()
+            for call in calls:
+                call.cancel()
+            over.set()
+            eventually(lambda: pulls_again(channel, metadata))
+
+
+def pulls_again(channel: grpc.Channel, metadata: bulk_entry.Metadata) -> bool:
+    """Whether a pull is served; if it is not, it is for want of a thread."""
+    try:
+        return pulled(channel, metadata, 10.0) > 0
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:  # type: ignore[attr-defined]
+            raise
+        return False
+
+
+def publish(service: RunningService, model: TinyModel) -> None:
+    with TrainerClient(service.address, lane="grpc") as trainer:
+        trainer.register_files(MODEL, model.files)
+        trainer.push_folder(MODEL, model.folder, step=1).wait(timeout=60)
+
+
+def stream_threads() -> int:
+    return sum(thread.name == "grpc-stream" for thread in threading.enumerate())
+
+
+def test_the_port_for_weights_asks_whether_a_peer_may(
+    service: RunningService, model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[tuple[str, Verb, str, str]]()
+    monkeypatch.setattr(
+        asking, "authorize", lambda peer, verb, name, ref: asked.append((peer.host, verb, name, ref))
+    )
+    channel, metadata = ways(service)
+    with channel:
+        assert pulled(channel, metadata, 30.0) > 0
+    assert ("127.0.0.1", Verb.READ, MODEL, "latest") in asked
+    asked.clear()
+    with TrainerClient(service.address, lane="grpc") as trainer:
+        trainer.push_folder(MODEL, model.folder, step=2).wait(timeout=60)
+    assert sum(each == ("127.0.0.1", Verb.PUSH, MODEL, "2") for each in asked) >= 3
+
+
+def test_a_peer_that_may_not_is_refused_at_the_port_for_weights(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, metadata = ways(service)
+
+    def refuse(*_: object) -> None:
+        raise NotFound("there is nothing for you")
+
+    monkeypatch.setattr(asking, "authorize", refuse)
+    with channel, pytest.raises(grpc.RpcError) as refused:
+        pulled(channel, metadata, 30.0)
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+    assert "nothing for you" in str(refused.value)
+
+
+def test_a_stream_that_was_ended_leaves_nothing_in_the_log_when_its_client_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = tiny_folder(tmp_path / "hf", hidden_size=4096)
+    with running_service(tmp_path / "store", byte_budget=32 << 20) as service:
+        publish(service, large)
+        request = weight_service_pb2.PullRequest(model=MODEL, version="latest").SerializeToString()
+        channels = [rpc.open_channel(service.address, shared=False) for _ in range(4)]
+        calls = [
+            channel.unary_stream("/weighbridge.v1.WeightService/Pull")(request)
+            for channel in channels
+            for _ in range(6)
+        ]
+        with rpc.open_channel(service.address) as channel:
+            assert pulled(channel, (), 60.0) > 8 << 20
+        for call in calls:
+            call.cancel()
+        for each in channels:
+            each.close()
+        # a call that was ended is counted as one until its client has gone
+        eventually(lambda: calls_of(service, "Pull") >= len(calls))
+    # gRPC's own poller complains to asyncio when a process has several event loops, as here
+    errors = [record for record in caplog.records if record.levelname == "ERROR" and record.name != "asyncio"]
+    assert not errors
+
+
+def calls_of(service: RunningService, method: str) -> float:
+    """How many calls of a method have ended, whatever their codes."""
+    return sum(
+        calls(service, method, code)
+        for code in ("OK", "CANCELLED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL")
+    )

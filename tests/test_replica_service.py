@@ -86,7 +86,7 @@ class Replica:
         streams = BulkStreams(self.budget, 16, 5.0, self._workers)
         loop, workers = self._listener.loop.loop, self._workers
         self._waits = MessageWaits(lambda: 0)
-        methods = Methods(loop, workers, workers, workers, self._listener.count, self._waits)
+        methods = Methods(loop, workers, workers, workers, workers, self._listener.count, self._waits)
         handlers = ReplicaHandlers(self.home, self, self, streams, self.met.append, self)
         contract = {
             pb.DESCRIPTOR.services_by_name["ReplicaService"]: handlers,

@@ -17,7 +17,7 @@ RETRY_SECONDS = 1.0
 def may_have(total: int, held: int, held_by_host: int, more: int = 1) -> bool:
     """Whether a host may have more of something.
 
-    A host that has, or would have, more than a fourth of all must leave a fourth free: so no host, and no two, can shut the others out.
+    A host that has, or would have, more than a fourth of all must leave a fourth free: so no host can shut the others out by itself.
 
     Args:
         total: how much there is.

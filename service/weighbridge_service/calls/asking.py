@@ -67,4 +67,4 @@ def _named(request: Any) -> Iterator[tuple[str, str]]:
 
 def _version(message: Any) -> str:
     version = getattr(message, "version", "") or getattr(message, "number", "")
-    return str(version) if isinstance(version, str | int) else ""
+    return str(version) if version and isinstance(version, str | int) else ""

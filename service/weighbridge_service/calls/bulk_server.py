@@ -6,13 +6,14 @@ accepts calls, and takes no other.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from weighbridge import bulk_entry, pieces
@@ -21,6 +22,7 @@ from weighbridge.request_parts import MAX_REQUEST_BYTES
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.tickets import Tickets
+from weighbridge_service.calls.asking import VERBS, check_allowed
 from weighbridge_service.calls.call import Call
 from weighbridge_service.calls.methods import (
     PAUSE_SECONDS,
@@ -55,8 +57,10 @@ class BulkListener:
 
     def __init__(self, address: str, options: Iterable[tuple[str, int]], count: Count) -> None:
         self._count = count
-        self._gate = _Gate(count)
-        self._threads = _Threads()
+        # for refusals alone: they must not wait for those who have a thread
+        self._refusing = ThreadPoolExecutor(_REFUSING_THREADS, thread_name_prefix="bulk-refuse")
+        self._gate = _Gate(count, self._refusing)
+        self._threads = _Threads(self._refusing)
         self._server = grpc.server(self._threads, interceptors=[self._gate], options=tuple(options))
         try:
             self.port: int = self._server.add_insecure_port(address)
@@ -92,15 +96,14 @@ class BulkListener:
     def stop(self, grace: float) -> None:
         """Let running calls end within ``grace`` seconds, then close the port."""
         self._server.stop(grace).wait()
-        self._gate.close()
+        self._refusing.shutdown(wait=False, cancel_futures=True)
 
     def _methods(self, service: ServiceDescriptor, handlers: object) -> grpc.GenericRpcHandler[bytes, bytes]:
         found = {}
         for method in service.methods:
             handler = getattr(handlers, method.name)
             if carries_weights(handler):
-                kind = GetMessageClass(method.input_type)
-                answer = _taking(handler, kind) if hasattr(handler, "streamed") else _giving(handler, kind)
+                answer = (_taking if hasattr(handler, "streamed") else _giving)(handler, method)
                 found[method.name] = grpc.stream_stream_rpc_method_handler(
                     self._behaviour(method.name, answer)
                 )
@@ -113,6 +116,7 @@ class BulkListener:
                 call.end()
             code = "OK"
             try:
+                self._threads.check()
                 yield from answer(self._waited_for(requests, call), call)
             except GeneratorExit:
                 code = "CANCELLED"
@@ -147,11 +151,20 @@ def _gone(error: Exception) -> WeighbridgeError:
     return error if isinstance(error, WeighbridgeError) else Unavailable("the caller has gone")
 
 
-def _taking(handler: Callable[..., Any], kind: Any) -> _Answer:
-    decode = pieces.decoder(kind)
+def _taking(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
+    decode = pieces.decoder(GetMessageClass(method.input_type))
+    verb = VERBS[method.containing_service.name][method.name]
+
+    def messages(requests: Iterator[bytes], call: Call) -> Iterator[Any]:
+        for i, raw in enumerate(requests):
+            message = decoded(decode, raw)
+            if not i:  # it names the model for all that follow
+                check_allowed(call.peer, verb, message)
+            yield message
+            del raw, message
 
     def answer(requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
-        yield encoded(handler((decoded(decode, raw) for raw in requests), call))
+        yield encoded(handler(messages(requests, call), call))
 
     return answer
 
@@ -172,10 +185,14 @@ def _joined(requests: Iterator[bytes]) -> bytes:
     return b"".join(found)
 
 
-def _giving(handler: Callable[..., Any], kind: Any) -> _Answer:
+def _giving(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
+    kind = GetMessageClass(method.input_type)
+    verb = VERBS[method.containing_service.name][method.name]
+
     def answer(requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
-        raw = _joined(requests)
-        with closing(handler(decoded(kind.FromString, raw), call)) as responses:
+        request = decoded(kind.FromString, _joined(requests))
+        check_allowed(call.peer, verb, request)
+        with closing(handler(request, call)) as responses:
             for response in responses:
                 yield encoded(response)
                 del response
@@ -186,10 +203,10 @@ def _giving(handler: Callable[..., Any], kind: Any) -> _Answer:
 class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses calls without a ticket; runs in the thread that accepts calls."""
 
-    def __init__(self, count: Count) -> None:
+    def __init__(self, count: Count, pool: ThreadPoolExecutor) -> None:
         self.tickets: Tickets | None = None
         self._count = count
-        self._pool = ThreadPoolExecutor(_REFUSING_THREADS, thread_name_prefix="bulk-refuse")
+        self._pool = pool
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
         ticket = dict(details.invocation_metadata).get(bulk_entry.TICKET, "")
@@ -211,18 +228,37 @@ class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
         refuse.experimental_thread_pool = self._pool  # type: ignore[attr-defined]
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
 
 class _Threads(ThreadPoolExecutor):
-    """`Workers` as gRPC knows pools of threads; they are given once there is a service."""
+    """`Workers` as gRPC knows pools of threads; they are given once there is a service.
 
-    def __init__(self) -> None:
+    gRPC's thread that accepts calls does not outlive an error of `submit`. So a call for which there is no thread is refused by its own
+    behaviour, in the pool for refusals, where `check` raises.
+    """
+
+    def __init__(self, refusing: ThreadPoolExecutor) -> None:
         super().__init__(1)
         self.workers: Workers | None = None
+        self._refusing = refusing
+        self._refusal = threading.local()
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if self.workers is None:
             raise RuntimeError("there is no service yet")
-        return self.workers.submit(_ANYBODY, lambda: work(*args, **kwargs))
+        try:
+            return self.workers.submit(_ANYBODY, lambda: work(*args, **kwargs))
+        except WeighbridgeError as error:
+            return self._refusing.submit(self._refuse, error, lambda: work(*args, **kwargs))
+
+    def check(self) -> None:
+        """Raise if there was no thread for the call that runs in this thread."""
+        error: WeighbridgeError | None = getattr(self._refusal, "error", None)
+        if error is not None:
+            raise error
+
+    def _refuse(self, error: WeighbridgeError, work: Callable[[], Any]) -> Any:
+        self._refusal.error = error
+        try:
+            return work()
+        finally:
+            self._refusal.error = None

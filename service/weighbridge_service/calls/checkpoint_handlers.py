@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from weighbridge import pieces, wire
 from weighbridge.errors import InvalidArgument
@@ -81,10 +82,17 @@ class CheckpointHandlers:
 
     async def _answered(self, call: Call, ask: Callable[[], Pending[T]]) -> T:
         """What a push answers; no thread waits for it."""
-        pending = await self._methods.run(call, ask)
+        asked = self._methods.begin(call, ask)
         try:
-            done, _ = await asyncio.wait([asyncio.wrap_future(pending.future)], timeout=pending.seconds)
+            pending = await asyncio.wrap_future(asked)
+        except asyncio.CancelledError:  # a thread may be asking now
+            asked.add_done_callback(_leave)
+            raise
+        answer = asyncio.wrap_future(pending.future)
+        try:
+            done, _ = await asyncio.wait([answer], timeout=pending.seconds)
         finally:
+            answer.cancel()  # `finish` has its errors
             pending.leave()
         return await self._methods.run(call, partial(pending.finish, bool(done)))
 
@@ -166,6 +174,12 @@ class CheckpointHandlers:
         return checkpoint_service_pb2.DescribeShardsResponse(
             layout=wire.layout_to_proto(layout, wire.MEGATRON)
         )
+
+
+def _leave(asked: Future[Pending[Any]]) -> None:
+    """Nobody waits for what was asked."""
+    if not asked.cancelled() and asked.exception() is None:
+        asked.result().leave()
 
 
 def _to_proto(ranges: Iterable[tuple[int, int]]) -> list[checkpoint_service_pb2.ByteRange]:

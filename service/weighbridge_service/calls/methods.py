@@ -14,7 +14,8 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import Future
+from contextlib import aclosing, closing, suppress
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -25,6 +26,7 @@ from google.protobuf.message_factory import GetMessageClass
 from weighbridge import pieces
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.admission.message_waits import MessageWaits
+from weighbridge_service.admission.peer import Verb
 from weighbridge_service.admission.rates import Rates
 from weighbridge_service.admission.shares import Shares
 from weighbridge_service.calls.asking import VERBS, check_allowed
@@ -70,6 +72,8 @@ def known_error(method: str, error: Exception) -> WeighbridgeError:
     """What the caller is told of an error; one that nobody expected is logged."""
     if isinstance(error, WeighbridgeError):
         return error
+    if isinstance(error, grpc.aio.InternalError):  # a response could not be sent
+        return Unavailable("the caller has gone")
     log.error("%s failed", method, exc_info=error)
     return WeighbridgeError(f"the service failed: {type(error).__name__}", fix="its log says more")
 
@@ -102,6 +106,7 @@ class Methods:
         loop: on which calls come.
         quick: threads for what is answered at once.
         long: threads for what is not.
+        replicas: threads for other replicas: a handover must not wait for clients.
         streams: threads for streams of weights.
         count: is told how each call ends.
         waits: ends waits for messages that take too long.
@@ -112,6 +117,7 @@ class Methods:
         loop: asyncio.AbstractEventLoop,
         quick: Workers,
         long: Workers,
+        replicas: Workers,
         streams: Workers,
         count: Count,
         waits: MessageWaits,
@@ -119,6 +125,7 @@ class Methods:
         self._loop = loop
         self._quick = quick
         self._long = long
+        self._replicas = replicas
         self._streams = streams
         self._count = count
         self._waits = waits
@@ -128,7 +135,11 @@ class Methods:
 
     async def run(self, call: Call, work: Callable[[], T]) -> T:
         """Do something that touches the store, or computes, for a call. For handlers that are coroutines."""
-        return await asyncio.wrap_future(self._quick.submit(call.peer, work))
+        return await asyncio.wrap_future(self.begin(call, work))
+
+    def begin(self, call: Call, work: Callable[[], T]) -> Future[T]:
+        """As `run`, but does not wait for it."""
+        return self._quick.submit(call.peer, work)
 
     def of(self, service: ServiceDescriptor, handlers: object) -> grpc.GenericRpcHandler[bytes, bytes]:
         """The methods of one service of the contract.
@@ -157,28 +168,34 @@ class Methods:
             def evict() -> None:
                 nonlocal evicted
                 evicted = True
-                self._loop.call_soon_threadsafe(task.cancel)
+                with suppress(RuntimeError):  # the loop has just been closed
+                    self._loop.call_soon_threadsafe(task.cancel)
 
             call = Call(context, evict)
             try:
                 self._rates.count(call.peer.host)
                 with self._calls.taking(call.peer.host):
-                    await answer(call, context)
+                    try:
+                        await answer(call, context)
+                    except asyncio.CancelledError:
+                        if not evicted:
+                            raise
+                        task.uncancel()
+                        call.end()  # its thread may wait for the same
+                        self._count(method.name, _STUCK.grpc_code)
+                        await _refuse(context, _STUCK)  # counted as a call until its client has read or gone
+                    else:
+                        self._count(method.name, "OK")
             except asyncio.CancelledError:
-                self._count(method.name, "CANCELLED")
                 if not evicted:
-                    raise
-                task.uncancel()
-                call.end()  # its thread may wait for the same
-                status = to_status(_STUCK)
-                await context.abort(status.code, status.details, status.trailing_metadata)
+                    self._count(method.name, "CANCELLED")
+                raise
+            except grpc.aio.AbortError:
+                raise
             except Exception as error:
                 known = known_error(method.name, error)
                 self._count(method.name, known.grpc_code)
-                status = to_status(known)
-                await context.abort(status.code, status.details, status.trailing_metadata)
-            else:
-                self._count(method.name, "OK")
+                await _refuse(context, known)
             finally:
                 call.end()
 
@@ -216,8 +233,9 @@ class Methods:
             async def converse(call: Call, context: Any) -> None:
                 requests = self._requests.each(context, call.peer)
                 each = (decode_allowed(call, raw) async for raw in requests)
-                async for response in handler(each, call):
-                    await context.write(encoded(response))
+                async with aclosing(handler(each, call)) as responses:
+                    async for response in responses:
+                        await context.write(encoded(response))
 
             return converse
 
@@ -235,10 +253,14 @@ class Methods:
                     encoded(await handler(await self._decoded(call, decode_allowed, raw), call))
                 )
             elif inspect.isasyncgenfunction(handler):
-                async for response in handler(await self._decoded(call, decode_allowed, raw), call):
-                    await context.write(encoded(response))
+                request = await self._decoded(call, decode_allowed, raw)
+                async with aclosing(handler(request, call)) as responses:
+                    async for response in responses:
+                        await context.write(encoded(response))
             else:
                 threads = self._long if hasattr(handler, "takes_long") else self._quick
+                if verb is Verb.REPLICATE:
+                    threads = self._replicas
 
                 def work() -> bytes:
                     return encoded(handler(decode_allowed(call, raw), call))
@@ -270,6 +292,13 @@ class Methods:
         for response in responses:
             call.wait(asyncio.run_coroutine_threadsafe(context.write(encoded(response)), self._loop))
             del response
+
+
+async def _refuse(context: Any, error: WeighbridgeError) -> None:
+    """Answer a call with an error. Raises what ends it; nothing if its caller goes meanwhile."""
+    status = to_status(error)
+    with suppress(grpc.aio.InternalError):
+        await context.abort(status.code, status.details, status.trailing_metadata)
 
 
 async def _next(context: Any) -> bytes | None:

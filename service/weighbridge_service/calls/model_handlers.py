@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
 from functools import lru_cache, partial
 from itertools import groupby
 
@@ -126,8 +127,9 @@ class ModelHandlers:
             raise InvalidArgument(f"{len(request.refs)} refs are not between 1 and {_MOST_REFS}")
         follows = [self._watches.follow(each.model, each.ref, each.after) for each in request.refs]
         with self._watching.taking(call.peer.host, len(follows)):
-            async for index, version in merged(follows):
-                yield _watched(index, version)
+            async with aclosing(merged(follows)) as found:
+                async for index, version in found:
+                    yield _watched(index, version)
 
     def SetRef(
         self, request: model_service_pb2.SetRefRequest, call: Call

@@ -38,6 +38,7 @@ from weighbridge_service.service import Weighbridge
 _QUICK_THREADS = 32
 _LONG_THREADS = 8
 _PLANNING_THREADS = 8
+_REPLICA_THREADS = 32
 _LAST_PORT = 65535
 _LINE = 4096
 """Calls that wait for a thread."""
@@ -173,13 +174,14 @@ class GrpcServer:
         self._workers = (
             Workers("grpc-quick", _QUICK_THREADS, _LINE),
             Workers("grpc-long", _LONG_THREADS, _LINE),
+            Workers("grpc-replica", _REPLICA_THREADS, _LINE),
             Workers("grpc-stream", 2 * most, _LINE),
             Workers("grpc-plan", _PLANNING_THREADS, _LINE),
         )
-        quick, long, streams, planners = self._workers
+        quick, long, replicas, streams, planners = self._workers
         budget = service.byte_budget
         self._waits = MessageWaits(lambda: sum(budget.in_flight.nbytes.values()))
-        methods = Methods(loop, quick, long, streams, listener.count, self._waits)
+        methods = Methods(loop, quick, long, replicas, streams, listener.count, self._waits)
         self._streams = streams
         self._stack = ExitStack()
         watches = Watches(service.catalog, quick)

@@ -7,11 +7,12 @@ question once, and wakes those who have asked it if the answer is another one th
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -28,6 +29,8 @@ from weighbridge_service.admission.peer import Peer
 from weighbridge_service.calls.workers import Workers
 from weighbridge_service.catalog import AWAY, Catalog
 from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -209,6 +212,12 @@ class _Poller:
         except WeighbridgeError as error:
             self.fail(error)
             return
+        except Exception as error:  # nobody must wait for a poller that has ended
+            log.exception("a look for %d questions failed", len(self.asked))
+            self.fail(
+                WeighbridgeError(f"the service failed: {type(error).__name__}", fix="its log says more")
+            )
+            return
         for question, answer in answers.items():
             if question in self.asked:
                 self.asked[question].tell(answer, this)
@@ -265,7 +274,7 @@ class Watches:
                 raise _not_in_time(answer, state) from None
             return there
 
-    async def follow(self, name: str, ref: str, after: int) -> AsyncIterator[Version]:
+    async def follow(self, name: str, ref: str, after: int) -> AsyncGenerator[Version, None]:
         """The version a ref names, if it is another than ``after``, and each one it moves to, until the service goes down.
 
         Args:
@@ -352,17 +361,19 @@ def _not_in_time(answer: Answer, state: VersionState) -> DeadlineExceeded:
     return DeadlineExceeded(f"{version} was not {state.value} in time{why}")
 
 
-async def merged(sources: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """What several sources give, with the index of each; ends or fails with the first that does."""
+async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """What several sources give, with the index of each; ends or fails with the first that does, and closes them all."""
     if len(sources) == 1:
-        async for item in sources[0]:
-            yield 0, item
+        async with aclosing(sources[0]) as source:
+            async for item in source:
+                yield 0, item
         return
     ready: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue(1)
 
-    async def bring(index: int, source: AsyncIterator[T]) -> None:
-        async for item in source:
-            await ready.put((index, item))
+    async def bring(index: int, source: AsyncGenerator[T, None]) -> None:
+        async with aclosing(source):
+            async for item in source:
+                await ready.put((index, item))
 
     tasks = [asyncio.create_task(bring(index, source)) for index, source in enumerate(sources)]
     ended = asyncio.create_task(_first_end(tasks, ready))

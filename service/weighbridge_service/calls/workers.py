@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
-from weighbridge.errors import ResourceExhausted
+from weighbridge.errors import ResourceExhausted, Unavailable
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.turns import Turns
 
@@ -18,6 +19,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _IDLE_SECONDS = 3.0
 _RETRY_SECONDS = 1.0
+
+
+class _Work(Future[T]):
+    """Some work, and what comes of it."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        super().__init__()
+        self._work: Callable[[], T] | None = work
+
+    def drop(self) -> None:
+        """It will not be done; what it holds goes."""
+        self._work = None
+
+    def do(self) -> None:
+        """Do it, in this thread, unless it has been cancelled."""
+        work, self._work = self._work, None
+        if work is None or not self.set_running_or_notify_cancel():
+            return
+        try:
+            self.set_result(work())
+        except BaseException as error:
+            self.set_exception(error)
+            del self, work  # the error's traceback leads back here
 
 
 class Workers:
@@ -34,7 +58,7 @@ class Workers:
         self._most = most
         self._line = line
         self._changed = threading.Condition()
-        self._waiting: Turns[tuple[Future[Any], Callable[[], Any]]] = Turns()
+        self._waiting: Turns[_Work[Any]] = Turns()
         self._threads = self._idle = 0
         self._closed = False
 
@@ -42,47 +66,56 @@ class Workers:
         """Do some work for a peer; can be cancelled until it is begun.
 
         Raises:
-            ResourceExhausted: too many calls wait.
+            ResourceExhausted: too many calls wait, or the system has no thread for this one.
+            Unavailable: the pool has been closed.
         """
-        found: Future[T] = Future()
+        found = _Work(work)
         with self._changed:
-            if self._closed or len(self._waiting) >= self._line:
-                error = ResourceExhausted(
-                    f"{len(self._waiting)} calls wait for a thread of this service",
-                    fix="try again later; see whether the object store answers",
-                )
-                error.retry_after = _RETRY_SECONDS
-                raise error
-            self._waiting.add(peer, (found, work))
+            if self._closed:
+                raise Unavailable("the service is shutting down", fix="try again when it is back")
+            if len(self._waiting) >= self._line:
+                raise _refusal(f"{len(self._waiting)} calls wait for a thread of this service")
+            self._waiting.add(peer, found)
             if self._idle >= len(self._waiting) or self._threads >= self._most:
                 self._changed.notify()
-                return found
-            self._threads += 1
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            else:
+                self._begin(peer, found)
+        found.add_done_callback(partial(self._drop, peer))
         return found
 
     def close(self) -> None:
         """Take no more work, and drop what waits."""
         with self._changed:
             self._closed = True
-            while self._waiting:
-                self._waiting.take()[0].cancel()
+            dropped = [self._waiting.take() for _ in range(len(self._waiting))]
             self._changed.notify_all()
+        for found in dropped:
+            found.cancel()
+
+    def _begin(self, peer: Peer, found: _Work[Any]) -> None:
+        """One more thread. The lock is held."""
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        except RuntimeError as error:  # the system has no more
+            if not self._threads:
+                self._waiting.discard(peer, found)
+                raise _refusal("the system has no thread for this call") from error
+        else:
+            self._threads += 1
+
+    def _drop(self, peer: Peer, found: Future[Any]) -> None:
+        """What was cancelled keeps no place in the line, and no request in memory."""
+        if found.cancelled() and isinstance(found, _Work):
+            found.drop()
+            with self._changed:
+                self._waiting.discard(peer, found)
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:
-            found, work = taken
-            if not found.set_running_or_notify_cancel():
-                continue
-            try:
-                result = work()
-            except BaseException as error:
-                found.set_exception(error)
-            else:
-                found.set_result(result)
-            del taken, found, work  # what they hold must not wait for the next work
+            taken.do()
+            del taken  # its result must not wait for the next work
 
-    def _take(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+    def _take(self) -> _Work[Any] | None:
         deadline = time.monotonic() + _IDLE_SECONDS
         with self._changed:
             self._idle += 1
@@ -96,3 +129,9 @@ class Workers:
                 return self._waiting.take()
             finally:
                 self._idle -= 1
+
+
+def _refusal(message: str) -> ResourceExhausted:
+    error = ResourceExhausted(message, fix="try again later; see whether the object store answers")
+    error.retry_after = _RETRY_SECONDS
+    return error

@@ -11,7 +11,6 @@ from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.bulk_streams import BulkStreams
 from weighbridge_service.byte_budget import Direction
 from weighbridge_service.calls.call import Call
-from weighbridge_service.calls.methods import takes_long
 from weighbridge_service.push.declarations import Home
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.replicas.handover import handed_from_proto
@@ -96,7 +95,6 @@ class ReplicaHandlers:
             ],
         )
 
-    @takes_long
     def TakeOver(self, request: pb.TakeOverRequest, call: Call) -> pb.TakeOverResponse:
         """See the contract."""
         self._takeovers.take_over(
