@@ -67,7 +67,7 @@ class BulkListener:
             tickets: checks what calls show.
             workers: threads for streams.
         """
-        self._gate.tickets = tickets
+        self._gate.tickets, self._gate.workers = tickets, workers
         self._threads.workers = workers
         self._server.add_generic_rpc_handlers(
             tuple(self._methods(service, handlers) for service, handlers in contract)
@@ -158,19 +158,24 @@ def _giving(handler: Callable[..., Any], kind: Any) -> _Answer:
 
 
 class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls without a ticket; runs in the thread that accepts calls."""
+    """Refuses calls without a ticket, and those that would wait behind too many others; runs in the thread that accepts calls.
+
+    That thread ends, and the port with it, if handing a call to its own thread raises; so there must be room before.
+    """
 
     def __init__(self, count: Count) -> None:
         self.tickets: Tickets | None = None
+        self.workers: Workers | None = None
         self._count = count
         self._pool = ThreadPoolExecutor(_REFUSING_THREADS, thread_name_prefix="bulk-refuse")
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
         ticket = dict(details.invocation_metadata).get(bulk_entry.TICKET, "")
         try:
-            if self.tickets is None or not isinstance(ticket, str):
+            if self.tickets is None or self.workers is None:
                 raise Unavailable("the service is starting", fix="try again")
-            self.tickets.host_of(ticket)
+            self.tickets.host_of(ticket if isinstance(ticket, str) else "")
+            self.workers.check_room()
         except WeighbridgeError as error:
             self._count("refused", error.grpc_code)
             return self._refusing(error)
@@ -199,4 +204,4 @@ class _Threads(ThreadPoolExecutor):
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if self.workers is None:
             raise RuntimeError("there is no service yet")
-        return self.workers.submit(_ANYBODY, lambda: work(*args, **kwargs))
+        return self.workers.submit(_ANYBODY, lambda: work(*args, **kwargs), admitted=True)

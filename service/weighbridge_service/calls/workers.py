@@ -38,21 +38,31 @@ class Workers:
         self._threads = self._idle = 0
         self._closed = False
 
-    def submit(self, peer: Peer, work: Callable[[], T]) -> Future[T]:
+    def check_room(self) -> None:
+        """Raise ResourceExhausted if too many calls wait."""
+        if self._closed or len(self._waiting) >= self._line:
+            error = ResourceExhausted(
+                f"{len(self._waiting)} calls wait for a thread of this service",
+                fix="try again later; see whether the object store answers",
+            )
+            error.retry_after = _RETRY_SECONDS
+            raise error
+
+    def submit(self, peer: Peer, work: Callable[[], T], *, admitted: bool = False) -> Future[T]:
         """Do some work for a peer; can be cancelled until it is begun.
+
+        Args:
+            peer: for whom.
+            work: is called in a thread.
+            admitted: whether `check_room` was asked before: then the work is taken however many wait by now.
 
         Raises:
             ResourceExhausted: too many calls wait.
         """
         found: Future[T] = Future()
         with self._changed:
-            if self._closed or len(self._waiting) >= self._line:
-                error = ResourceExhausted(
-                    f"{len(self._waiting)} calls wait for a thread of this service",
-                    fix="try again later; see whether the object store answers",
-                )
-                error.retry_after = _RETRY_SECONDS
-                raise error
+            if not admitted or self._closed:
+                self.check_room()
             self._waiting.add(peer, (found, work))
             if self._idle >= len(self._waiting) or self._threads >= self._most:
                 self._changed.notify()
