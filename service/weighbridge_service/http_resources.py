@@ -201,7 +201,7 @@ class ExportIn(_In):
         None, description="Cast floating-point tensors; by default they stay as they are.", examples=["bf16"]
     )
     max_shard_bytes: int | None = Field(
-        None, description="Largest safetensors file, in bytes; by default 5 GB.", ge=1, le=1 << 62
+        None, description="Largest safetensors file, in bytes; by default 5 GB.", ge=1, le=2**53
     )
 
 
