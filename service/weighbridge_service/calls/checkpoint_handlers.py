@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from weighbridge import pieces, wire
 from weighbridge.errors import InvalidArgument
@@ -82,8 +82,10 @@ class CheckpointHandlers:
     async def _answered(self, call: Call, ask: Callable[[], Pending[T]]) -> T:
         """What a push answers; no thread waits for it."""
         pending = await self._methods.run(call, ask)
+        answer = asyncio.wrap_future(pending.future)
+        answer.add_done_callback(_heed)
         try:
-            done, _ = await asyncio.wait([asyncio.wrap_future(pending.future)], timeout=pending.seconds)
+            done, _ = await asyncio.wait([answer], timeout=pending.seconds)
         finally:
             pending.leave()
         return await self._methods.run(call, partial(pending.finish, bool(done)))
@@ -163,6 +165,12 @@ class CheckpointHandlers:
         return checkpoint_service_pb2.DescribeShardsResponse(
             layout=wire.layout_to_proto(layout, wire.MEGATRON)
         )
+
+
+def _heed(answer: asyncio.Future[Any]) -> None:
+    """Take note of how a push has answered: its error is raised where the answer is finished, or nobody waits for it any more."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _to_proto(ranges: Iterable[tuple[int, int]]) -> list[checkpoint_service_pb2.ByteRange]:

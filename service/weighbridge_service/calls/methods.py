@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -92,6 +92,9 @@ def encoded(response: Message | bytes) -> bytes:
 _STUCK = Unavailable(
     "the stream has not got on for seconds, and others wait", fix="open it again where it broke"
 )
+_GONE = Unavailable("the caller has gone")
+_BROKEN = grpc.aio.InternalError
+"""Is raised where a message or a status is sent to a caller that has gone, before the call's task is cancelled."""
 
 
 class Methods:
@@ -161,13 +164,14 @@ class Methods:
                     raise
                 task.uncancel()
                 call.end()  # its thread may wait for the same
-                status = to_status(_STUCK)
-                await context.abort(status.code, status.details, status.trailing_metadata)
+                await _abort(context, _STUCK)
+            except _BROKEN:
+                self._count(method.name, "CANCELLED")
+                await _abort(context, _GONE)
             except Exception as error:
                 known = known_error(method.name, error)
                 self._count(method.name, known.grpc_code)
-                status = to_status(known)
-                await context.abort(status.code, status.details, status.trailing_metadata)
+                await _abort(context, known)
             else:
                 self._count(method.name, "OK")
             finally:
@@ -261,6 +265,13 @@ class Methods:
         for response in responses:
             call.wait(asyncio.run_coroutine_threadsafe(context.write(encoded(response)), self._loop))
             del response
+
+
+async def _abort(context: Any, error: WeighbridgeError) -> None:
+    """Tell a caller why its call has failed, if it is still there."""
+    status = to_status(error)
+    with suppress(_BROKEN):
+        await context.abort(status.code, status.details, status.trailing_metadata)
 
 
 async def _next(context: Any) -> bytes | None:
