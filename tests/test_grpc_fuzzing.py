@@ -30,13 +30,19 @@ from tests.raw_clients import (
 )
 from tests.services import RunningService, running_service
 from tests.tracebacks import tracebacks
-from weighbridge import EngineClient, TrainerClient, bulk_entry, rpc, wire
+from weighbridge import EngineClient, TrainerClient, bulk_entry, dtypes, rpc, wire
 from weighbridge.slices import Boxes, FullTensors, TensorParallel
 from weighbridge.v1 import checkpoint_service_pb2 as checkpoints
 from weighbridge.v1 import model_service_pb2 as models
 from weighbridge.v1 import replica_service_pb2 as replicas
 from weighbridge.v1 import resources_pb2 as resources
 from weighbridge.v1 import weight_service_pb2 as weights
+from weighbridge_service.model_tensors import ModelTensors
+from weighbridge_service.models import RegisteredModel
+from weighbridge_service.push.handover import HandedVersion
+from weighbridge_service.replicas.handover import handed_to_proto
+from weighbridge_storage.entries import OpenEntry
+from weighbridge_storage.names import ModelName
 
 CALLS = int(os.environ.get("WEIGHBRIDGE_FUZZ_CALLS", "400"))
 SEED = int(os.environ.get("WEIGHBRIDGE_FUZZ_SEED", "0"))
@@ -58,6 +64,17 @@ def service(tmp_path: Path, source: TinyModel) -> Iterator[RunningService]:
                 for step in (1, 2, 3):
                     trainer.push_folder(model, source.folder, step=step).wait(timeout=60)
         yield running
+
+
+def handed_over(source: TinyModel, sender: replicas.Replica, number: int) -> Message:
+    """What a replica sends that leaves, of a version that nobody here has heard of."""
+    model = RegisteredModel(
+        ModelName.parse(FUZZED), source.files["config.json"], ModelTensors(dtypes.parse("fp32")), "files", ()
+    )
+    entry = OpenEntry(number, "id", 1, "r", 1, 1, 2, "files", 0, "claim")
+    request = handed_to_proto(HandedVersion(model, entry, "claim", 1, [("fuzz-client", "digest")], None), 1.0)
+    request.sender.CopyFrom(sender)
+    return request
 
 
 def examples(source: TinyModel) -> Mapping[str, Sequence[Message]]:
@@ -133,6 +150,7 @@ def examples(source: TinyModel) -> Mapping[str, Sequence[Message]]:
         ),
         replicas.ReadFileRequest(model=FUZZED, number=3, file="model.safetensors", length=100),
         replicas.TakeOverRequest(sender=sender, model=FUZZED, entry=b"{}", claim="claim"),
+        *(handed_over(source, sender, number) for number in (4, 1000)),
         health_pb2.HealthCheckRequest(service="weighbridge.v1.ModelService"),
         reflection_pb2.ServerReflectionRequest(list_services="x"),
         reflection_pb2.ServerReflectionRequest(file_containing_symbol="weighbridge.v1.ModelService"),

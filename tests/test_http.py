@@ -609,6 +609,11 @@ def test_patterns_of_names_are_declared_as_they_are_enforced(web: Web) -> None:
         answer = web.http.get(f"/v1/models/{quote(name)}/x")
         fits = re.fullmatch(declared["name"], name) is not None
         is_problem(answer, *((404, "not_found") if fits else (400, "invalid_argument")))
+    whole = document["components"]["schemas"]["ExportIn"]["properties"]["model"]["pattern"]
+    for model in ("a/b", "a", "a/b/c", "a--b/c", "a/b..c", "a.git/b", "a/b.git", "a.gitx/b", ""):
+        answer = web.http.post("/v1/exports", json={"model": model})
+        fits = re.fullmatch(whole, model) is not None
+        is_problem(answer, *((404, "not_found") if fits else (400, "invalid_argument")))
 
 
 def test_unexpected_errors_say_nothing_of_the_inside(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
