@@ -315,7 +315,7 @@ class Outcome:
         """A call has ended."""
         with self._lock:
             self.codes[code] += 1
-            if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):
+            if code in ("INTERNAL", "UNKNOWN"):
                 self.failures.append((call, f"{code}: {details}"))
 
 
