@@ -89,6 +89,33 @@ def test_a_call_without_a_ticket_is_refused_and_takes_no_thread(service: Running
     assert not [name for name in begun if "stream" in name]
 
 
+def test_calls_that_would_wait_behind_too_many_are_refused_and_the_port_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weighbridge_service.calls.server._LINE", 2)
+    done = threading.Event()
+
+    def silent() -> Iterator[bytes]:
+        done.wait(60)
+        yield b""
+
+    with (
+        running_service(tmp_path, bulk_port="0", most_streams=1) as running,
+        rpc.open_channel(entry(running).address) as channel,
+    ):
+        metadata = entry(running).metadata
+        push = channel.stream_stream("/weighbridge.v1.CheckpointService/Push")
+        calls = [push(silent(), metadata=metadata, timeout=60) for _ in range(8)]
+        eventually(lambda: sum(call.done() for call in calls) == 4)  # two have threads, two wait
+        done.set()
+        codes = [call.code() for call in calls]
+        assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 4
+        assert codes.count(grpc.StatusCode.INVALID_ARGUMENT) == 4
+        with pytest.raises(grpc.RpcError) as refused:
+            list(push(iter([b""]), metadata=metadata, timeout=60))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
 def test_control_calls_are_not_answered_at_the_port_for_weights(service: RunningService) -> None:
     found = entry(service)
     with rpc.open_channel(found.address) as channel, pytest.raises(grpc.RpcError) as refused:
@@ -194,7 +221,7 @@ def pulled(channel: grpc.Channel, metadata: bulk_entry.Metadata, seconds: float)
 def test_callers_that_say_nothing_lose_their_threads(
     tmp_path: Path, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_server, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(bulk_server, "SILENT_SECONDS", 1.0)
     with running_service(tmp_path, bulk_port="0", most_streams=2) as service:
         publish(service, model)
         over = threading.Event()

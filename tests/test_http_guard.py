@@ -79,6 +79,7 @@ def test_names_that_anybody_can_point_here_are_not(host: str) -> None:
         ("POST", "http://10.0.0.7:3000", 403),
         ("POST", "https://attacker.com", 403),
         ("POST", "null", 403),
+        ("POST", "http://[", 403),
         ("PUT", "https://attacker.com", 403),
         ("DELETE", "https://attacker.com", 403),
         ("GET", "https://attacker.com", None),  # it is not shown the answer

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.calls import requests as module
 from weighbridge_service.calls.requests import Requests
@@ -42,16 +43,27 @@ class Caller:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PLACES", 2)
-    monkeypatch.setattr(module, "_SILENT_SECONDS", 5.0)
+    monkeypatch.setattr(module, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(module, "SILENT_SECONDS", 5.0)
     monkeypatch.setattr(module, "_HURRY_SECONDS", 0.05)
+
+
+async def whole(requests: Requests, caller: Caller, peer: Peer, *, parts: bool) -> bytes:
+    """A request, as long as it takes to read it."""
+    async with requests.whole(caller, peer, parts=parts) as raw:
+        return raw
 
 
 def run(work: Callable[[Requests], Awaitable[None]]) -> None:
     """Run a test on a loop of its own; afterwards nothing may be held."""
 
     async def go() -> None:
-        requests = Requests()
-        await work(requests)
+        waits = MessageWaits(lambda: 0)
+        requests = Requests(waits)
+        try:
+            await work(requests)
+        finally:
+            waits.close()
         assert not requests._readers
         assert not requests._waiting
         assert not requests._pending.held
@@ -67,9 +79,9 @@ async def begun(callers: Sequence[Caller]) -> None:
 
 def test_a_request_is_one_message_or_all_parts_joined() -> None:
     async def work(requests: Requests) -> None:
-        assert await requests.whole(Caller(b"ab", b"cd"), A, parts=False) == b"ab"
-        assert await requests.whole(Caller(b"ab", b"", b"cd"), A, parts=True) == b"abcd"
-        assert await requests.whole(Caller(b"", ends=True), A, parts=False) == b""
+        assert await whole(requests, Caller(b"ab", b"cd"), A, parts=False) == b"ab"
+        assert await whole(requests, Caller(b"ab", b"", b"cd"), A, parts=True) == b"abcd"
+        assert await whole(requests, Caller(b"", ends=True), A, parts=False) == b""
         assert [each async for each in requests.each(Caller(b"ab", b"cd"), A)] == [b"ab", b"cd"]
 
     run(work)
@@ -79,7 +91,7 @@ def test_a_request_is_one_message_or_all_parts_joined() -> None:
 def test_a_call_that_ends_without_a_message_is_refused(parts: bool) -> None:
     async def work(requests: Requests) -> None:
         with pytest.raises(InvalidArgument, match="no request"):
-            await requests.whole(Caller(), A, parts=parts)
+            await whole(requests, Caller(), A, parts=parts)
 
     run(work)
 
@@ -90,20 +102,20 @@ def test_a_request_that_is_too_long_is_refused_and_one_that_just_fits_is_not(
     monkeypatch.setattr(module, "MAX_REQUEST_BYTES", 10)
 
     async def work(requests: Requests) -> None:
-        assert await requests.whole(Caller(b"12345", b"67890"), A, parts=True) == b"1234567890"
+        assert await whole(requests, Caller(b"12345", b"67890"), A, parts=True) == b"1234567890"
         with pytest.raises(InvalidArgument, match="longer than 10 bytes"):
-            await requests.whole(Caller(b"12345", b"67890", b"1"), A, parts=True)
+            await whole(requests, Caller(b"12345", b"67890", b"1"), A, parts=True)
 
     run(work)
 
 
 def test_silence_ends_a_call_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.05)
 
     async def work(requests: Requests) -> None:
         for caller in (Caller(ends=False), Caller(b"a part", ends=False)):
             with pytest.raises(DeadlineExceeded, match="nothing for"):
-                await requests.whole(caller, A, parts=True)
+                await whole(requests, caller, A, parts=True)
 
     run(work)
 
@@ -169,7 +181,7 @@ def test_turns_go_round_hosts() -> None:
 def test_callers_that_go_leave_their_places_and_their_bytes(reading: bool) -> None:
     async def work(requests: Requests) -> None:
         holding = [Caller(b"a part", ends=False) for _ in range(2)]
-        held = [asyncio.create_task(requests.whole(caller, A, parts=True)) for caller in holding]
+        held = [asyncio.create_task(whole(requests, caller, A, parts=True)) for caller in holding]
         await asyncio.sleep(0.01)
         await begun(holding)
         assert requests._pending.held == 2 * len(b"a part")
@@ -197,11 +209,11 @@ def test_incomplete_requests_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def work(requests: Requests) -> None:
         holding = [Caller(b"x" * 25, ends=False) for _ in range(3)]
-        held = [asyncio.create_task(requests.whole(caller, A, parts=True)) for caller in holding]
+        held = [asyncio.create_task(whole(requests, caller, A, parts=True)) for caller in holding]
         await asyncio.sleep(0.01)
-        with pytest.raises(ResourceExhausted, match="bytes of incomplete requests"):
-            await requests.whole(Caller(b"x" * 25), A, parts=True)
-        assert await requests.whole(Caller(b"x" * 25), B, parts=True) == b"x" * 25  # of another host
+        with pytest.raises(ResourceExhausted, match="bytes of requests"):
+            await whole(requests, Caller(b"x" * 25), A, parts=True)
+        assert await whole(requests, Caller(b"x" * 25), B, parts=True) == b"x" * 25  # of another host
         for caller in holding:
             caller.send(grpc.aio.EOF)  # type: ignore[attr-defined]
         assert await asyncio.gather(*held) == [b"x" * 25] * 3

@@ -366,6 +366,7 @@ def test_retention_over_http(bench: Bench) -> None:
     assert bench.http.get(f"{url}/retention").json() == rules
     assert bench.http.put(f"{url}/retention", json={"keep_last": 2}).json() == rules | {"keep_last": 2}
     assert bench.http.get(f"{url}/retention").json() == rules | {"keep_last": 2}
+    assert bench.http.put(f"{url}/retention", json={"keep_last": 2.0}).json() == rules | {"keep_last": 2}
     planned = bench.http.post(f"{url}/collect", json={"dry_run": True}).json()
     done = bench.http.post(f"{url}/collect", json={"dry_run": False}).json()
     assert done == planned | {"dry_run": False}

@@ -167,20 +167,28 @@ class ByteBudget:
                 )
                 error.retry_after = RETRY_SECONDS
                 raise error
-            self._end_stuck(side, now)
-            self._changed.wait(min(deadline - now, _LOOK_SECONDS))
+            stuck = self._stuck(side, now)
+            if stuck:
+                self._changed.release()  # what ends a stream may want to give its room back
+                try:
+                    for each in stuck:
+                        each.end()
+                finally:
+                    self._changed.acquire()
+            else:
+                self._changed.wait(min(deadline - now, _LOOK_SECONDS))
 
-    def _end_stuck(self, side: _Side, now: float) -> None:
-        """End streams that hold room in a direction and whose clients do not get on: no more than wait there."""
-        wanted = len(side.waiting)
+    def _stuck(self, side: _Side, now: float) -> list[Share]:
+        """Streams that hold room in a direction and whose clients do not get on: no more than wait there, and each once."""
+        found: list[Share] = []
         for share in self._holding:
-            if not wanted:
-                return
+            if len(found) == len(side.waiting):
+                break
             since = share.with_client_since
             if share.direction is side.direction and since and now - since > _STUCK_SECONDS:
                 share.with_client_since = 0.0
-                share.end()
-                wanted -= 1
+                found.append(share)
+        return found
 
     def _give(self, share: Share, nbytes: int) -> None:
         with self._changed:

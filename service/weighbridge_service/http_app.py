@@ -119,10 +119,10 @@ def _models_router(service: Weighbridge) -> APIRouter:
         """Read all files of a durable version and compare them with the digests in its manifest."""
         return VerificationOut.model_validate(service.catalog.verify(f"{namespace}/{name}", version))
 
-    @router.delete("/{namespace}/{name}/versions/{number}", tags=["versions"])
-    def delete_version(namespace: Namespace, name: Name, number: Number) -> VersionOut:
+    @router.delete("/{namespace}/{name}/versions/{version}", tags=["versions"])
+    def delete_version(namespace: Namespace, name: Name, version: Number) -> VersionOut:
         """Take a version out of history that no ref names. It can be read by its number for a grace time."""
-        return VersionOut.model_validate(service.collecting.delete_version(f"{namespace}/{name}", number))
+        return VersionOut.model_validate(service.collecting.delete_version(f"{namespace}/{name}", version))
 
     @router.get("/{namespace}/{name}/retention", tags=["retention"])
     def get_retention(namespace: Namespace, name: Name) -> RetentionOut:

@@ -100,7 +100,7 @@ def refusal(method: str, headers: Headers, names: HostNames) -> Refusal | None:
             "ask by its address, or let the service be started with --http-host and this name",
         )
     origin = headers.get("origin")
-    if method not in _READING and origin is not None and urlsplit(origin).netloc != host:
+    if method not in _READING and origin is not None and _authority_of(origin) != host:
         return Refusal(
             "CROSS_ORIGIN",
             403,
@@ -116,6 +116,14 @@ def _name_of(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
+
+
+def _authority_of(origin: str) -> str:
+    """Host and port of an origin; empty if it has none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _is_address(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
 from weighbridge.checks import CheckStatus
 from weighbridge.resources import VersionState
@@ -12,6 +12,7 @@ from weighbridge_service.exports import ExportState
 from weighbridge_service.memory_plan import MemoryReport
 from weighbridge_storage.admission import Space
 from weighbridge_storage.image_books import Use
+from weighbridge_storage.names import MODEL_PATTERN
 
 
 class _Out(BaseModel):
@@ -28,7 +29,12 @@ VersionField = Annotated[
 ]
 
 
-RuleField = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+def _whole(value: object) -> object:
+    """A number without a fraction as an integer, which JSON Schema takes it for."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+RuleField = Annotated[int, BeforeValidator(_whole), Field(strict=True, ge=0, le=2**53)]
 
 
 class ModelOut(_Out):
@@ -189,7 +195,9 @@ class CollectionOut(_Out):
 class ExportIn(_In):
     """Which version to write as a Hugging Face folder, and how."""
 
-    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    model: str = Field(
+        description="`namespace/name`.", examples=["acme/smol"], json_schema_extra={"pattern": MODEL_PATTERN}
+    )
     version: VersionField = "latest"
     folder: str | None = Field(
         None,
@@ -201,7 +209,7 @@ class ExportIn(_In):
         None, description="Cast floating-point tensors; by default they stay as they are.", examples=["bf16"]
     )
     max_shard_bytes: int | None = Field(
-        None, description="Largest safetensors file, in bytes; by default 5 GB.", ge=1, le=1 << 62
+        None, description="Largest safetensors file, in bytes; by default 5 GB.", ge=1, le=2**53
     )
 
 

@@ -27,8 +27,11 @@ NUMBERED_FOLDERS = ("versions", "incoming", "leases")
 
 _NODE = re.compile(r"([0-9]{16,19})-[0-9a-f]{64}")
 _NUMBER = re.compile(r"(?!0{12})[0-9]{12}")
-MODEL_PART_PATTERN = "^[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?$"
-"""Of either half of a model's name, as JSON Schema and regular expressions write it; `ModelName` has more rules."""
+_PART = "[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+MODEL_PART_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git$){_PART}$"
+"""Of either half of a model's name, as JSON Schema and regular expressions write it."""
+MODEL_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git(?:/|$)){_PART}/{_PART}$"
+"""Of a model's name."""
 REF_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 """Of refs; numbers of versions are such names too."""
 
@@ -65,7 +68,7 @@ class ModelName:
 
     def __post_init__(self) -> None:
         for what, part in (("namespace", self.namespace), ("name", self.name)):
-            if not _is(_MODEL_PART, part) or "--" in part or ".." in part or part.endswith(".git"):
+            if not _is(_MODEL_PART, part):
                 raise InvalidArgument(
                     f"{shown(part)} cannot be the {what} of a model",
                     fix="use 1 to 96 letters, digits, '-', '_' or '.', not starting or ending with '-' or '.', "

@@ -97,6 +97,9 @@ def encoded(response: Message | bytes) -> bytes:
 _STUCK = Unavailable(
     "the stream has not got on, and what it holds is needed", fix="open it again where it broke"
 )
+_GONE = Unavailable("the caller has gone")
+_BROKEN = grpc.aio.InternalError
+"""Is raised where a message or a status is sent to a caller that has gone, before the call's task is cancelled."""
 
 
 class Methods:
@@ -192,6 +195,9 @@ class Methods:
                 raise
             except grpc.aio.AbortError:
                 raise
+            except _BROKEN:
+                self._count(method.name, "CANCELLED")
+                await _refuse(context, _GONE)
             except Exception as error:
                 known = known_error(method.name, error)
                 self._count(method.name, known.grpc_code)
@@ -240,32 +246,32 @@ class Methods:
             return converse
 
         async def answer(call: Call, context: Any) -> None:
-            raw = await self._requests.whole(context, call.peer, parts=method.client_streaming)
-            if inspect.isgeneratorfunction(handler):
+            parts = method.client_streaming
+            async with self._requests.whole(context, call.peer, parts=parts) as raw:
+                if inspect.isgeneratorfunction(handler):
 
-                def send() -> None:
-                    with closing(handler(decode_allowed(call, raw), call)) as responses:
-                        self._sent(call, context, responses)
+                    def send() -> None:
+                        with closing(handler(decode_allowed(call, raw), call)) as responses:
+                            self._sent(call, context, responses)
 
-                await self._in(self._streams, call, send)
-            elif inspect.iscoroutinefunction(handler):
-                await context.write(
-                    encoded(await handler(await self._decoded(call, decode_allowed, raw), call))
-                )
-            elif inspect.isasyncgenfunction(handler):
-                request = await self._decoded(call, decode_allowed, raw)
-                async with aclosing(handler(request, call)) as responses:
-                    async for response in responses:
-                        await context.write(encoded(response))
-            else:
-                threads = self._long if hasattr(handler, "takes_long") else self._quick
-                if verb is Verb.REPLICATE:
-                    threads = self._replicas
+                    await self._in(self._streams, call, send)
+                elif inspect.iscoroutinefunction(handler):
+                    request = await self._decoded(call, decode_allowed, raw)
+                    await context.write(encoded(await handler(request, call)))
+                elif inspect.isasyncgenfunction(handler):
+                    request = await self._decoded(call, decode_allowed, raw)
+                    async with aclosing(handler(request, call)) as responses:
+                        async for response in responses:
+                            await context.write(encoded(response))
+                else:
+                    threads = self._long if hasattr(handler, "takes_long") else self._quick
+                    if verb is Verb.REPLICATE:
+                        threads = self._replicas
 
-                def work() -> bytes:
-                    return encoded(handler(decode_allowed(call, raw), call))
+                    def work() -> bytes:
+                        return encoded(handler(decode_allowed(call, raw), call))
 
-                await context.write(await self._in(threads, call, work))
+                    await context.write(await self._in(threads, call, work))
 
         return answer
 
@@ -283,7 +289,11 @@ class Methods:
             return
         yield first
         del first
-        while (raw := call.wait(asyncio.run_coroutine_threadsafe(_next(context), self._loop))) is not None:
+        while True:
+            with self._waits.waiting(call.cancel, PAUSE_SECONDS):
+                raw = call.wait(asyncio.run_coroutine_threadsafe(_next(context), self._loop))
+            if raw is None:
+                return
             yield decoded(decode, raw)
             del raw
 
@@ -297,7 +307,7 @@ class Methods:
 async def _refuse(context: Any, error: WeighbridgeError) -> None:
     """Answer a call with an error. Raises what ends it; nothing if its caller goes meanwhile."""
     status = to_status(error)
-    with suppress(grpc.aio.InternalError):
+    with suppress(_BROKEN):
         await context.abort(status.code, status.details, status.trailing_metadata)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,9 @@ from weighbridge_service.admission.turns import Turns
 _PLACES = 64
 """Messages that are received at one time: with 2 MiB each, 128 MiB."""
 _PENDING_BYTES = 256 << 20
-"""Bytes of requests in parts that are not complete."""
+"""Bytes of requests that are not complete, or not answered."""
+_SMALL_BYTES = 64 << 10
+"""Bytes of a request that are not counted: nearly all requests have fewer."""
 SILENT_SECONDS = 10.0
 """How long a message may take that is due."""
 _HURRY_SECONDS = 0.25
@@ -53,11 +55,12 @@ class Requests:
         self._waits = waits
         self._readers: dict[_Reader, None] = {}  # in the order in which they have begun
         self._waiting: Turns[_Reader] = Turns()
-        self._pending = Shares("bytes of incomplete requests", _PENDING_BYTES)
+        self._pending = Shares("bytes of requests", _PENDING_BYTES)
         self._hurrying: asyncio.TimerHandle | None = None
 
-    async def whole(self, context: Any, peer: Peer, *, parts: bool) -> bytes:
-        """A request: one message, or all that come, joined.
+    @asynccontextmanager
+    async def whole(self, context: Any, peer: Peer, *, parts: bool) -> AsyncIterator[bytes]:
+        """A request: one message, or all that come, joined. Its bytes are accounted for until the block ends.
 
         Raises:
             InvalidArgument: there is none, or it is too long.
@@ -67,24 +70,24 @@ class Requests:
         found = await self.next(context, peer)
         if found is None:
             raise InvalidArgument("the call has no request", fix="send one message")
-        if not parts:
-            return found
-        received = [found]
-        held = 0
+        received, size, held = [found], len(found), 0
         try:
             while True:
-                size = len(received[-1])
-                if held + size > MAX_REQUEST_BYTES:
+                if size > MAX_REQUEST_BYTES:
                     raise InvalidArgument(
-                        f"a request is longer than {MAX_REQUEST_BYTES} bytes",
-                        fix="ask for less at one time",
+                        f"a request is longer than {MAX_REQUEST_BYTES} bytes", fix="ask for less at one time"
                     )
-                self._pending.take(peer.host, size)
-                held += size
-                found = await self.next(context, peer)
+                if size > _SMALL_BYTES:
+                    self._pending.take(peer.host, size - held)
+                    held = size
+                found = await self.next(context, peer) if parts else None
                 if found is None:
-                    return b"".join(received)
+                    break
                 received.append(found)
+                size += len(found)
+            raw = received[0] if len(received) == 1 else b"".join(received)
+            received.clear()
+            yield raw
         finally:
             if held:
                 self._pending.give(peer.host, held)

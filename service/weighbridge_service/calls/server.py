@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -106,6 +107,7 @@ class GrpcListener:
         )
         options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", connections))
         self.bulk: BulkListener | None = None
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
         self.loop = EventLoop("grpc")
         try:
             self._server, self.port = self.loop.run(_bound(address, options))
@@ -144,6 +146,12 @@ class GrpcListener:
             self.bulk.stop(grace)
         stopping.result()
         self.loop.stop()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether something that gRPC logs is worth a line: not that a caller had gone when its status was sent (with a traceback for each)."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, grpc.aio.InternalError)
 
 
 async def _bound(address: str, options: Iterable[tuple[str, int]]) -> tuple[grpc.aio.Server, int]:

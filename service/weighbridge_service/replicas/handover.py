@@ -173,7 +173,7 @@ def handed_from_proto(message: pb.TakeOverRequest) -> HandedVersion:
     try:
         entry = entries.from_json(entries.OpenEntry, json.loads(message.entry), "the entry")
         kept = ModelTensors.from_json(json.loads(sent.tensors))
-    except (DataLoss, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (DataLoss, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"the version that is handed over cannot be read: {error}") from error
     if len(message.ranks) != entry.ranks or not message.claim:
         raise InvalidArgument("the version that is handed over was not declared by all of its ranks")
