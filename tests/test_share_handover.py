@@ -354,6 +354,7 @@ def test_a_share_is_sent_as_it_is_and_refused_if_it_is_of_other_files_or_of_no_r
             lambda m: m.share.owners.update(dict.fromkeys(m.share.owners, 7)),
             lambda m: setattr(m.share, "number", 2),
             lambda m: m.share.ClearField("homes"),
+            lambda m: setattr(m.share.homes[0], "address", "nowhere"),
             lambda m: setattr(m, "entry", b"[" * 5000),
             lambda m: setattr(m.registration, "tensors", b'{"a":' * 5000),
         ):

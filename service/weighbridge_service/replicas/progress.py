@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 
+from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.push.declarations import Home
 from weighbridge_storage.version_writing import Written
+
+_ADDRESS = re.compile(r"[A-Za-z0-9._\[\]:%-]{1,300}:[0-9]{1,5}")
 
 
 class Stage(IntEnum):
@@ -81,7 +85,15 @@ def home_to_proto(home: Home) -> pb.Replica:
 
 
 def home_from_proto(message: pb.Replica) -> Home:
-    """A message as the process of the service that it names."""
+    """A message as the process of the service that it names.
+
+    Raises:
+        InvalidArgument: nothing can be reached at its address.
+    """
+    if not _ADDRESS.fullmatch(message.address):
+        raise InvalidArgument(
+            f"{message.address[:80]!r} is no address of a replica", fix="write it as host:port"
+        )
     return Home(message.address, message.boot)
 
 
