@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -338,3 +339,14 @@ def calls_of(service: RunningService, method: str) -> float:
         calls(service, method, code)
         for code in ("OK", "CANCELLED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL")
     )
+
+
+def test_weights_go_over_the_known_port_if_another_service_answers_at_the_other(
+    tmp_path: Path, service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_service(tmp_path, bulk_port="0") as other:  # over another store, so with another key
+        astray = entry(other).address
+        really = bulk_entry.ask
+        monkeypatch.setattr(bulk_entry, "ask", lambda *to: replace(really(*to), address=astray))
+        with EngineClient(service.address, lane="grpc", retry_seconds=30.0) as engine:
+            assert len(dict(engine.pull(MODEL, "latest"))) > 0

@@ -5,12 +5,13 @@ Calls that carry no weights have another connection (`rpc.open_channel`), so the
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
@@ -22,6 +23,9 @@ from weighbridge.pieces import Carried
 from weighbridge.striping import MOST_CALLS, STRIPE_BYTES, WHOLE, Striping, calls_for
 from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
 
+log = logging.getLogger(__name__)
+
+_MOST_BROKEN = 3
 _AHEAD = 4
 """Messages of one call that wait to be put in order."""
 
@@ -63,6 +67,7 @@ class Connections:
         self._lock = threading.Lock()
         self._asking = threading.Lock()
         self._entry: bulk_entry.Entry | None = None
+        self._broken = 0  # streams, one after another
         self._control: grpc.Channel | None = None
         self._channels: dict[tuple[str, int], grpc.Channel] = {}
 
@@ -83,7 +88,11 @@ class Connections:
         with self._asking:
             entry = self._entry
             if entry is None or entry.until < time.monotonic():
-                entry = self._entry = bulk_entry.ask(self.control, self.server)
+                entry = bulk_entry.ask(self.control, self.server)
+                if self._broken >= _MOST_BROKEN and entry.address != self.server:
+                    log.warning("streams to %s break: weights go over %s", entry.address, self.server)
+                    entry = replace(entry, address=self.server, metadata=())
+                self._entry = entry
         with self._lock:
             channel = self._channels.get((entry.address, index))
             if channel is None:
@@ -92,8 +101,16 @@ class Connections:
             return Way(channel, entry.metadata)
 
     def renew(self) -> None:
-        """A stream has broken: the service is asked again where weights go, before the next one."""
+        """A stream has broken: the service is asked again where weights go, before the next one.
+
+        If several break in a row, they go over its known port: who answers at the other may be somebody else, as behind a proxy.
+        """
+        self._broken += 1
         self._entry = None
+
+    def proved(self) -> None:
+        """A stream has begun, or was taken."""
+        self._broken = 0
 
     def close(self) -> None:
         """Close them all; what is on its way fails."""
@@ -237,6 +254,7 @@ class _Part:
             if self._asked.index:
                 raise DataLoss(f"the service has not spread the stream over {self._asked.count} calls")
             self._striping = WHOLE
+        self._connections.proved()
         self._on_header(header)
         with self._changed:
             self._begun = True
@@ -318,6 +336,7 @@ def send(
             calls.append(method.future(messages(Striping(count, index)), metadata=way.metadata))
         for call in calls:
             call.result()
+        connections.proved()
     except grpc.RpcError:
         connections.renew()
         raise
