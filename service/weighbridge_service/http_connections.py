@@ -50,6 +50,16 @@ def connections(most: int, seconds: float) -> type[H11Protocol]:
             super().data_received(data)
             self._watch()
 
+        def send_400_response(self, msg: str) -> None:
+            cycle: RequestResponseCycle | None = self.cycle
+            if cycle is not None and not cycle.response_complete:  # the application must not answer, too
+                cycle.disconnected = True
+                cycle.message_event.set()
+                if cycle.response_started:
+                    self.transport.abort()
+                    return
+            super().send_400_response(msg)
+
         def on_response_complete(self) -> None:
             super().on_response_complete()
             self._watch()
