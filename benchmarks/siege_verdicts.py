@@ -18,10 +18,11 @@ MOST_PROBE_SECONDS = 0.2
 LEAST_PULL = 0.5
 """Of the rate before the attack."""
 GIVEN_BACK_SECONDS = 30.0
-MOST_MEMORY = 384 << 20
-"""Bytes by which the service may grow: those of weights in flight (256 MiB by default), and as much again by half for everything else."""
-LEFT_MEMORY = 64 << 20
-"""Bytes that may be kept of that."""
+MOST_MEMORY = 512 << 20
+"""Bytes by which the service may grow, the sum of its budgets: of weights in flight (256 MiB by default), of incomplete messages on the local
+lane (128 MiB), of what callers may make it grow by before they are ended (64 MiB), and as much again for threads and tasks."""
+LEFT_MEMORY = 128 << 20
+"""Bytes that may be kept of that: of what thousands of calls have freed, the allocator keeps pages of which a part is in use."""
 MOST_LOG = 1 << 20
 _FEW_ERRORS = 2
 

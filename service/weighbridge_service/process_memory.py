@@ -28,7 +28,8 @@ def keep_freed_memory() -> None:
 
 
 def give_back(least: int) -> None:
-    """Hand what was freed back to the system, if it is more than so many bytes."""
+    """Hand what was freed back to the system, if it is more than so many bytes; calls that have ended with an error lie in cycles."""
+    gc.collect(1)
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallinfo2.restype = _Mallinfo2

@@ -18,12 +18,12 @@ from weighbridge_service import process_memory
 
 log = logging.getLogger(__name__)
 
-MOST_GROWTH = 128 << 20
+MOST_GROWTH = 64 << 20
 """Bytes by which memory may grow, besides what is accounted for, while callers are waited for."""
 _SLOW_SECONDS = 0.1
 """A message of 1 MiB takes this long at 10 MB/s."""
-_LOOK_SECONDS = 0.05
-_TRIM_SECONDS = 10.0
+_LOOK_SECONDS = 0.03
+_TRIM_SECONDS = 5.0
 """How often what was freed goes back to the system."""
 _KEPT_BYTES = 32 << 20
 """Freed bytes that are kept, besides as many as are in flight: messages that come next use them again."""
