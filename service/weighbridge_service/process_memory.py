@@ -27,14 +27,26 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, _KEEP_AT_END_BYTES)
 
 
-def give_back(least: int) -> None:
-    """Hand what was freed back to the system, if it is more than so many bytes; calls that have ended with an error lie in cycles."""
-    gc.collect(1)
+def give_back(kept: int, growth: int) -> int:
+    """Hand what was freed back to the system, if it has grown: to look for it in all arenas takes a while.
+
+    Args:
+        kept: what this gave the last time; 0 at first.
+        growth: bytes by which freed memory must have grown since.
+
+    Returns:
+        Bytes that are free now. Pages of them may have gone back.
+    """
+    gc.collect(1)  # calls that have ended with an error lie in cycles
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallinfo2.restype = _Mallinfo2
-        if libc.mallinfo2().fordblks > least:
-            libc.malloc_trim(least)
+        free = int(libc.mallinfo2().fordblks)
+        if free <= kept + growth:
+            return min(free, kept)
+        libc.malloc_trim(0)
+        return free
+    return kept
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -23,7 +23,7 @@ MOST_GROWTH = 64 << 20
 _SLOW_SECONDS = 0.1
 """A message of 1 MiB takes this long at 10 MB/s."""
 _LOOK_SECONDS = 0.03
-_TRIM_SECONDS = 5.0
+_TRIM_SECONDS = 10.0
 """How often what was freed goes back to the system."""
 _KEPT_BYTES = 32 << 20
 """Freed bytes that are kept, besides as many as are in flight: messages that come next use them again."""
@@ -100,7 +100,7 @@ class MessageWaits:
 
     def _run(self) -> None:
         least = process_memory.private_bytes()
-        trimmed = time.monotonic()
+        trimmed, kept = time.monotonic(), 0
         while True:
             with self._changed:
                 if not self._waits and not self._closed:
@@ -111,7 +111,7 @@ class MessageWaits:
             now, accounted = time.monotonic(), self._accounted()
             if now - trimmed > _TRIM_SECONDS:
                 trimmed = now
-                process_memory.give_back(_KEPT_BYTES + accounted)
+                kept = process_memory.give_back(kept, _KEPT_BYTES + accounted)
             held = process_memory.private_bytes() - accounted
             slow = [wait for wait in waits if now - wait.since > _SLOW_SECONDS]
             least = min(least, held) if slow else held

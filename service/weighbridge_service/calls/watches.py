@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 0.4
+_LOOK_SECONDS = 0.45
 """Between two looks while nothing changes here: how long it takes at most until what another replica has changed is seen."""
 _LEAST_SECONDS = 0.02
 """Between two looks, however much changes."""
