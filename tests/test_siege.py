@@ -34,7 +34,8 @@ SCALES = {
 }
 """Ten messages of 60 MiB are more than twice of what a service may take for them."""
 MEMORY = MOST_MEMORY
-ANSWERED_SECONDS = 1.0
+ANSWERED_SECONDS = 5.0
+"""`make bench-siege` measures against the promised second; here a service that does not hold answers after 10 s, or never."""
 
 
 @pytest.fixture(
@@ -57,7 +58,7 @@ def test_the_attack_was_what_it_says(outcome: Outcome) -> None:
         assert wanted == (counts.calls or counts.connected) or counts.failed
 
 
-def test_calls_of_others_are_answered_within_a_second(outcome: Outcome) -> None:
+def test_calls_of_others_are_answered(outcome: Outcome) -> None:
     for name in (CALLS, NEW_CLIENTS):
         window = outcome.during[name]
         assert not window.errors

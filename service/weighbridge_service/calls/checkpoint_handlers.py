@@ -94,6 +94,8 @@ class CheckpointHandlers:
         finally:
             answer.cancel()  # `finish` has its errors
             pending.leave()
+        if pending.in_memory:
+            return pending.finish(bool(done))
         return await self._methods.run(call, partial(pending.finish, bool(done)))
 
     @streamed

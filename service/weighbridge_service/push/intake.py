@@ -388,7 +388,7 @@ class Intake:
             retry_after_ms = min(max(_RETRY_MS_PER_RANK * declarations.ranks, least), most)
             return Declared(retry_after_ms=retry_after_ms, absent=declarations.absent)
 
-        return Pending(found, min(seconds, _LONG_POLL), answer, lambda: session.leave(found))
+        return Pending(found, min(seconds, _LONG_POLL), answer, lambda: session.leave(found), in_memory=True)
 
     # --- bytes
 
@@ -472,7 +472,7 @@ class Intake:
         push = self._find_push(name, number)
         if isinstance(push, EndedPush):
             push.seal(rank)
-            return settled(self._catalog.get_version(name, str(number)))
+            return settled(push.snapshot.version)
         found = push.seal(rank, client_id)
 
         def answer(sealed: bool) -> Version:
@@ -481,9 +481,9 @@ class Intake:
                     f"rank {rank} could not be sealed in time: {push.name_waits()}", fix="try again"
                 )
             found.result()
-            return self._catalog.get_version(name, str(number))
+            return push.snapshot.version
 
-        return Pending(found, seconds, answer, lambda: push.leave(found))
+        return Pending(found, seconds, answer, lambda: push.leave(found), in_memory=True)
 
     def abort_version(self, name: str, number: int, reason: str, seconds: float) -> Pending[Version]:
         """Give a version up. One that is visible and cannot be made durable stays visible until a newer one is.

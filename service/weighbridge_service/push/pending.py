@@ -20,15 +20,16 @@ class Pending(Generic[T]):
     Attributes:
         future: is done when the push has answered; cannot be cancelled.
         seconds: how long to wait for it.
-        finish: gives the result, or raises; to be called once the future is done or the time is over, and told whether it is done. May ask
-            the store.
+        finish: gives the result, or raises; to be called once the future is done or the time is over, and told whether it is done.
         leave: nobody waits any more; harmless if it is done.
+        in_memory: whether `finish` asks nothing of the store: then an event loop can do it.
     """
 
     future: Future[Any]
     seconds: float
     finish: Callable[[bool], T]
     leave: Callable[[], None]
+    in_memory: bool = False
 
     def result(self) -> T:
         """Wait in this thread. Raises what the push answers, or `finish` does."""
@@ -44,4 +45,4 @@ def settled(value: T) -> Pending[T]:
     """An answer that is there already."""
     found: Future[T] = Future()
     found.set_result(value)
-    return Pending(found, 0.0, lambda _: value, lambda: None)
+    return Pending(found, 0.0, lambda _: value, lambda: None, in_memory=True)
