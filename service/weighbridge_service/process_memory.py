@@ -49,6 +49,12 @@ def give_back(kept: int, growth: int) -> int:
     return kept
 
 
+def settle() -> None:
+    """Look for garbage once among what starting and importing has made, and never again among what is left: it stays."""
+    gc.collect()
+    gc.freeze()
+
+
 class _Mallinfo2(ctypes.Structure):
     """What the allocator says of itself: ``struct mallinfo2`` of <malloc.h>."""
 

@@ -31,7 +31,7 @@ from weighbridge_service.http_app import create_app
 from weighbridge_service.http_connections import connections
 from weighbridge_service.lane_server import LaneServer
 from weighbridge_service.metrics import Metrics
-from weighbridge_service.process_memory import collect_rarely, keep_freed_memory
+from weighbridge_service.process_memory import collect_rarely, keep_freed_memory, settle
 from weighbridge_service.service import Weighbridge
 
 log = logging.getLogger(__name__)
@@ -278,8 +278,9 @@ def _first_signal() -> Iterator[Callable[[], int]]:
 
 
 def _warm_up() -> None:
-    """Import what the first registration needs, which takes seconds."""
+    """Import what the first registration needs, which takes seconds, so that nobody waits for it."""
     try:
         bridge_for(json.dumps(_WARM_UP_CONFIG).encode())
     except Exception:
         log.exception("warming up failed; the first registration will try again")
+    settle()
