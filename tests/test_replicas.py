@@ -463,7 +463,7 @@ def test_a_replica_that_only_opened_a_version_does_not_end_it(
     """A connection moved on to another replica between the opening and the rest."""
     arrays = sources[1].arrays
     with (
-        replicas(tmp_path / "store", 2, sources, advertise="", receive_timeout=1.0) as running,
+        replicas(tmp_path / "store", 2, sources, advertise="", receive_timeout=2.5) as running,
         RawClient(running[0].address) as first,
         RawClient(running[1].address) as raw,
     ):
