@@ -23,7 +23,7 @@ from typing import TypeVar
 from weighbridge import rpc
 from weighbridge.errors import InvalidArgument, ResourceExhausted, Unavailable
 from weighbridge_service.admission.peer import Peer
-from weighbridge_service.admission.shares import may_have
+from weighbridge_service.admission.shares import RETRY_SECONDS, may_have
 from weighbridge_service.admission.turns import Turns
 
 K = TypeVar("K")
@@ -32,8 +32,6 @@ MESSAGE_ROOM = 2 * rpc.MESSAGE_BYTES
 """What a message takes at most: it lies in our memory once and in gRPC's once."""
 LEAST_BYTES = 32 << 20
 """No service gets on with less."""
-RETRY_SECONDS = 1.0
-"""After how long it is worth asking again for room that was not to be had."""
 _STUCK_SECONDS = 2.0
 """How long a client may leave a message unread, or unsent, while others wait for its room."""
 _LOOK_SECONDS = 0.5

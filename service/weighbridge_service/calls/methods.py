@@ -138,7 +138,7 @@ class Methods:
 
     async def run(self, call: Call, work: Callable[[], T]) -> T:
         """Do something that touches the store, or computes, for a call. For handlers that are coroutines."""
-        return await asyncio.wrap_future(self.begin(call, work))
+        return await self._in(self._quick, call, work)
 
     def begin(self, call: Call, work: Callable[[], T]) -> Future[T]:
         """As `run`, but does not wait for it."""

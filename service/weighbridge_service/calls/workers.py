@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -12,13 +11,11 @@ from typing import Any, TypeVar
 
 from weighbridge.errors import ResourceExhausted, Unavailable
 from weighbridge_service.admission.peer import Peer
+from weighbridge_service.admission.shares import RETRY_SECONDS
 from weighbridge_service.admission.turns import Turns
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _IDLE_SECONDS = 3.0
-_RETRY_SECONDS = 1.0
 
 
 class _Work(Future[T]):
@@ -133,5 +130,5 @@ class Workers:
 
 def _refusal(message: str) -> ResourceExhausted:
     error = ResourceExhausted(message, fix="try again later; see whether the object store answers")
-    error.retry_after = _RETRY_SECONDS
+    error.retry_after = RETRY_SECONDS
     return error
