@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +22,35 @@ SMOL, OTHER = ModelName("acme", "smol"), ModelName("acme", "other")
 
 
 class CountingStore(LocalStore):
-    """Counts reads of heads; is away as long as it is told so."""
+    """Counts reads of heads; is away, or hangs, as long as it is told so."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.reads = 0
+        self.hung = 0
         self.away = False
+        self._go_on = threading.Event()
+        self._go_on.set()
 
     def get(self, key: str) -> Any:
         if self.away:
             raise Unavailable("the store is away")
         self.reads += key.endswith("head.json")
-        return super().get(key)
+        found = super().get(key)
+        if not self._go_on.is_set():
+            self.hung += 1
+            self._go_on.wait()
+        return found
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Reads give what was there when they began, but not before the block has ended."""
+        self.hung = 0
+        self._go_on.clear()
+        try:
+            yield
+        finally:
+            self._go_on.set()
 
 
 def catalog_with_models(store: LocalStore) -> Catalog:

@@ -27,7 +27,8 @@ from weighbridge_service.calls.event_loop import EventLoop
 from weighbridge_service.calls.watches import Watches
 from weighbridge_service.calls.workers import Workers
 from weighbridge_service.catalog import Catalog
-from weighbridge_storage.head_changes import set_ref
+from weighbridge_storage.head_changes import delete_versions, forget_versions, set_ref
+from weighbridge_storage.image_pool import ImagePool
 
 
 @pytest.fixture
@@ -196,6 +197,39 @@ def test_a_wait_is_told_of_what_was_there_before_it_began_and_not_of_what_was_se
     number = publish_one(catalog)
     assert bench.reached("latest", VersionState.READY).number == number
     eventually(lambda: follower == [number])
+
+
+def test_a_version_in_memory_is_told_of_without_a_look_at_the_head(
+    catalog: Catalog, store: CountingStore, bench: Bench
+) -> None:
+    image = ImagePool(1 << 20).acquire({"a": 1})
+    publish_one(catalog)
+    catalog.show(SMOL, snapshot(2, VersionState.RECEIVING))
+    followed = bench.follow()
+    eventually(lambda: followed == [1])
+    waiting = bench.loop.begin(bench.watches.reached(str(SMOL), "2", VersionState.READY, 30.0))
+    time.sleep(0.1)
+    assert not waiting.done()
+    with store.hanging():
+        eventually(lambda: store.hung > 0)  # a look has begun, and what it finds is older
+        show(catalog, snapshot(2, VersionState.RECEIVING), snapshot(2, VersionState.READY, image=image))
+        assert waiting.result(10).number == 2
+        eventually(lambda: followed == [1, 2])
+        assert bench.reached("2", VersionState.READY).number == 2
+        assert bench.reached("live", VersionState.READY).number == 2
+    time.sleep(0.6)
+    assert followed == [1, 2]
+
+
+def test_what_is_durable_is_not_told_from_memory(catalog: Catalog, bench: Bench) -> None:
+    image = ImagePool(1 << 20).acquire({"a": 1})
+    number = publish_one(catalog)
+    catalog.show(SMOL, snapshot(number, VersionState.DURABLE, image=image))
+    publish_one(catalog)
+    catalog.heads.edit(SMOL, lambda history: (delete_versions(history, [number], 1), None))
+    catalog.heads.edit(SMOL, lambda history: (forget_versions(history, [number]), None))
+    with pytest.raises(NotFound, match="deleted"):
+        bench.reached(str(number), VersionState.READY)
 
 
 def test_waits_end_with_what_has_become_of_the_version(catalog: Catalog, bench: Bench) -> None:

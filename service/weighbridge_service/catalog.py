@@ -421,20 +421,22 @@ class Catalog:
         raise FailedPrecondition(f"{there} is not complete yet", fix="wait until it is ready")
 
     def in_memory(self, name: ModelName, version: str) -> Version | None:
-        """A visible version that this process has in memory, by its number or as ``live``, when the store is away.
+        """A visible version that this process has in memory, by its number or as ``live``. The store is not asked.
 
         None if there is none, or if ``live`` named a newer one when the store was last read: it does not go back.
         """
+        is_number = version.isascii() and version.isdigit() and len(version) <= 12
+        if not is_number and version != REF_LIVE:
+            return None
         visible = {
             number: known.version
             for number, known in self.snapshots(name).items()
             if known.version.state.visible and known.image is not None
         }
-        if version == REF_LIVE:
-            head, newest = self.heads.last_read(name), max(visible, default=0)
-            return visible.get(newest) if head is None or newest >= head.latest else None
-        is_number = version.isascii() and version.isdigit() and len(version) <= 12
-        return visible.get(int(version)) if is_number else None
+        if is_number:
+            return visible.get(int(version))
+        head, newest = self.heads.last_read(name), max(visible, default=0)
+        return visible.get(newest) if head is None or newest >= head.latest else None
 
     @contextmanager
     def unless_deleted(self, name: ModelName, number: int) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Watches: who waits for a ref to move, or for a version to reach a state. One poller for each model, however many watch it.
 
 A poller looks at the model's head when something has changed here, and now and then for what another replica has changed. It asks each
-question once, and wakes those who have asked it if the answer is another one than before.
+question once, and wakes those who have asked it if the answer is another one than before. What this process has in memory is told without
+a look: ranks and engines wait for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from weighbridge.errors import (
@@ -102,6 +104,15 @@ def _found(catalog: Catalog, name: ModelName, version: Version) -> Found:
     return Found(version, known is not None and known.abandoned)
 
 
+def from_memory(catalog: Catalog, name: ModelName, question: Question) -> Found | None:
+    """A version that this process can tell of without its model's head: visible, not durable yet, asked for by its number or as ``live``.
+
+    What is durable may have been deleted since.
+    """
+    version = catalog.in_memory(name, question.version)
+    return None if version is None or version.state.stored else _found(catalog, name, version)
+
+
 def differs(before: Answer | None, after: Answer) -> bool:
     """Whether an answer says something else than the one before to anybody who waits: not how many bytes have come."""
     if isinstance(before, Found) and isinstance(after, Found):
@@ -122,24 +133,36 @@ class _Asked:
         first: who has just asked, and must not be told what was found before: each with the first look that counts.
         others: who waits for another answer.
         askers: how many there are.
+        outdated: the last look that was begun before ``answer`` was known.
     """
 
     answer: Answer | None = None
     first: list[tuple[int, asyncio.Future[Answer]]] = field(default_factory=list)
     others: set[asyncio.Future[Answer]] = field(default_factory=set)
     askers: int = 0
+    outdated: int = 0
+
+    def tell_known(self, answer: Found, look: int) -> None:
+        """What is in memory. What a look finds that was begun before, as ``look`` was, is older."""
+        self.outdated = look
+        self._tell_others(answer)
 
     def tell(self, answer: Answer, look: int) -> None:
         """What a look has found."""
         woken = [each for since, each in self.first if since <= look]
         self.first = [each for each in self.first if each[0] > look]
-        if not isinstance(answer, _PASSING):
-            if differs(self.answer, answer):
-                woken += self.others
-            self.answer = answer
         for future in woken:
             if not future.done():
                 future.set_result(answer)
+        if look > self.outdated and not isinstance(answer, _PASSING):
+            self._tell_others(answer)
+
+    def _tell_others(self, answer: Answer) -> None:
+        if differs(self.answer, answer):
+            for future in self.others:
+                if not future.done():
+                    future.set_result(answer)
+        self.answer = answer
 
     def fail(self, error: WeighbridgeError) -> None:
         """There will be no answer."""
@@ -185,6 +208,13 @@ class _Poller:
         asked.first.append((self._looks + 1, future))
         self.wake.set()
         return await future
+
+    def tell_known(self, known: Callable[[Question], Found | None]) -> None:
+        """Something has changed in this process: tell what is known of it, and look again."""
+        for question, asked in self.asked.items():
+            if (answer := known(question)) is not None:
+                asked.tell_known(answer, self._looks)
+        self.wake.set()
 
     async def run(self) -> None:
         """Look until nobody asks."""
@@ -262,7 +292,11 @@ class Watches:
             DeadlineExceeded: not within ``seconds``.
             Unavailable: the service is shutting down.
         """
-        with self._asking(name, Question(version, invisible=True)) as (poller, asked):
+        question = Question(version, invisible=True)
+        known = from_memory(self._catalog, ModelName.parse(name), question)
+        if known is not None and known.version.state.reached(state):
+            return known.version
+        with self._asking(name, question) as (poller, asked):
             answer = await poller.first(asked)
             try:
                 async with asyncio.timeout(seconds):
@@ -336,11 +370,8 @@ class Watches:
         return poller
 
     def _changed(self, name: ModelName | None) -> None:
-        if name is not None and name in self._pollers:
-            self._pollers[name].wake.set()
-        elif name is None:
-            for poller in self._pollers.values():
-                poller.wake.set()
+        for model in self._pollers if name is None else self._pollers.keys() & {name}:
+            self._pollers[model].tell_known(partial(from_memory, self._catalog, model))
 
 
 def _in_state(answer: Answer, state: VersionState) -> Version | None:
