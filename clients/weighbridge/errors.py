@@ -113,14 +113,19 @@ class ResourceExhausted(WeighbridgeError):
     """Over a limit, or no memory or disk left for it.
 
     Attributes:
-        retry_after: in how many seconds there may be room, if that is a matter of time; None if it is not. The client tries
+        retry_after: seconds after which there may be room, if that is a matter of time; None if it is not. The client tries
             streams again by itself, not before that.
     """
 
     reason = "RESOURCE_EXHAUSTED"
     grpc_code = "RESOURCE_EXHAUSTED"
     http_status = 507
-    retry_after: float | None = None
+
+    def __init__(
+        self, message: str, *, fix: str = "", details: Sequence[str] = (), retry_after: float | None = None
+    ) -> None:
+        super().__init__(message, fix=fix, details=details)
+        self.retry_after = retry_after
 
 
 class DataLoss(WeighbridgeError):

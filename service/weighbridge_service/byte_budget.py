@@ -159,12 +159,11 @@ class ByteBudget:
                 self._grant()  # a smaller one behind it may fit
                 if share.gone:
                     raise Unavailable("the caller has gone")
-                error = ResourceExhausted(
+                raise ResourceExhausted(
                     f"the service has {self._nbytes} of {self.capacity} bytes of weights in flight, and no room for more",
                     fix="try again later; if that goes on, serve with a larger --byte-budget, or more replicas",
+                    retry_after=RETRY_SECONDS,
                 )
-                error.retry_after = RETRY_SECONDS
-                raise error
             stuck = self._stuck(side, now)
             if stuck:
                 self._changed.release()  # what ends a stream may want to give its room back

@@ -233,14 +233,13 @@ class ImagePool:
             self._changed.wait(min(left, _LOOK_SECONDS))
 
     def _no_room(self, request: ImageRequest, memory: Space, disk: Space) -> ResourceExhausted:
-        error = ResourceExhausted(
+        return ResourceExhausted(
             f"{request.owner} found no room within {request.seconds:.0f} s: {request.reason}",
             details=[str(holding) for holding in self._holdings()[:_NAMED]],
             fix="wait until another version is done, abort one, or let go of tensors that were pulled without a copy; if that goes on, "
             + admission.remedy(request.nbytes, memory, disk, beside=memory.in_use),
+            retry_after=_LOOK_SECONDS,
         )
-        error.retry_after = _LOOK_SECONDS
-        return error
 
     def leave(self, request: ImageRequest) -> None:
         """Take a request out of the line. Doing it again does nothing."""

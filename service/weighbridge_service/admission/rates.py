@@ -58,9 +58,8 @@ class Rates:
             if len(self._buckets) > _MOST_HOSTS:
                 self._buckets.popitem(last=False)
         if not allowed:
-            error = ResourceExhausted(
+            raise ResourceExhausted(
                 f"{host} begins more than {self._rate:g} calls a second",
                 fix="ask less often, or watch instead",
+                retry_after=max((1 - bucket.calls) / self._rate, 0.1),
             )
-            error.retry_after = max((1 - bucket.calls) / self._rate, 0.1)
-            raise error

@@ -78,12 +78,11 @@ class Shares:
     def refusal(self, host: str) -> ResourceExhausted:
         """What a host is told that can have no more."""
         held = self._held.get(host, 0)
-        error = ResourceExhausted(
+        return ResourceExhausted(
             f"{self._sum} of {self._total} {self._what} are taken, {held} of them by {host or 'you'}",
             fix="try again later, or ask another replica",
+            retry_after=RETRY_SECONDS,
         )
-        error.retry_after = RETRY_SECONDS
-        return error
 
     @contextmanager
     def taking(self, host: str, count: int = 1) -> Iterator[None]:

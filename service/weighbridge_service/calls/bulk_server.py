@@ -125,8 +125,9 @@ class BulkListener:
                 # a caller that has gone is told nothing; neither is one whose own stream broke while it was being read
                 gone = not context.is_active() or isinstance(error, grpc.RpcError)
                 known = known_error(name, error) if not gone else _gone(error)
-                code = "CANCELLED" if gone else known.grpc_code
-                context.abort_with_status(to_status(known))
+                code, status = "CANCELLED" if gone else known.grpc_code, to_status(known)
+                del known  # its traceback leads back here
+                context.abort_with_status(status)
             finally:
                 self._count(name, code)
 

@@ -58,9 +58,13 @@ class Call:
     def wait(self, future: Future[T]) -> T:
         """Wait in the handler's thread, until the call ends at most. Raises CancelledError if it does."""
         self._awaited = future
-        if self._ended:
-            future.cancel()
-        return future.result()
+        try:
+            if self._ended:
+                future.cancel()
+            return future.result()
+        finally:
+            self._awaited = None
+            del future  # its error's traceback leads back here
 
     def add_callback(self, callback: Callable[[], object]) -> None:
         """Call this, from any thread, when the call has ended; at once if it has."""
@@ -75,7 +79,8 @@ class Call:
         with self._lock:
             self._ended = True
             callbacks, self._callbacks = self._callbacks, []
-        if self._awaited is not None:
-            self._awaited.cancel()
+        awaited = self._awaited
+        if awaited is not None:
+            awaited.cancel()
         for callback in callbacks:
             callback()

@@ -186,22 +186,23 @@ class Methods:
                         task.uncancel()
                         call.end()  # its thread may wait for the same
                         self._count(method.name, _STUCK.grpc_code)
-                        await _refuse(context, _STUCK)  # counted as a call until its client has read or gone
+                        await _refuse(
+                            context, to_status(_STUCK)
+                        )  # counted as a call until its client has read or gone
                     else:
                         self._count(method.name, "OK")
             except asyncio.CancelledError:
                 if not evicted:
                     self._count(method.name, "CANCELLED")
                 raise
-            except grpc.aio.AbortError:
-                raise
             except _BROKEN:
                 self._count(method.name, "CANCELLED")
-                await _refuse(context, _GONE)
+                await _refuse(context, to_status(_GONE))
             except Exception as error:
-                known = known_error(method.name, error)
+                status = to_status(known := known_error(method.name, error))
                 self._count(method.name, known.grpc_code)
-                await _refuse(context, known)
+                del known  # its traceback leads back here
+                await _refuse(context, status)
             finally:
                 call.end()
 
@@ -304,11 +305,15 @@ class Methods:
             del response
 
 
-async def _refuse(context: Any, error: WeighbridgeError) -> None:
-    """Answer a call with an error. Raises what ends it; nothing if its caller goes meanwhile."""
-    status = to_status(error)
-    with suppress(_BROKEN):
+async def _refuse(context: Any, status: grpc.Status) -> None:
+    """Answer a call with an error, or not at all if its caller goes meanwhile."""
+    try:
         await context.abort(status.code, status.details, status.trailing_metadata)
+    except grpc.aio.AbortError as aborted:
+        # gRPC keeps it with the call, to which its traceback leads: thousands of refused calls would wait for the garbage collector
+        aborted.__traceback__ = aborted.__context__ = None
+    except _BROKEN:
+        pass
 
 
 async def _next(context: Any) -> bytes | None:

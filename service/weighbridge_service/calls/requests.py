@@ -131,11 +131,11 @@ class Requests:
                     found = await context.read()
         except TimeoutError:
             if reader.hurried:
-                error = ResourceExhausted(
-                    "the call has sent nothing, and others wait", fix="send a request at once, then try again"
-                )
-                error.retry_after = RETRY_SECONDS
-                raise error from None
+                raise ResourceExhausted(
+                    "the call has sent nothing, and others wait",
+                    fix="send a request at once, then try again",
+                    retry_after=RETRY_SECONDS,
+                ) from None
             raise DeadlineExceeded(
                 f"the call has sent nothing for {SILENT_SECONDS:g} s", fix="send a request at once"
             ) from None

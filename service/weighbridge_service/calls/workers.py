@@ -129,6 +129,6 @@ class Workers:
 
 
 def _refusal(message: str) -> ResourceExhausted:
-    error = ResourceExhausted(message, fix="try again later; see whether the object store answers")
-    error.retry_after = RETRY_SECONDS
-    return error
+    return ResourceExhausted(
+        message, fix="try again later; see whether the object store answers", retry_after=RETRY_SECONDS
+    )
