@@ -16,7 +16,7 @@ from benchmarks.held_connections import Connection, Counts, Http2Connection, Sta
 
 _SETTLE_SECONDS = 10.0
 """How long a service may take to accept what comes."""
-_QUIET_SECONDS = 1.0
+_QUIET_SECONDS = 3.0
 """After so long without a byte in either direction nothing more is to be said for now."""
 _PAUSE_SECONDS = 0.1
 

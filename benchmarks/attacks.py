@@ -183,15 +183,30 @@ def withheld_lane(doors: Doors) -> list[Part]:
     ]
 
 
+def withheld_everywhere(doors: Doors) -> list[Part]:
+    """As many at each door that takes long messages."""
+    calls = (part for path in (REGISTER, DECLARE, PUSH) for part in withheld(doors, path))
+    return [*calls, *withheld_lane(doors)]
+
+
 def everything(doors: Doors, model: str) -> list[Part]:
-    """What stands all at once."""
+    """All at once: the half-open connections and the withheld messages are spread over the doors."""
     return [
         *silent(doors),
-        *half_open(doors),
+        *_divided(half_open(doors)),
         *unread(doors.bulk, model),
-        *(part for path in (REGISTER, DECLARE, PUSH) for part in withheld(doors, path)),
-        *withheld_lane(doors),
+        *_divided(withheld_everywhere(doors)),
     ]
+
+
+def more_than_everything(doors: Doors, model: str) -> list[Part]:
+    """As many half-open connections and withheld messages at each door."""
+    return [*silent(doors), *half_open(doors), *unread(doors.bulk, model), *withheld_everywhere(doors)]
+
+
+def _divided(parts: Sequence[Part]) -> list[Part]:
+    """As many connections together as each part has by itself."""
+    return [replace(part, connections=part.connections // len(parts)) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -221,4 +236,5 @@ ATTACKS = {
     "withheld-lane": Attack(lambda doors, _: withheld_lane(doors)),
     "all": Attack(everything),
     "all-few-descriptors": Attack(everything, FEW_DESCRIPTORS),
+    "more-than-all": Attack(more_than_everything),
 }

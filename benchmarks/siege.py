@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -185,6 +187,14 @@ class Looking:
         self.last = now
         return now
 
+    def until(self, ends: Callable[[], object]) -> None:
+        """Look until something that waits has ended. Raises what it raises."""
+        with ThreadPoolExecutor(1) as thread:
+            ended = thread.submit(ends)
+            while not wait([ended], _LOOK_SECONDS).done:
+                self.look()
+            ended.result()
+
     def during(self, seconds: float) -> None:
         """Look for so long."""
         until = time.monotonic() + seconds
@@ -223,8 +233,9 @@ def attack(service: Besieged, name: str, parts: Sequence[Part], settings: Settin
             assert attacker.stdin is not None
             attacker.stdin.write(json.dumps([asdict(part) for part in parts]) + "\n")
             attacker.stdin.flush()
+            looking.until(partial(processes.first_line, attacker))
+            coming = bystanders.end_window()
             looking.during(settings.hold)
-            processes.first_line(attacker)
             counts = [Counts(**each) for each in json.loads(_ask(attacker))]
             during, ended = bystanders.end_window(), looking.look()
             attacker.kill()
@@ -232,7 +243,7 @@ def attack(service: Besieged, name: str, parts: Sequence[Part], settings: Settin
         back = given_back(looking, start, settings.patience)
         log_bytes = service.log_bytes - logged
     said = [part.said for part in parts]
-    return Outcome(name, said, counts, before, during, start, looking.peak, cores, log_bytes, back, looking.died)  # fmt: skip
+    return Outcome(name, said, counts, before, coming, during, start, looking.peak, cores, log_bytes, back, looking.died)  # fmt: skip
 
 
 def besiege(name: str, settings: Settings, folder: Path) -> Outcome:
@@ -260,7 +271,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.siege", description=__doc__)
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), help="by default all")
     parser.add_argument(
-        "--hold", type=float, default=usual.hold, help="seconds that an attack stands (default 20)"
+        "--hold",
+        type=float,
+        default=usual.hold,
+        help="seconds that an attack stands once all of it has come (default 20)",
     )
     parser.add_argument("--baseline", type=float, default=usual.baseline, help="seconds before (default 5)")
     parser.add_argument("--scale", type=float, default=usual.scale, help="of the attacks (default 1)")

@@ -35,7 +35,7 @@ class Outcome:
         name: of the attack.
         said: what it consisted of.
         counts: what its connections had come to when it ended.
-        before, during: the windows of bystanders, by name.
+        before, coming, during: the windows of bystanders, by name: until the attack, until all of it had come, and while it stood.
         start: what the service held before.
         peak: the most that it was seen to hold.
         cores: processors that it kept busy on average.
@@ -49,6 +49,7 @@ class Outcome:
     said: Sequence[str]
     counts: Sequence[Counts]
     before: Mapping[str, Window]
+    coming: Mapping[str, Window]
     during: Mapping[str, Window]
     start: VitalSigns
     peak: VitalSigns
@@ -76,6 +77,7 @@ class Verdict:
     Attributes:
         name: what was promised.
         before: how it was before the attack.
+        coming: how it was while the attack came; no promise is made of that.
         during: how it was under it.
         goal: what may be.
         ok: whether it was kept.
@@ -84,6 +86,7 @@ class Verdict:
 
     name: str
     before: str
+    coming: str
     during: str
     goal: str
     ok: bool
@@ -105,6 +108,7 @@ def verdicts(outcome: Outcome, *, call_seconds: float = MOST_CALL_SECONDS, probe
         Verdict(
             "pulls MB/s",
             f"{_rate(outcome.before[PULLS]) / 1e6:.0f}",
+            f"{_rate(outcome.coming[PULLS]) / 1e6:.0f}",
             f"{_rate(pulls) / 1e6:.0f}",
             f">= {LEAST_PULL:g}x",
             outcome.pull_ratio >= LEAST_PULL,
@@ -117,6 +121,7 @@ def verdicts(outcome: Outcome, *, call_seconds: float = MOST_CALL_SECONDS, probe
         Verdict(
             "resident MiB",
             _mebibytes(start.resident),
+            "",
             f"{grown / 2**20:+.0f}",
             f"<= +{memory >> 20}",
             grown <= memory,
@@ -130,6 +135,7 @@ def verdicts(outcome: Outcome, *, call_seconds: float = MOST_CALL_SECONDS, probe
             Verdict(
                 f"{name} given back s",
                 _mebibytes(before) if name == "memory" else str(before),
+                "",
                 "not" if seconds is None else f"{seconds:.1f}",
                 f"<= {GIVEN_BACK_SECONDS:g}",
                 seconds is not None,
@@ -140,13 +146,16 @@ def verdicts(outcome: Outcome, *, call_seconds: float = MOST_CALL_SECONDS, probe
         Verdict(
             "log KiB",
             "",
+            "",
             f"{outcome.log_bytes / 1024:.0f}",
             f"<= {MOST_LOG >> 10}",
             outcome.log_bytes <= MOST_LOG,
             f"{outcome.cores:.2f} cores busy",
         )
     )
-    judged.append(Verdict("the service lives", "", "no" if outcome.died else "yes", "yes", not outcome.died))
+    judged.append(
+        Verdict("the service lives", "", "", "no" if outcome.died else "yes", "yes", not outcome.died)
+    )
     return judged
 
 
@@ -160,9 +169,10 @@ def table(outcome: Outcome, memory: int) -> str:
     ]
     judged = verdicts(outcome, memory=memory)
     rows = (
-        [each.name, each.before, each.during, each.goal, "ok" if each.ok else "MISSED"] for each in judged
+        [each.name, each.before, each.coming, each.during, each.goal, "ok" if each.ok else "MISSED"]
+        for each in judged
     )
-    lines = report.table([outcome.name, "before", "attacked", "goal", ""], rows).splitlines()
+    lines = report.table([outcome.name, "before", "coming", "attacked", "goal", ""], rows).splitlines()
     noted = (
         f"{line}  {note}".rstrip()
         for line, note in zip(lines, ["", *(each.note for each in judged)], strict=True)
@@ -177,6 +187,7 @@ def _answered(outcome: Outcome, name: str, most: float) -> Verdict:
     return Verdict(
         f"{name} ms",
         f"{max(before.seconds, default=math.inf) * 1e3:.0f}",
+        f"{max(outcome.coming[name].seconds, default=math.inf) * 1e3:.0f}",
         f"{longest * 1e3:.0f}",
         f"<= {most * 1e3:.0f}",
         longest <= most and not during.failed,

@@ -111,7 +111,7 @@ def test_who_was_never_answered_is_not_taken_for_served() -> None:
     window = Window(seconds=[0.01], nbytes=1000, length=1.0)
     windows = dict.fromkeys((CALLS, NEW_CLIENTS, *PROBES, PULLS), window)
     back = dict.fromkeys(("memory", "threads", "descriptors"), 0.5)
-    quiet = Outcome("none", [], [], windows, windows, signs, signs, 0.1, 0, back, died=False)
+    quiet = Outcome("none", [], [], windows, windows, windows, signs, signs, 0.1, 0, back, died=False)
     assert all(verdict.ok for verdict in verdicts(quiet))
     for name in (CALLS, *PROBES, PULLS):
         unanswered = replace(quiet, during={**quiet.during, name: Window(length=5.0)})
@@ -122,6 +122,7 @@ def test_who_was_never_answered_is_not_taken_for_served() -> None:
 
 def test_every_attack_that_all_at_once_does_not_contain_is_tried() -> None:
     assert (
-        SCALES.keys() | {"silent-spread", "half-open-again", "withheld-declare", "all-few-descriptors"}
+        SCALES.keys()
+        | {"silent-spread", "half-open-again", "withheld-declare", "all-few-descriptors", "more-than-all"}
         == ATTACKS.keys()
     )

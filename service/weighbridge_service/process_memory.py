@@ -44,9 +44,15 @@ def give_back(kept: int, growth: int) -> int:
         free = int(libc.mallinfo2().fordblks)
         if free <= kept + growth:
             return min(free, kept)
-        libc.malloc_trim(0)
+        trim()
         return free
     return kept
+
+
+def trim() -> None:
+    """Hand what was freed back to the system: in milliseconds if there is little, and no garbage is looked for."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def settle() -> None:

@@ -21,10 +21,14 @@ log = logging.getLogger(__name__)
 MOST_GROWTH = 64 << 20
 """Bytes by which memory may grow, besides what is accounted for, while callers are waited for."""
 _SLOW_SECONDS = 0.1
-"""A message of 1 MiB takes this long at 10 MB/s."""
+"""A message of 1 MiB takes this long at 10 MB/s. Who is slower is ended first; the faster, the more memory has grown."""
 _LOOK_SECONDS = 0.03
+_ALERT_SECONDS = 0.01
+"""The same while memory grows."""
 _TRIM_SECONDS = 10.0
 """How often what was freed goes back to the system."""
+_GROWN_TRIM_SECONDS = 0.5
+"""The same once memory has run away: what ended callers have freed must not count as theirs for long."""
 _KEPT_BYTES = 32 << 20
 """Freed bytes that are kept, besides as many as are in flight: messages that come next use them again."""
 
@@ -52,7 +56,7 @@ def overdue(waits: Iterable[Wait], now: float, growth: int) -> list[Wait]:
         now: in seconds of the monotonic clock.
         growth: bytes by which memory has grown while they last, besides what is accounted for.
     """
-    slow = _SLOW_SECONDS if growth > MOST_GROWTH else float("inf")
+    slow = _SLOW_SECONDS * (MOST_GROWTH / growth) ** 2 if growth > MOST_GROWTH else float("inf")
     return [wait for wait in waits if now >= wait.until or now - wait.since > slow]
 
 
@@ -100,7 +104,7 @@ class MessageWaits:
 
     def _run(self) -> None:
         least = process_memory.private_bytes()
-        trimmed, kept = time.monotonic(), 0
+        trimmed, kept, grown = time.monotonic(), 0, False
         while True:
             with self._changed:
                 if not self._waits and not self._closed:
@@ -109,13 +113,18 @@ class MessageWaits:
                     return
                 waits = list(self._waits)
             now, accounted = time.monotonic(), self._accounted()
+            if grown and now - trimmed > _GROWN_TRIM_SECONDS:
+                trimmed, grown = now, False
+                process_memory.trim()
             if now - trimmed > _TRIM_SECONDS:
                 trimmed = now
                 kept = process_memory.give_back(kept, _KEPT_BYTES + accounted)
             held = process_memory.private_bytes() - accounted
             slow = [wait for wait in waits if now - wait.since > _SLOW_SECONDS]
             least = min(least, held) if slow else held
-            ended = overdue(waits, now, held - least)
+            growth = held - least
+            ended = overdue(waits, now, growth)
+            grown = grown or growth > MOST_GROWTH
             if ended:
                 log.info("%d calls have not sent the message that was due", len(ended))
             with self._changed:
@@ -124,4 +133,4 @@ class MessageWaits:
             for wait in ended:
                 wait.end()
             if waits:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_LOOK_SECONDS if growth < MOST_GROWTH // 2 else _ALERT_SECONDS)

@@ -38,7 +38,7 @@ from weighbridge_service.service import Weighbridge
 
 _QUICK_THREADS = 32
 _LONG_THREADS = 8
-_PLANNING_THREADS = 8
+_PLANNING_THREADS = 4
 _REPLICA_THREADS = 32
 _LAST_PORT = 65535
 _LINE = 4096
