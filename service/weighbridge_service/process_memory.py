@@ -37,7 +37,6 @@ def give_back(kept: int, growth: int) -> int:
     Returns:
         Bytes that are free now. Pages of them may have gone back.
     """
-    gc.collect(1)  # calls that have ended with an error lie in cycles
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallinfo2.restype = _Mallinfo2
