@@ -597,6 +597,22 @@ def test_models_that_cannot_be_read_are_named_with_what_to_do(store: ObjectStore
     }
 
 
+def test_a_head_counts_as_read_lately_until_it_is_old_or_one_was_written_here(store: ObjectStore) -> None:
+    heads, others = HeadStore(store), HeadStore(store)
+    assert heads.read_lately(SMOL, 60.0) is None
+    heads.update(SMOL, allocate, create=True)
+    assert heads.read_lately(SMOL, 60.0) is None
+    found = heads.read(SMOL)
+    assert found is not None
+    assert heads.read_lately(SMOL, 60.0) is found[0]
+    assert heads.read_lately(SMOL, 0.0) is None
+    others.update(SMOL, allocate)
+    assert heads.read_lately(SMOL, 60.0) is found[0]
+    heads.update(SMOL, allocate)
+    assert heads.read_lately(SMOL, 60.0) is None
+    assert heads.read(SMOL) == others.read(SMOL)
+
+
 def test_a_change_that_changes_nothing_writes_nothing(store: ObjectStore) -> None:
     heads = HeadStore(store)
     heads.update(SMOL, allocate, create=True)

@@ -13,7 +13,7 @@ from weighbridge.dtypes import DType
 from weighbridge.errors import FailedPrecondition
 from weighbridge.layouts import Layout, TensorSpec
 from weighbridge.pieces import Buffer
-from weighbridge.resources import Version
+from weighbridge.resources import REF_LIVE, Version
 from weighbridge.safetensors_files import FilesLayout
 from weighbridge.slices import LayoutRequest
 from weighbridge.striping import WHOLE, Striping
@@ -37,6 +37,8 @@ from weighbridge_storage.version_reading import open_version
 
 _KEPT_CASTS = 250_000
 """Slices of pulls in another dtype that are remembered, over all models."""
+_PLANNED_SECONDS = 1.0
+"""How long what the plan of a pull has read holds for its streams, if they read from memory."""
 _KEPT_OPEN = 16
 """Durable versions whose files stay mapped, or in the read cache, after a pull."""
 
@@ -190,16 +192,7 @@ class Serving:
 
     def _open(self, name: ModelName, version: str) -> OpenVersion:
         asked_ms = self._readers.clock()
-        history: History | None = None
-        try:
-            history = self._catalog.history(name)
-        except AWAY:
-            here = self._catalog.in_memory(name, version)
-            if here is None:
-                raise
-            found = here
-        else:
-            found = self._catalog.resolve(name, version, history)
+        found, history = self._find(name, version)
         model = self._catalog.model(name)
         held: dict[str, FileBytes] = {}
         lease: Lease | None = None
@@ -219,6 +212,22 @@ class Serving:
                 lease.release()
             raise
         return opened if lease is None else opened.partly_from(held, lease)
+
+    def _find(self, name: ModelName, version: str) -> tuple[Version, History | None]:
+        """A version, and the history that says so; without it, what lies in memory can be read, and nothing else."""
+        heads, here = self._catalog.heads, self._catalog.in_memory(name, version)
+        if here is not None and version != REF_LIVE:
+            planned = heads.read_lately(name, _PLANNED_SECONDS)
+            if planned is not None:
+                return self._catalog.resolve(name, version, heads.history_of(name, planned)), None
+        try:
+            history = self._catalog.history(name)
+        except AWAY:
+            here = self._catalog.in_memory(name, version)
+            if here is None:
+                raise
+            return here, None
+        return self._catalog.resolve(name, version, history), history
 
     def _open_elsewhere(
         self, name: ModelName, found: Version, model: RegisteredModel, asked_ms: int

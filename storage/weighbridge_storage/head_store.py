@@ -6,10 +6,12 @@ part of it goes into the tree of its history, whose new nodes are written before
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -41,6 +43,23 @@ _LONGEST_PAUSE_S = 0.25
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A head that was read.
+
+    Attributes:
+        head: the head.
+        etag: the store's.
+        nbytes: length of its text.
+        asked: when the store was asked for it last, in seconds of the monotonic clock.
+    """
+
+    head: Head
+    etag: str
+    nbytes: int
+    asked: float
+
+
 class HeadStore:
     """The heads of all models in a store.
 
@@ -57,7 +76,8 @@ class HeadStore:
         self._patience_s = patience_s
         self._most_recent = most_recent
         self._nodes = NodeStore(store)
-        self._known: Cache[tuple[Head, str, int]] = Cache(_CACHED_BYTES, lambda known: known[2])
+        self._changed = -math.inf
+        self._known: Cache[_Known] = Cache(_CACHED_BYTES, lambda known: known.nbytes)
 
     def read(self, model: ModelName) -> tuple[Head, str] | None:
         """A model's head and its etag; None if there is no such model.
@@ -67,21 +87,28 @@ class HeadStore:
             FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
             WeighbridgeError: as `ObjectStore.get`.
         """
+        asked = time.monotonic()
         try:
             data, etag = self._store.get(model.head_key)
         except NotFound:
             return None
         known = self._known.get(model)
-        if known is None or known[1] != etag:
+        if known is None or known.etag != etag:
             # it is read far more often than it changes
-            known = Head.from_json(data, model.head_key), etag, len(data)
-            self._known.put(model, known)
-        return known[:2]
+            known = _Known(Head.from_json(data, model.head_key), etag, len(data), asked)
+        self._known.put(model, replace(known, asked=asked))
+        return known.head, etag
 
     def last_read(self, model: ModelName) -> Head | None:
         """The head that was read last, without asking the store; None if none was, or it was forgotten since."""
         known = self._known.get(model)
-        return None if known is None else known[0]
+        return None if known is None else known.head
+
+    def read_lately(self, model: ModelName, seconds: float) -> Head | None:
+        """The head, if it was read within so many seconds, and no head was written here since. The store is not asked."""
+        known = self._known.get(model)
+        since = max(time.monotonic() - seconds, self._changed)
+        return None if known is None or known.asked < since else known.head
 
     def history(self, model: ModelName) -> History | None:
         """The versions that a model's head leads to; None if there is no such model. Raises as `read`."""
@@ -152,7 +179,10 @@ class HeadStore:
             else:
                 results[write_id] = result
                 try:
-                    self._store.put(model.head_key, text, mode=mode)
+                    try:
+                        self._store.put(model.head_key, text, mode=mode)
+                    finally:
+                        self._changed = time.monotonic()
                     return result
                 except (Conflict, Unavailable, DeadlineExceeded) as error:
                     failure = error
