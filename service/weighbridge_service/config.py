@@ -35,6 +35,8 @@ class ServiceConfig:
             share it (`weighbridge_service.calls.server.bulk_ports`).
         local_socket: path of the Unix socket by which processes of this machine get at weights in shared memory; ``auto`` for one
             that only this user's processes can reach, ``off`` for none.
+        lane_trust_uids: users, besides the service's own, whose processes memory is lent to for writing
+            (`weighbridge_service.lane_trust`).
         receive_timeout: seconds without a word from any rank after which a version being received is given up.
         advertise: ``host:port`` under which other replicas of the service, and trainer ranks on other nodes, reach this one's gRPC face;
             empty if ranks of one version do not push to several replicas.
@@ -65,6 +67,7 @@ class ServiceConfig:
     redirect_downloads: bool = False
     bulk_port: str = "auto"
     local_socket: str = "auto"
+    lane_trust_uids: tuple[int, ...] = ()
     receive_timeout: float = 300.0
     advertise: str = ""
     open_lease: float = 120.0

@@ -12,12 +12,14 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.admission.peer import LOCAL, Peer
 from weighbridge_service.admission.shares import Shares
 from weighbridge_service.lane_session import LaneSession
+from weighbridge_service.lane_trust import Writers
 from weighbridge_service.service import Weighbridge
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class LaneServer:
         most: clients at one time.
 
     Raises:
-        InvalidArgument: the path is too long, or something else than a socket is there.
+        InvalidArgument: the path is too long, something else than a socket is there, or a user cannot be trusted.
         Unavailable: the socket cannot be made, or another process listens on it.
 
     Attributes:
@@ -63,6 +65,7 @@ class LaneServer:
         self._socket: socket.socket | None = None
         self._stopping = False
         self._most_clients = min(most, _MOST_CLIENTS)
+        self._writers = Writers.of(service.config.lane_trust_uids)
         self._pending = Shares("bytes of incomplete messages on the local lane", _PENDING_BYTES)
         if where == OFF:
             self.unavailable = "the service was started with --local-socket off"
@@ -122,9 +125,11 @@ class LaneServer:
                 log.warning("%d clients are connected to %s: no more", self._most_clients, self.path)
                 connection.close()
                 continue
-            peer = _peer(connection)
+            uid = _uid(connection)
+            peer = Peer(LOCAL, f"uid {uid}")
             room = _RoomOf(self._pending, peer.connection)
-            session = LaneSession(self._service, connection, self.service_id, room, peer)
+            check_writer = partial(self._writers.check, uid)
+            session = LaneSession(self._service, connection, self.service_id, room, peer, check_writer)
             thread = threading.Thread(
                 target=self._run, args=(session,), name="local-lane-client", daemon=True
             )
@@ -163,10 +168,11 @@ class _RoomOf:
             self.shares.give(self.user, nbytes)
 
 
-def _peer(connection: socket.socket) -> Peer:
-    """Who is at the other end, as the kernel says it: all processes of one user are one peer."""
+def _uid(connection: socket.socket) -> int:
+    """Whose process is at the other end, as the kernel says it. All processes of one user are one peer."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return Peer(LOCAL, f"uid {_CREDENTIALS.unpack(credentials)[1]}")
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid
 
 
 def _own_path(service_id: str) -> Path:

@@ -51,6 +51,7 @@ class LaneSession:
         service_id: tells this process from others.
         room: for long messages that are coming.
         peer: whose process the client is.
+        check_writer: raises if the client is lent no memory for writing.
 
     Attributes:
         client_id: who it says it is; empty as long as it has not.
@@ -63,12 +64,14 @@ class LaneSession:
         service_id: str,
         room: lane_protocol.Room,
         peer: Peer,
+        check_writer: Callable[[], None],
     ) -> None:
         self._service = service
         self._connection = connection
         self._service_id = service_id
         self._room = room
         self._peer = peer
+        self._check_writer = check_writer
         self.client_id = ""
         self._lock = threading.Lock()
         self._sending = threading.Lock()
@@ -164,6 +167,8 @@ class LaneSession:
             asked = getattr(request, kind)
             ref = getattr(asked, "version", "") or getattr(asked, "number", "")
             authorize(self._peer, _VERBS[kind], asked.model, str(ref))
+            if _VERBS[kind] is Verb.PUSH:
+                self._check_writer()
         if kind == "hello":
             self.client_id = request.hello.client_id
             response.hello.service_id = self._service_id

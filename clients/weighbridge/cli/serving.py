@@ -85,6 +85,15 @@ from weighbridge.cli.running import Command, needs_extra
     "user; name a path in a folder that other containers mount, too, for those.",
 )
 @click.option(
+    "--lane-trust-uid",
+    "lane_trust_uids",
+    multiple=True,
+    type=click.IntRange(min=0),
+    metavar="UID",
+    help="A user, besides the service's own, whose trainers write weights to the service's memory themselves; can be given several times. "
+    "Others push by gRPC. Who is lent memory for writing could change it later: trust whom you would let run as the service's user.",
+)
+@click.option(
     "--receive-timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=300.0,
@@ -166,6 +175,7 @@ def serve_command(
     read_cache: int,
     bulk_port: str,
     local_socket: str,
+    lane_trust_uids: tuple[int, ...],
     receive_timeout: float,
     drain_seconds: float,
     advertise: str | None,
@@ -192,6 +202,7 @@ def serve_command(
         read_cache=read_cache,
         bulk_port=bulk_port,
         local_socket=local_socket,
+        lane_trust_uids=lane_trust_uids,
         receive_timeout=receive_timeout,
         drain_seconds=drain_seconds,
         advertise=advertise or "",
