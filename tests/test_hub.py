@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from threading import Event, Semaphore
 from typing import Any
 
 import httpx2 as httpx
@@ -34,6 +35,7 @@ from weighbridge_service import http_hub
 from weighbridge_service.exports import Exports
 from weighbridge_service.http_app import create_app
 from weighbridge_service.http_problems import MAX_BODY_BYTES
+from weighbridge_service.hub_reading import Hub
 from weighbridge_service.push import publisher
 from weighbridge_service.server import HttpServer
 
@@ -155,6 +157,31 @@ def is_copy(folder: Path, original: Path) -> None:
     names = [path.name for path in files_of(original)]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert filecmp.cmpfiles(folder, original, names, shallow=False) == (names, [], [])
+
+
+def test_downloads_that_wait_for_the_store_keep_no_thread_from_other_requests(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, reading = Event(), Semaphore(0)
+    read = Hub.read
+
+    def hanging(*arguments: Any) -> bytes:
+        reading.release()
+        go_on.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(Hub, "read", hanging)
+    url = f"/{MODEL}/resolve/main/{WEIGHTS}"
+    with ThreadPoolExecutor(60) as clients:
+        try:
+            downloads = [clients.submit(endpoint.http.get, url, timeout=60) for _ in range(60)]
+            for _ in range(40):
+                assert reading.acquire(timeout=30)
+            for path in ("/v1/models", f"/v1/models/{MODEL}", "/livez", "/metrics"):
+                assert endpoint.http.get(path, timeout=5).status_code == 200
+        finally:
+            go_on.set()
+        assert [each.result().status_code for each in downloads] == [200] * 60
 
 
 # -- Hugging Face's clients ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
+from anyio import CapacityLimiter
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -43,6 +44,7 @@ from weighbridge_service.http_resources import (
     VersionOut,
     VersionsOut,
 )
+from weighbridge_service.http_threads import in_threads
 from weighbridge_service.hub import HubNotFound
 from weighbridge_service.hub_reading import Hub
 from weighbridge_service.metrics import Metrics
@@ -52,6 +54,8 @@ from weighbridge_storage.names import MAX_VERSION, MODEL_PART_PATTERN, REF_PATTE
 _PAGE = 100
 _LARGEST_PAGE = 1000
 _DOCUMENTATION = "/docs"
+_VERIFYING = 8
+"""Versions that are verified at one time."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
@@ -115,6 +119,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
         return VersionOut.model_validate(service.catalog.get_version(f"{namespace}/{name}", version))
 
     @router.post("/{namespace}/{name}/versions/{version}/verify", tags=["versions"])
+    @in_threads(CapacityLimiter(_VERIFYING))
     def verify_version(namespace: Namespace, name: Name, version: VersionOrRef) -> VerificationOut:
         """Read all files of a durable version and compare them with the digests in its manifest."""
         return VerificationOut.model_validate(service.catalog.verify(f"{namespace}/{name}", version))

@@ -6,12 +6,12 @@ Handlers say what the URL names, call one function of `hub` or one method of `Hu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
+from anyio import CapacityLimiter
 from fastapi import APIRouter, Depends, Query, Request, Response
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, RedirectResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +19,7 @@ from weighbridge.errors import InvalidArgument
 from weighbridge_service import hub as documents
 from weighbridge_service.http_problems import ProblemResponse
 from weighbridge_service.http_ranges import RangeNotSatisfiable, byte_range
+from weighbridge_service.http_threads import in_threads
 from weighbridge_service.hub import Asked, HubNotFound, HubVersion, RepoNotFound, etag_of
 from weighbridge_service.hub_reading import Hub
 from weighbridge_storage.images import Lease
@@ -30,6 +31,8 @@ _MOST_PATHS = 10_000
 _READ_BYTES = 4 << 20
 """Read from the store at a time. A file on its way holds two such pieces: one being sent, and the next one being read."""
 _SEND_BYTES = 1 << 20
+_THREADS = 40
+"""Requests that may wait for the store at one time."""
 _REDIRECT_BYTES = 8 << 20
 """From this size on, a way round the service is worth one more request."""
 
@@ -42,15 +45,18 @@ def hub_router(hub: Hub, *, redirect: bool) -> APIRouter:
         redirect: whether large files are fetched from the store itself, where it can sign URLs.
     """
     router = APIRouter(include_in_schema=False)
+    threaded = in_threads(CapacityLimiter(_THREADS))
 
     @router.get(_API + "{namespace}/{name}")
     @router.get(_API + "{namespace}/{name}/revision/{rest:path}")
+    @threaded
     def model_info(asked: Annotated[Asked, Depends(_asked_of_api)], blobs: bool = False) -> Response:
         """A version and the names of its files."""
         version = hub.version(asked.model, asked.revision)
         return _json(documents.model_info(version, sizes=blobs), version)
 
     @router.get(_API + "{namespace}/{name}/tree/{rest:path}")
+    @threaded
     def tree(
         request: Request,
         asked: Annotated[Asked, Depends(_asked_of_api)],
@@ -69,6 +75,7 @@ def hub_router(hub: Hub, *, redirect: bool) -> APIRouter:
         return answer
 
     @router.post(_API + "{namespace}/{name}/paths-info/{rest:path}")
+    @threaded
     def paths_info(
         asked: Annotated[Asked, Depends(_asked_of_api)], form: Annotated[dict[str, list[str]], Depends(_form)]
     ) -> Response:
@@ -78,6 +85,7 @@ def hub_router(hub: Hub, *, redirect: bool) -> APIRouter:
         return _json(documents.paths_info(version, form.get("paths", []), expand=expand), version)
 
     @router.get(_API + "{namespace}/{name}/refs")
+    @threaded
     def refs(asked: Annotated[Asked, Depends(_asked_of_api)]) -> Response:
         """The refs of a model."""
         return JSONResponse(hub.refs(asked.model))
@@ -88,12 +96,14 @@ def hub_router(hub: Hub, *, redirect: bool) -> APIRouter:
         return JSONResponse(documents.whoami())
 
     @router.head("/{namespace}/{name}/resolve/{rest:path}")
+    @threaded
     def file_metadata(asked: Annotated[Asked, Depends(_asked_of_file)]) -> Response:
         """Size and identity of a file."""
         version = hub.version(asked.model, asked.revision)
         return Response(headers=_file_headers(version, asked.path))
 
     @router.get("/{namespace}/{name}/resolve/{rest:path}")
+    @threaded
     def file(request: Request, asked: Annotated[Asked, Depends(_asked_of_file)]) -> Response:
         """A file, or a range of it."""
         version = hub.version(asked.model, asked.revision)
@@ -122,7 +132,7 @@ def hub_router(hub: Hub, *, redirect: bool) -> APIRouter:
         except BaseException:
             lease.release()
             raise
-        pieces = _stream(read, first, wanted.start, wanted.end)
+        pieces = _stream(threaded(read), first, wanted.start, wanted.end)
         return _Download(pieces, 206 if wanted.partial else 200, headers, lease)
 
     # behind all others: a model may be called tests/resolve
@@ -222,12 +232,12 @@ class _Download(StreamingResponse):
 
 
 async def _stream(
-    read: Callable[[int], bytes], piece: bytes, start: int, end: int
+    read: Callable[[int], Awaitable[bytes]], piece: bytes, start: int, end: int
 ) -> AsyncIterator[memoryview]:
     """Pieces from ``start`` up to ``end``, the first of which is there already; each is read while the one before is sent."""
     while piece:
         start += len(piece)
-        ahead = asyncio.ensure_future(run_in_threadpool(read, start)) if start < end else None
+        ahead = asyncio.ensure_future(read(start)) if start < end else None
         try:
             view = memoryview(piece)
             for offset in range(0, len(view), _SEND_BYTES):
