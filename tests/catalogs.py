@@ -26,8 +26,9 @@ class CountingStore(LocalStore):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
+        self.root = root
         self.reads = 0
-        self.hung = 0
+        self.hung, self._hanging = 0, ""
         self.away = False
         self._go_on = threading.Event()
         self._go_on.set()
@@ -37,15 +38,15 @@ class CountingStore(LocalStore):
             raise Unavailable("the store is away")
         self.reads += key.endswith("head.json")
         found = super().get(key)
-        if not self._go_on.is_set():
+        if not self._go_on.is_set() and self._hanging in threading.current_thread().name:
             self.hung += 1
             self._go_on.wait()
         return found
 
     @contextmanager
-    def hanging(self) -> Iterator[None]:
-        """Reads give what was there when they began, but not before the block has ended."""
-        self.hung = 0
+    def hanging(self, thread: str = "") -> Iterator[None]:
+        """Reads, those of a thread or of all, give what was there when they began, but not before the block has ended."""
+        self.hung, self._hanging = 0, thread
         self._go_on.clear()
         try:
             yield

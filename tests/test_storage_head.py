@@ -8,7 +8,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from blake3 import blake3
@@ -611,6 +611,50 @@ def test_a_head_counts_as_read_lately_until_it_is_old_or_one_was_written_here(st
     heads.update(SMOL, allocate)
     assert heads.read_lately(SMOL, 60.0) is None
     assert heads.read(SMOL) == others.read(SMOL)
+
+
+def test_a_reading_that_ends_late_with_an_older_head_is_not_what_is_remembered(store: ObjectStore) -> None:
+    class Late:
+        """The store; a reading that has begun may be held back."""
+
+        def __init__(self) -> None:
+            self.read, self.go_on = threading.Event(), threading.Event()
+            self.holds = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def get(self, key: str) -> tuple[bytes, str]:
+            found = store.get(key)
+            if self.holds:
+                self.holds = False
+                self.read.set()
+                self.go_on.wait(10)
+            return found
+
+    late = Late()
+    heads = HeadStore(cast("ObjectStore", late))
+    heads.update(SMOL, allocate, create=True)
+    late.holds = True
+    reading = threading.Thread(target=heads.read, args=(SMOL,))
+    reading.start()
+    late.read.wait(10)
+    HeadStore(store).update(SMOL, allocate)
+    newer = heads.read(SMOL)
+    late.go_on.set()
+    reading.join()
+    assert newer is not None
+    assert heads.last_read(SMOL) is newer[0]
+
+
+def test_a_head_that_is_gone_is_not_remembered(store: ObjectStore) -> None:
+    heads = HeadStore(store)
+    heads.update(SMOL, allocate, create=True)
+    assert heads.read(SMOL) is not None
+    store.delete(SMOL.head_key)
+    assert heads.read(SMOL) is None
+    assert heads.last_read(SMOL) is None
+    assert heads.read_lately(SMOL, 60.0) is None
 
 
 def test_a_change_that_changes_nothing_writes_nothing(store: ObjectStore) -> None:

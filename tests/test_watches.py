@@ -29,6 +29,7 @@ from weighbridge_service.calls.workers import Workers
 from weighbridge_service.catalog import Catalog
 from weighbridge_storage.head_changes import delete_versions, forget_versions, set_ref
 from weighbridge_storage.image_pool import ImagePool
+from weighbridge_storage.local import LocalStore
 
 
 @pytest.fixture
@@ -219,6 +220,30 @@ def test_a_version_in_memory_is_told_of_without_a_look_at_the_head(
         assert bench.reached("live", VersionState.READY).number == 2
     time.sleep(0.6)
     assert followed == [1, 2]
+
+
+def test_what_is_live_does_not_go_back_to_a_version_in_memory_when_an_old_reading_ends(
+    catalog: Catalog, store: CountingStore, bench: Bench
+) -> None:
+    image = ImagePool(1 << 20).acquire({"a": 1})
+    elsewhere = Catalog(LocalStore(store.root))
+    publish_one(catalog)
+    seen = bench.follow()
+    eventually(lambda: seen == [1])
+    with store.hanging("late"):
+        late = threading.Thread(target=catalog.heads.read, args=(SMOL,), name="late")
+        late.start()
+        eventually(lambda: store.hung > 0)
+        elsewhere.heads.update(SMOL, lambda head: (replace(head, next_version=3), None))
+        catalog.show(SMOL, snapshot(2, VersionState.READY, image=image))
+        eventually(lambda: seen == [1, 2])
+        assert publish_one(elsewhere) == 3
+        eventually(lambda: seen == [1, 2, 3])
+    late.join()
+    for _ in range(5):
+        catalog.changes.notify(SMOL)
+        time.sleep(0.1)
+    assert seen == [1, 2, 3]
 
 
 def test_what_is_durable_is_not_told_from_memory(catalog: Catalog, bench: Bench) -> None:

@@ -68,6 +68,11 @@ class VersionSnapshot:
     unfinished: bool = True
     abandoned: bool = False
 
+    @property
+    def readable(self) -> bool:
+        """Whether it can be read from memory."""
+        return self.version.state.visible and self.image is not None
+
     def differs_from(self, other: VersionSnapshot) -> bool:
         """Whether something has changed that anybody waits for: not how many bytes have come, or how many ranks have sealed."""
         return (self.version.state, self.unfinished, self.abandoned) != (
@@ -425,18 +430,16 @@ class Catalog:
 
         None if there is none, or if ``live`` named a newer one when the store was last read: it does not go back.
         """
-        is_number = version.isascii() and version.isdigit() and len(version) <= 12
-        if not is_number and version != REF_LIVE:
+        if version.isascii() and version.isdigit() and len(version) <= 12:
+            known = self.snapshot(name, int(version))
+            return known.version if known is not None and known.readable else None
+        if version != REF_LIVE:
             return None
-        visible = {
-            number: known.version
-            for number, known in self.snapshots(name).items()
-            if known.version.state.visible and known.image is not None
-        }
-        if is_number:
-            return visible.get(int(version))
-        head, newest = self.heads.last_read(name), max(visible, default=0)
-        return visible.get(newest) if head is None or newest >= head.latest else None
+        readable = {number: known for number, known in self.snapshots(name).items() if known.readable}
+        head, newest = self.heads.last_read(name), max(readable, default=0)
+        if not readable or (head is not None and newest < head.latest):
+            return None
+        return readable[newest].version
 
     @contextmanager
     def unless_deleted(self, name: ModelName, number: int) -> Iterator[None]:

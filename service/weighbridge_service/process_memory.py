@@ -49,7 +49,7 @@ def give_back(kept: int, growth: int) -> int:
 
 
 def trim() -> None:
-    """Hand what was freed back to the system: in milliseconds if there is little, and no garbage is looked for."""
+    """Hand what was freed back to the system; 1 to 20 ms for some hundred MiB."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

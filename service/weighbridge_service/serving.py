@@ -37,8 +37,9 @@ from weighbridge_storage.version_reading import open_version
 
 _KEPT_CASTS = 250_000
 """Slices of pulls in another dtype that are remembered, over all models."""
-_PLANNED_SECONDS = 1.0
-"""How long what the plan of a pull has read holds for its streams, if they read from memory."""
+_LATELY_SECONDS = 1.0
+"""How long a head that was read, for the plan of a pull or for anybody else, holds for versions in memory. What another replica takes out of
+history can be read for far longer."""
 _KEPT_OPEN = 16
 """Durable versions whose files stay mapped, or in the read cache, after a pull."""
 
@@ -216,11 +217,11 @@ class Serving:
     def _find(self, name: ModelName, version: str) -> tuple[Version, History | None]:
         """A version, and the history that says so; without it, what lies in memory can be read, and nothing else."""
         heads, here = self._catalog.heads, self._catalog.in_memory(name, version)
-        if here is not None and version != REF_LIVE:
-            planned = heads.read_lately(name, _PLANNED_SECONDS)
-            if planned is not None:
-                return self._catalog.resolve(name, version, heads.history_of(name, planned)), None
+        numbered = here is not None and version != REF_LIVE
+        head = heads.read_lately(name, _LATELY_SECONDS) if numbered else None
         try:
+            if head is not None:
+                return self._catalog.resolve(name, version, heads.history_of(name, head)), None
             history = self._catalog.history(name)
         except AWAY:
             here = self._catalog.in_memory(name, version)

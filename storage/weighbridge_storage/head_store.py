@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -51,13 +52,14 @@ class _Known:
         head: the head.
         etag: the store's.
         nbytes: length of its text.
-        asked: when the store was asked for it last, in seconds of the monotonic clock.
+        asked, read: when the last reading of it began and ended, in seconds of the monotonic clock.
     """
 
     head: Head
     etag: str
     nbytes: int
     asked: float
+    read: float
 
 
 class HeadStore:
@@ -77,6 +79,7 @@ class HeadStore:
         self._most_recent = most_recent
         self._nodes = NodeStore(store)
         self._changed = -math.inf
+        self._remembering = threading.Lock()
         self._known: Cache[_Known] = Cache(_CACHED_BYTES, lambda known: known.nbytes)
 
     def read(self, model: ModelName) -> tuple[Head, str] | None:
@@ -91,13 +94,22 @@ class HeadStore:
         try:
             data, etag = self._store.get(model.head_key)
         except NotFound:
+            self._known.drop(model)
             return None
         known = self._known.get(model)
-        if known is None or known.etag != etag:
-            # it is read far more often than it changes
-            known = _Known(Head.from_json(data, model.head_key), etag, len(data), asked)
-        self._known.put(model, replace(known, asked=asked))
-        return known.head, etag
+        # it is read far more often than it changes
+        there = known is not None and known.etag == etag
+        head = known.head if known is not None and there else Head.from_json(data, model.head_key)
+        self._remember(model, _Known(head, etag, len(data), asked, time.monotonic()))
+        return head, etag
+
+    def _remember(self, model: ModelName, found: _Known) -> None:
+        """Of two reads that overlap, the one that ends last may have found the older head: it does not take the newer one's place."""
+        with self._remembering:
+            known = self._known.get(model)
+            after = known is None or found.asked >= known.read
+            if known is None or after or found.head.generation >= known.head.generation:
+                self._known.put(model, found)
 
     def last_read(self, model: ModelName) -> Head | None:
         """The head that was read last, without asking the store; None if none was, or it was forgotten since."""
@@ -105,7 +117,7 @@ class HeadStore:
         return None if known is None else known.head
 
     def read_lately(self, model: ModelName, seconds: float) -> Head | None:
-        """The head, if it was read within so many seconds, and no head was written here since. The store is not asked."""
+        """The head, if it was read within so many seconds, and no head of any model was written here since. The store is not asked."""
         known = self._known.get(model)
         since = max(time.monotonic() - seconds, self._changed)
         return None if known is None or known.asked < since else known.head

@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 
 MOST_GROWTH = 64 << 20
 """Bytes by which memory may grow, besides what is accounted for, while callers are waited for."""
-_SLOW_SECONDS = 0.1
-"""A message of 1 MiB takes this long at 10 MB/s. Who is slower is ended first; the faster, the more memory has grown."""
+_SLOW_SECONDS, _QUICK_SECONDS = 0.1, 0.02
+"""A message of 1 MiB takes this long at 10 and at 50 MB/s. Who is slower than the first is ended when memory has grown; the faster, the more it
+has; who is quicker than the second, never."""
 _LOOK_SECONDS = 0.03
 _ALERT_SECONDS = 0.01
 """The same while memory grows."""
@@ -56,7 +57,8 @@ def overdue(waits: Iterable[Wait], now: float, growth: int) -> list[Wait]:
         now: in seconds of the monotonic clock.
         growth: bytes by which memory has grown while they last, besides what is accounted for.
     """
-    slow = _SLOW_SECONDS * (MOST_GROWTH / growth) ** 2 if growth > MOST_GROWTH else float("inf")
+    grown = MOST_GROWTH / growth if growth > MOST_GROWTH else float("inf")
+    slow = max(_SLOW_SECONDS * grown**2, _QUICK_SECONDS)
     return [wait for wait in waits if now >= wait.until or now - wait.since > slow]
 
 
@@ -108,20 +110,22 @@ class MessageWaits:
         while True:
             with self._changed:
                 if not self._waits and not self._closed:
-                    self._changed.wait(_TRIM_SECONDS)
+                    self._changed.wait(_GROWN_TRIM_SECONDS if grown else _TRIM_SECONDS)
                 if self._closed:
                     return
                 waits = list(self._waits)
             now, accounted = time.monotonic(), self._accounted()
-            if grown and now - trimmed > _GROWN_TRIM_SECONDS:
+            settled = grown and now - trimmed > _GROWN_TRIM_SECONDS
+            if settled:
                 trimmed, grown = now, False
                 process_memory.trim()
             if now - trimmed > _TRIM_SECONDS:
                 trimmed = now
                 kept = process_memory.give_back(kept, _KEPT_BYTES + accounted)
             held = process_memory.private_bytes() - accounted
-            slow = [wait for wait in waits if now - wait.since > _SLOW_SECONDS]
-            least = min(least, held) if slow else held
+            # what is left once those who were slow have been ended is not theirs
+            waited = not settled and any(now - wait.since > _QUICK_SECONDS for wait in waits)
+            least = min(least, held) if waited else held
             growth = held - least
             ended = overdue(waits, now, growth)
             grown = grown or growth > MOST_GROWTH

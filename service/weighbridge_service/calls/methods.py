@@ -306,7 +306,7 @@ class Methods:
 
 
 async def _refuse(context: Any, status: grpc.Status) -> None:
-    """Answer a call with an error, or not at all if its caller goes meanwhile."""
+    """Answer a call with an error, or not at all if its caller goes meanwhile. Nothing can be sent after that."""
     try:
         await context.abort(status.code, status.details, status.trailing_metadata)
     except grpc.aio.AbortError as aborted:

@@ -26,7 +26,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge.resources import Version, VersionState
+from weighbridge.resources import REF_LIVE, Version, VersionState
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.calls.workers import Workers
 from weighbridge_service.catalog import AWAY, Catalog
@@ -107,8 +107,10 @@ def _found(catalog: Catalog, name: ModelName, version: Version) -> Found:
 def from_memory(catalog: Catalog, name: ModelName, question: Question) -> Found | None:
     """A version that this process can tell of without its model's head: visible, not durable yet, asked for by its number or as ``live``.
 
-    What is durable may have been deleted since.
+    What is durable may have been deleted since; and what is ``live`` is not known here of a model whose head nobody remembers.
     """
+    if question.version == REF_LIVE and catalog.heads.last_read(name) is None:
+        return None
     version = catalog.in_memory(name, question.version)
     return None if version is None or version.state.stored else _found(catalog, name, version)
 
@@ -143,8 +145,9 @@ class _Asked:
     outdated: int = 0
 
     def tell_known(self, answer: Found, look: int) -> None:
-        """What is in memory. What a look finds that was begun before, as ``look`` was, is older."""
-        self.outdated = look
+        """An answer from memory. If it is news, what looks find that have begun so far, up to number ``look``, is older."""
+        if differs(self.answer, answer):
+            self.outdated = look
         self._tell_others(answer)
 
     def tell(self, answer: Answer, look: int) -> None:
