@@ -71,6 +71,8 @@ DTYPES: tuple[DType, ...] = (
 
 _BY_SAFETENSORS_NAME = {dtype.name: dtype for dtype in DTYPES}
 _BY_ANY_NAME = {name: d for d in DTYPES for name in (d.name, d.name.lower(), d.torch_name, d.short)}
+NAMES: tuple[str, ...] = tuple(_BY_ANY_NAME)
+"""All names that `parse` knows, without ``torch.``."""
 
 
 def from_safetensors(name: str) -> DType:

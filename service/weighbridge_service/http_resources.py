@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
+from weighbridge import dtypes
 from weighbridge.checks import CheckStatus
 from weighbridge.resources import VersionState
 from weighbridge_service.exports import ExportState
@@ -34,7 +35,8 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-RuleField = Annotated[int, BeforeValidator(_whole), Field(strict=True, ge=0, le=2**53)]
+# the limits stand before the validator, or they would not be in the JSON Schema
+RuleField = Annotated[int, Field(strict=True, ge=0, le=2**53), BeforeValidator(_whole)]
 
 
 class ModelOut(_Out):
@@ -206,7 +208,10 @@ class ExportIn(_In):
         examples=["smol-bf16"],
     )
     dtype: str | None = Field(
-        None, description="Cast floating-point tensors; by default they stay as they are.", examples=["bf16"]
+        None,
+        description="Cast floating-point tensors; by default they stay as they are.",
+        examples=["bf16"],
+        json_schema_extra={"pattern": rf"^(torch\.)?({'|'.join(dtypes.NAMES)})$"},
     )
     max_shard_bytes: int | None = Field(
         None, description="Largest safetensors file, in bytes; by default 5 GB.", ge=1, le=2**53
