@@ -72,7 +72,9 @@ refused:
 PyDoc_STRVAR(
     copy_doc,
     "copy(plans, shards, memories, into_memory, threads)\n--\n\n"
-    "Carry out packed plans, one for each shard, without the interpreter's lock. See _native.pyi.");
+    "Carry out packed plans, one for each shard, without the interpreter's lock; all bounds are checked before.\n\n"
+    "Used by weighbridge.native_copies, which says what a plan is. Shards and memories are pairs of address and bytes.\n"
+    "Raises ValueError if a plan is malformed or goes beyond a region, or a copy's two sides overlap.");
 
 static PyObject *copy(PyObject *module, PyObject *arguments) {
     (void)module;
