@@ -37,7 +37,8 @@ help: ## list the targets
 
 install: $(STAMP) ## make .venv with everything the other targets need
 
-$(STAMP): pyproject.toml constraints.txt
+# What is compiled is built by the install.
+$(STAMP): pyproject.toml constraints.txt $(wildcard clients/native/*)
 	@echo "== environment: $(VENV) with $(PYTHON)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	@$(PYTHON) -m venv $(VENV)

@@ -12,7 +12,7 @@ from weighbridge.lane_memory import MappedMemory
 from weighbridge.lane_plans import PlacedPlan
 from weighbridge.layouts import Layout
 from weighbridge.push_sources import ShardSource
-from weighbridge.strided import StridedCopy, is_dense, read_tensor
+from weighbridge.strided import ShardCopies, is_dense, read_tensor
 from weighbridge.tensor_stream import check_target
 from weighbridge.v1 import local_lane_pb2 as pb
 
@@ -75,7 +75,7 @@ class ReadLoan:
     def __init__(
         self,
         layout: Layout,
-        copies: list[list[StridedCopy]],
+        copies: list[ShardCopies],
         private: Sequence[MappedMemory],
         kept: Sequence[MappedMemory],
         end: Callable[[], None],

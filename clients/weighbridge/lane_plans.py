@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from weighbridge.errors import DataLoss
 from weighbridge.layouts import Layout
-from weighbridge.strided import StridedCopy, placed_copies
+from weighbridge.strided import ShardCopies, placed_copies
 from weighbridge.v1 import local_lane_pb2 as pb
 
 _KEPT = 32
@@ -25,7 +25,7 @@ class PlacedPlan:
         streamed: the parts of the stream that no copy covers, sorted and disjoint: they go by gRPC.
     """
 
-    copies: list[list[StridedCopy]]
+    copies: list[ShardCopies]
     streamed: Sequence[tuple[int, int]]
 
 

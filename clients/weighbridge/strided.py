@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from weighbridge.errors import DataLoss, WeighbridgeError
 from weighbridge.lane_memory import MappedMemory
 from weighbridge.layouts import Layout
+from weighbridge.native_copies import Plan, Region, copy_natively, region_of
 from weighbridge.v1 import local_lane_pb2 as pb
 
 if TYPE_CHECKING:
@@ -63,9 +65,28 @@ def _end(offset: int, extent: Sequence[int], strides: Sequence[int]) -> int:
     return offset + sum((n - 1) * stride for n, stride in zip(extent, strides, strict=True)) + 1
 
 
+class ShardCopies(tuple[StridedCopy, ...]):
+    """Copies of one shard."""
+
+    @cached_property
+    def packed(self) -> Plan:
+        """For the C extension. Made once: a plan serves many pushes."""
+        words: list[int] = []
+        for copy in self:
+            words += (copy.memory, copy.memory_offset, copy.shard_offset, len(copy.extent))
+            for axis in zip(copy.extent, copy.memory_strides, copy.shard_strides, strict=True):
+                words += axis
+        return np.array(words, np.int64)
+
+    @classmethod
+    def of(cls, copies: Sequence[StridedCopy]) -> ShardCopies:
+        """These copies; themselves if they are packed already."""
+        return copies if isinstance(copies, cls) else cls(copies)
+
+
 def placed_copies(
     plan: pb.LanePlan, stream: Layout, places: Mapping[str, tuple[int, int]], sizes: Sequence[int]
-) -> list[list[StridedCopy]]:
+) -> list[ShardCopies]:
     """The copies of each shard of a stream, with the files where they lie now. What the service says is checked.
 
     Args:
@@ -80,7 +101,7 @@ def placed_copies(
     if len(plan.shards) != len(stream.placements):
         raise DataLoss(f"the plan has {len(plan.shards)} shards, and the stream {len(stream.placements)}")
     found = [places.get(name) for name in plan.files]
-    copies: list[list[StridedCopy]] = []
+    copies: list[ShardCopies] = []
     for shard, placement in zip(plan.shards, stream.placements, strict=True):
         of_shard = []
         for each in shard.copies:
@@ -99,7 +120,7 @@ def placed_copies(
             if copy.shard_end > placement.nbytes or copy.memory_end > sizes[copy.memory]:
                 raise DataLoss(f"the plan for {placement.shard.tensor} goes beyond its memory")
             of_shard.append(copy)
-        copies.append(of_shard)
+        copies.append(ShardCopies(of_shard))
     return copies
 
 
@@ -115,6 +136,10 @@ def view_bytes(data: Bytes, offset: int, extent: tuple[int, ...], strides: tuple
 
 def write_bytes(shard: Bytes, copies: Sequence[StridedCopy], memories: Sequence[Bytes]) -> None:
     """Copy the bytes of a shard to memory."""
+    plan = ShardCopies.of(copies).packed
+    regions = [region_of(memory, written=True) for memory in memories]
+    if copy_natively([(region_of(shard, written=False), plan)], regions, into_memory=True, threads=1):
+        return
     for copy in copies:
         target = view_bytes(memories[copy.memory], copy.memory_offset, copy.extent, copy.memory_strides)
         np.copyto(target, view_bytes(shard, copy.shard_offset, copy.extent, copy.shard_strides))
@@ -123,7 +148,7 @@ def write_bytes(shard: Bytes, copies: Sequence[StridedCopy], memories: Sequence[
 def write_tensors(
     shards: Iterable[tuple[torch.Tensor, Sequence[StridedCopy]]], memories: Sequence[MappedMemory]
 ) -> None:
-    """Copy shards to memory: from host memory by torch's threads, from GPUs by their copy engines.
+    """Copy shards to memory: from host memory by as many threads as torch has, from GPUs by their copy engines.
 
     Args:
         shards: tensors on any device, their elements in row-major order of their axes, not necessarily contiguous; and where
@@ -141,11 +166,7 @@ def write_tensors(
             queue = stack.enter_context(CopyQueue([memory.address for memory in memories]))
             rest += [(shard, copies) for shard, copies in by_engine if not queue.write(shard, copies)]
         # GPUs copy meanwhile
-        for shard, copies in rest:
-            flat = shard.detach().contiguous().view(-1)
-            for copy in copies:
-                ours, theirs = _views(copy, flat, memories[copy.memory].tensor)
-                theirs.copy_(ours)
+        _copy_tensors(rest, memories, into_memory=True)
 
 
 def read_tensor(shard: torch.Tensor, copies: Sequence[StridedCopy], memories: Sequence[MappedMemory]) -> None:
@@ -172,12 +193,47 @@ def read_tensor(shard: torch.Tensor, copies: Sequence[StridedCopy], memories: Se
             with CopyQueue([memory.address for memory in memories]) as queue:
                 done = queue.read(target, copies)
         if not done:
-            flat = target.view(-1)
-            for copy in copies:
-                ours, theirs = _views(copy, flat, memories[copy.memory].tensor)
-                ours.copy_(theirs)
+            _copy_tensors([(target, copies)], memories, into_memory=False)
         if target is not shard:
             shard.copy_(target)
+
+
+def _copy_tensors(
+    shards: Sequence[tuple[torch.Tensor, Sequence[StridedCopy]]],
+    memories: Sequence[MappedMemory],
+    *,
+    into_memory: bool,
+) -> None:
+    """Copy shards to memory or from it: by the extension those in host memory, by torch all others."""
+    import torch
+
+    arrays = [memory.bytes for memory in memories]  # they keep the mappings, too
+    regions = [region_of(array, written=into_memory) for array in arrays]
+    together = [each for each in shards if _has_bytes(each[0])]
+    # others become contiguous one at a time: all of them would need room for as much again
+    alone = ([each] for each in shards if not _has_bytes(each[0]))
+    for batch in (together, *alone):
+        flats = [(shard.detach().contiguous().view(-1), copies) for shard, copies in batch]
+        if all(_has_bytes(flat) for flat, _ in flats):
+            plans = [
+                (Region(flat.data_ptr(), flat.numel() * flat.element_size()), ShardCopies.of(copies).packed)
+                for flat, copies in flats
+            ]
+            if copy_natively(plans, regions, into_memory=into_memory, threads=torch.get_num_threads()):
+                continue
+        for flat, copies in flats:
+            for copy in copies:
+                ours, theirs = _views(copy, flat, memories[copy.memory].tensor)
+                target, source = (theirs, ours) if into_memory else (ours, theirs)
+                target.copy_(source)
+
+
+def _has_bytes(shard: torch.Tensor) -> bool:
+    """Whether the elements lie in host memory at the tensor's address, as they are."""
+    import torch
+
+    known = type(shard) in (torch.Tensor, torch.nn.Parameter)  # other classes may hold no memory themselves
+    return known and shard.is_cpu and shard.is_contiguous() and not (shard.is_neg() or shard.is_conj())
 
 
 def _pinned(copies: Sequence[StridedCopy], memories: Sequence[MappedMemory]) -> bool:

@@ -1,0 +1,137 @@
+/* The extension module weighbridge._native: strided_copy.h for Python. */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <stdlib.h>
+
+#include "strided_copy.h"
+
+/* Whole int64 words, or -1 with ValueError set. */
+static int64_t words_of(const Py_buffer *buffer, int64_t group) {
+    int64_t size = (int64_t)sizeof(int64_t);
+    if (buffer->len % (size * group) || (uintptr_t)buffer->buf % sizeof(int64_t)) {
+        PyErr_SetString(PyExc_ValueError, "a buffer does not consist of whole, aligned int64 words");
+        return -1;
+    }
+    return buffer->len / size;
+}
+
+static Region region(const int64_t *pair) { return (Region){(uint8_t *)(uintptr_t)pair[0], pair[1]}; }
+
+/* The copies of all plans, checked; *found is how many. NULL with an error set. */
+static Copy *parse(
+    const Py_buffer *plans, Py_ssize_t plan_count, const Py_buffer *shards, const Py_buffer *memories, int into_memory,
+    int64_t *found) {
+    const char *error = NULL;
+    int64_t shard_words = words_of(shards, 2), memory_words = words_of(memories, 2), total = 0;
+    if (shard_words < 0 || memory_words < 0) {
+        return NULL;
+    }
+    if (shard_words != 2 * (int64_t)plan_count) {
+        PyErr_SetString(PyExc_ValueError, "there is not one shard for each plan");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < plan_count; i++) {
+        int64_t words = words_of(&plans[i], 1);
+        int64_t count = words < 0 ? -1 : count_copies(plans[i].buf, words, &error);
+        if (count < 0) {
+            goto refused;
+        }
+        total += count;
+    }
+    Region *regions = PyMem_Malloc((size_t)(memory_words / 2 + 1) * sizeof(Region));
+    Copy *copies = PyMem_Malloc((size_t)(total + 1) * sizeof(Copy));
+    if (regions == NULL || copies == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    for (int64_t i = 0; i < memory_words / 2; i++) {
+        regions[i] = region((const int64_t *)memories->buf + 2 * i);
+    }
+    *found = 0;
+    for (Py_ssize_t i = 0; i < plan_count && *found >= 0; i++) {
+        *found = parse_copies(
+            plans[i].buf, plans[i].len / (Py_ssize_t)sizeof(int64_t), region((const int64_t *)shards->buf + 2 * i), regions,
+            memory_words / 2, into_memory, copies, *found, &error);
+    }
+    if (*found >= 0) {
+        PyMem_Free(regions);
+        return copies;
+    }
+failed:
+    PyMem_Free(regions);
+    PyMem_Free(copies);
+refused:
+    if (!PyErr_Occurred()) {
+        PyErr_SetString(PyExc_ValueError, error);
+    }
+    return NULL;
+}
+
+PyDoc_STRVAR(
+    copy_doc,
+    "copy(plans, shards, memories, into_memory, threads)\n--\n\n"
+    "Carry out packed plans, one for each shard, without the interpreter's lock; all bounds are checked before.\n\n"
+    "Used by weighbridge.native_copies, which says what a plan is. Shards and memories are pairs of address and bytes.\n"
+    "Raises ValueError if a plan is malformed or goes beyond a region, or a copy's two sides overlap.");
+
+static PyObject *copy(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *sequence, *result = NULL;
+    Py_buffer shards, memories;
+    int into_memory, threads;
+    if (!PyArg_ParseTuple(arguments, "Oy*y*pi:copy", &sequence, &shards, &memories, &into_memory, &threads)) {
+        return NULL;
+    }
+    Py_ssize_t held = 0, count = PySequence_Size(sequence);
+    Py_buffer *plans = count < 0 ? NULL : PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
+    if (plans == NULL) {
+        if (count >= 0) {
+            PyErr_NoMemory();
+        }
+        goto release;
+    }
+    for (; held < count; held++) {
+        PyObject *plan = PySequence_GetItem(sequence, held);
+        if (plan == NULL) {
+            goto release;
+        }
+        int code = PyObject_GetBuffer(plan, &plans[held], PyBUF_SIMPLE);
+        Py_DecRef(plan);
+        if (code != 0) {
+            goto release;
+        }
+    }
+    int64_t found;
+    Copy *copies = parse(plans, count, &shards, &memories, into_memory, &found);
+    if (copies != NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        run_copies(copies, found, threads);
+        Py_END_ALLOW_THREADS
+        PyMem_Free(copies);
+        result = Py_BuildValue("");
+    }
+release:
+    while (held > 0) {
+        PyBuffer_Release(&plans[--held]);
+    }
+    PyMem_Free(plans);
+    PyBuffer_Release(&shards);
+    PyBuffer_Release(&memories);
+    return result;
+}
+
+static PyMethodDef methods[] = {{"copy", copy, METH_VARARGS, copy_doc}, {NULL, NULL, 0, NULL}};
+
+static PyModuleDef_Slot slots[] = {{0, NULL}};
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_native",
+    .m_doc = "Strided copies of whole plans, in C.",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,46 @@
+/* Strided copies between shards and memories. Free of Python, so that sanitizers can run it alone. */
+#ifndef WEIGHBRIDGE_STRIDED_COPY_H
+#define WEIGHBRIDGE_STRIDED_COPY_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define MOST_AXES 16
+/* Axes of a copy. */
+#define MOST_THREADS 64
+
+/* Bytes that may be read or written. */
+typedef struct {
+    uint8_t *start;
+    int64_t nbytes;
+} Region;
+
+/* Rows of bytes that lie apart on both sides; made by `parse_copies`, which has checked it. */
+typedef struct {
+    const uint8_t *source;
+    uint8_t *target;
+    int axes;
+    int64_t extent[MOST_AXES];
+    int64_t source_strides[MOST_AXES];
+    int64_t target_strides[MOST_AXES];
+    int64_t width;
+    int64_t end; /* bytes of this copy and of those before it */
+} Copy;
+
+/* Number of copies in a packed plan, or -1 with *error set.
+ *
+ * A plan is int64 words, for each copy: the number of its memory, the offset there, the offset in the shard, the number of axes, and
+ * for each axis the extent, the stride in memory and the stride in the shard, all in bytes. */
+int64_t count_copies(const int64_t *words, int64_t count, const char **error);
+
+/* Check every bound of a plan and add its copies behind the `done` ones before; the number of all, or -1 with *error set.
+ *
+ * Empty copies are dropped. Neighbouring axes that are dense on both sides become one. */
+int64_t parse_copies(
+    const int64_t *words, int64_t count, Region shard, const Region *memories, int64_t memory_count, int into_memory,
+    Copy *copies, int64_t done, const char **error);
+
+/* Carry out checked copies, the calling thread being one of `threads`. Bytes that are written twice have either value. */
+void run_copies(const Copy *copies, int64_t count, int threads);
+
+#endif
