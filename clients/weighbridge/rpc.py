@@ -55,6 +55,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # a service that is restarted is back within seconds
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # a connection that is not there by then is tried anew: gRPC's own 20 s are as long as clients try at all
+    ("grpc.min_reconnect_backoff_ms", 5_000),
 )
 
 T = TypeVar("T")
