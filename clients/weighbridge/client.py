@@ -88,7 +88,7 @@ class Client:
             with rpc.translated_errors(self.server):
                 return method(request, timeout=seconds)
 
-        return rpc.retried(once, seconds=self.retry_seconds)
+        return rpc.retried(once, self._channel, seconds=self.retry_seconds)
 
     def _run(self, steps: control_calls.Steps[T]) -> T:
         def call(step: control_calls.Call) -> bytes:

@@ -6,7 +6,8 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -157,10 +158,12 @@ class Patience:
 
     Args:
         seconds: how long to go on without success.
+        pause: spends so many seconds.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, pause: Callable[[float], object] = time.sleep) -> None:
         self._backoff = Backoff(seconds)
+        self._pause = pause
 
     def renew(self) -> None:
         """A try has got on."""
@@ -178,23 +181,38 @@ class Patience:
         if retry is None:
             return False
         self._backoff = retry.backoff
-        time.sleep(retry.pause)
+        self._pause(retry.pause)
         return True
 
 
-def retried(call: Callable[[], T], *, seconds: float) -> T:
+def retried(call: Callable[[], T], channel: grpc.Channel, *, seconds: float) -> T:
     """Repeat a call that is safe to repeat while the service cannot be reached, with growing pauses, or has said when to come again.
+
+    Args:
+        call: makes it.
+        channel: over which it goes.
+        seconds: how long to go on without success.
 
     Raises:
         WeighbridgeError: whatever the last try raised.
     """
-    patience = Patience(seconds)
+    patience = Patience(seconds, partial(_connect_within, channel))
     while True:
         try:
             return call()
         except (Unavailable, ResourceExhausted) as error:
             if not patience.wait_after(error):
                 raise
+
+
+def _connect_within(channel: grpc.Channel, seconds: float) -> None:
+    """A pause in which a channel may connect: it does so only while somebody polls it, and calls that fail at once poll for too short a time."""
+    until = time.monotonic() + seconds
+    ready = grpc.channel_ready_future(channel)
+    with suppress(grpc.FutureTimeoutError):
+        ready.result(seconds)
+    ready.cancel()
+    time.sleep(max(until - time.monotonic(), 0.0))
 
 
 def checksum(data: bytes | memoryview) -> int:
