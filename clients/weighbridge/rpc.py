@@ -60,6 +60,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 5_000),
 )
 
+_HEALTH = "/grpc.health.v1.Health/Check"
+
 T = TypeVar("T")
 
 
@@ -208,10 +210,8 @@ def retried(call: Callable[[], T], channel: grpc.Channel, *, seconds: float) -> 
 def _connect_within(channel: grpc.Channel, seconds: float) -> None:
     """A pause in which a channel may connect: it does so only while somebody polls it, and calls that fail at once poll for too short a time."""
     until = time.monotonic() + seconds
-    ready = grpc.channel_ready_future(channel)
-    with suppress(grpc.FutureTimeoutError):
-        ready.result(seconds)
-    ready.cancel()
+    with suppress(grpc.RpcError, ValueError):  # the latter if the channel has been closed
+        channel.unary_unary(_HEALTH, None, None)(b"", timeout=seconds, wait_for_ready=True)
     time.sleep(max(until - time.monotonic(), 0.0))
 
 
