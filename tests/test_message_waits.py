@@ -62,16 +62,20 @@ def waits(memory: Memory) -> Iterator[MessageWaits]:
     running.close()
 
 
+def run_away(waits: MessageWaits, memory: Memory, nbytes: int) -> None:
+    """Memory grows while somebody waits, who is ended for it; what he leaves goes back."""
+    ended, before = threading.Event(), memory.trims
+    with waits.waiting(ended.set):
+        time.sleep(0.2)
+        memory.nbytes += nbytes
+        assert ended.wait(5)
+    eventually(lambda: memory.trims > before)
+
+
 def test_what_ended_callers_leave_goes_back_also_if_nobody_waits_any_more(
     waits: MessageWaits, memory: Memory
 ) -> None:
-    ended = threading.Event()
-    with waits.waiting(ended.set):
-        time.sleep(0.2)
-        memory.nbytes += 2 * MOST_GROWTH
-        assert ended.wait(5)
-    before = memory.trims
-    eventually(lambda: memory.trims > before)
+    run_away(waits, memory, 2 * MOST_GROWTH)
 
 
 def test_growth_is_noticed_also_if_every_wait_is_short(waits: MessageWaits, memory: Memory) -> None:
@@ -93,13 +97,7 @@ def test_growth_is_noticed_also_if_every_wait_is_short(waits: MessageWaits, memo
 def test_growth_that_stays_when_the_slow_have_been_ended_is_nobodys_fault(
     waits: MessageWaits, memory: Memory
 ) -> None:
-    ended = threading.Event()
-    with waits.waiting(ended.set):
-        time.sleep(0.2)
-        memory.nbytes += 4 * MOST_GROWTH
-        assert ended.wait(5)
-    before = memory.trims
-    eventually(lambda: memory.trims > before)
+    run_away(waits, memory, 4 * MOST_GROWTH)
     innocent = threading.Event()
     with waits.waiting(innocent.set):
         assert not innocent.wait(1.0)

@@ -186,9 +186,8 @@ class Methods:
                         task.uncancel()
                         call.end()  # its thread may wait for the same
                         self._count(method.name, _STUCK.grpc_code)
-                        await _refuse(
-                            context, to_status(_STUCK)
-                        )  # counted as a call until its client has read or gone
+                        # counted as a call until its client has read or gone
+                        await _refuse(context, to_status(_STUCK))
                     else:
                         self._count(method.name, "OK")
             except asyncio.CancelledError:
