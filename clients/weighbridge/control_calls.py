@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, TypeAlias, TypeVar
@@ -22,6 +22,7 @@ from weighbridge import rpc, wire
 from weighbridge.backoff import Backoff
 from weighbridge.collection import Collection
 from weighbridge.errors import DataLoss, DeadlineExceeded, InvalidArgument, WeighbridgeError
+from weighbridge.known_layouts import KnownLayout, KnownLayouts, same_as
 from weighbridge.layouts import TensorSpec
 from weighbridge.pulling import PullPlan
 from weighbridge.request_parts import MAX_REQUEST_BYTES, encoded_parts
@@ -264,25 +265,31 @@ def collect(model: str, *, dry_run: bool) -> Steps[Collection]:
 
 
 def plan_pull(
-    model: str, version: str | int, layout: LayoutRequest | None, dtype: str | None
+    layouts: KnownLayouts, model: str, version: str | int, layout: LayoutRequest | None, dtype: str | None
 ) -> Steps[PullPlan]:
-    """Which version a pull would bring, and which slices: there may be a hundred thousand."""
+    """Which version a pull would bring, and which slices: there may be a hundred thousand, which come once."""
     asked = layout or FullTensors()
+    request = weight_service_pb2.PlanPullRequest(model=model, version=str(version), dtype=dtype or "")
 
-    def request() -> tuple[bytes, ...]:
-        return encoded_parts(
-            weight_service_pb2.PlanPullRequest(
-                model=model, version=str(version), layout=wire.request_to_proto(asked), dtype=dtype or ""
-            )
-        )
+    def encode() -> tuple[Hashable, KnownLayout | None, tuple[bytes, ...]]:
+        request.layout.CopyFrom(wire.request_to_proto(asked))
+        what = (model, request.layout.SerializeToString(), request.dtype)
+        known = layouts.find(what)
+        if known is not None:
+            request.known_layout = known.digest
+        return what, known, encoded_parts(request)
 
-    raw = yield Call("/weighbridge.v1.WeightService/PlanPull", (yield Work(request)))
+    what, known, encoded = yield Work(encode)
+    raw = yield Call("/weighbridge.v1.WeightService/PlanPull", encoded)
 
     def plan() -> PullPlan:
         found = weight_service_pb2.PlanPullResponse.FromString(raw)
-        return PullPlan(
-            wire.version_from_proto(found.version), wire.layout_from_proto(found.layout), asked, dtype or ""
-        )
+        if found.HasField("layout"):
+            slices = wire.layout_from_proto(found.layout)
+            layouts.keep(what, found.layout_digest, slices)
+        else:
+            slices = same_as(known, found.layout_digest)
+        return PullPlan(wire.version_from_proto(found.version), slices, asked, request.dtype)
 
     planned: PullPlan = yield Work(plan)
     return planned

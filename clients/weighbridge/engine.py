@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weighbridge import control_calls, dtypes, hf_folder, safetensors_files
 from weighbridge.client import Client
 from weighbridge.host_slices import Slices
+from weighbridge.known_layouts import KnownLayouts
 from weighbridge.layouts import TensorSpec
 from weighbridge.pulling import PullPlan, Transfer
 from weighbridge.resources import Version
@@ -96,6 +98,10 @@ class EngineClient(Client):
         retry_seconds, lane, connections: as for `Client`.
     """
 
+    @cached_property
+    def _layouts(self) -> KnownLayouts:
+        return KnownLayouts()
+
     def pull(
         self,
         model: str,
@@ -121,7 +127,7 @@ class EngineClient(Client):
             InvalidArgument: the layout does not fit the model, or a tensor cannot be cast; names the tensor.
             FailedPrecondition: the version is not ready.
         """
-        plan = self._run(control_calls.plan_pull(model, version, layout, dtype))
+        plan = self._run(control_calls.plan_pull(self._layouts, model, version, layout, dtype))
         return Pull(self._transport, plan)
 
     def export(

@@ -18,6 +18,7 @@ from weighbridge import control_calls, rpc, wire
 from weighbridge.aio.pulls import AsyncPull, Carrier
 from weighbridge.backoff import Backoff
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
+from weighbridge.known_layouts import KnownLayouts
 from weighbridge.resources import Model, Version, VersionState
 from weighbridge.slices import LayoutRequest
 from weighbridge.transport import Transport
@@ -51,6 +52,7 @@ class AsyncEngineClient:
         self.retry_seconds = retry_seconds
         self._closed = False
         self._calls: set[Any] = set()
+        self._layouts = KnownLayouts()
         self._carrier = Carrier(
             Transport.make(
                 self.server,
@@ -217,7 +219,8 @@ class AsyncEngineClient:
             ``async for name, tensor in client.pull(...)``; see there for more.
         """
         return AsyncPull(
-            self._carrier, lambda: self._run(control_calls.plan_pull(model, version, layout, dtype))
+            self._carrier,
+            lambda: self._run(control_calls.plan_pull(self._layouts, model, version, layout, dtype)),
         )
 
     async def _run(self, steps: control_calls.Steps[T]) -> T:

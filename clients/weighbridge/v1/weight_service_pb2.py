@@ -26,7 +26,7 @@ from weighbridge.v1 import checkpoint_service_pb2 as weighbridge_dot_v1_dot_chec
 from weighbridge.v1 import resources_pb2 as weighbridge_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#weighbridge/v1/weight_service.proto\x12\x0eweighbridge.v1\x1a\'weighbridge/v1/checkpoint_service.proto\x1a\x1eweighbridge/v1/resources.proto\"\xa9\x01\n\rLayoutRequest\x12+\n\x04\x66ull\x18\x01 \x01(\x0b\x32\x1b.weighbridge.v1.FullTensorsH\x00\x12\x39\n\x0ftensor_parallel\x18\x02 \x01(\x0b\x32\x1e.weighbridge.v1.TensorParallelH\x00\x12&\n\x05\x62oxes\x18\x03 \x01(\x0b\x32\x15.weighbridge.v1.BoxesH\x00\x42\x08\n\x06layout\"\x1c\n\x0b\x46ullTensors\x12\r\n\x05names\x18\x01 \x03(\t\"\xb9\x01\n\x0eTensorParallel\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12/\n\x07\x65xperts\x18\x03 \x01(\x0b\x32\x1e.weighbridge.v1.ExpertParallel\x12*\n\x06layers\x18\x04 \x01(\x0b\x32\x1a.weighbridge.v1.LayerRange\x12\x1b\n\x0evocab_multiple\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_vocab_multiple\"_\n\x0e\x45xpertParallel\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x14\n\x07tp_size\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07tp_rank\x18\x04 \x01(\rB\n\n\x08_tp_size\"(\n\nLayerRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"2\n\x05\x42oxes\x12)\n\x05\x62oxes\x18\x01 \x03(\x0b\x32\x1a.weighbridge.v1.BoxRequest\"<\n\nBoxRequest\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x03(\x03\x12\x0e\n\x06\x65xtent\x18\x03 \x03(\x03\"o\n\x0fPlanPullRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12-\n\x06layout\x18\x03 \x01(\x0b\x32\x1d.weighbridge.v1.LayoutRequest\x12\r\n\x05\x64type\x18\x04 \x01(\t\"z\n\x10PlanPullResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\x12&\n\x06layout\x18\x02 \x01(\x0b\x32\x16.weighbridge.v1.Layout\x12\x14\n\x0cstream_bytes\x18\x03 \x01(\x04\"\xa7\x01\n\x0bPullRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12-\n\x06layout\x18\x03 \x01(\x0b\x32\x1d.weighbridge.v1.LayoutRequest\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12*\n\x08striping\x18\x06 \x01(\x0b\x32\x18.weighbridge.v1.Striping\"l\n\x0cPullResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.weighbridge.v1.StreamHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x32\xa7\x01\n\rWeightService\x12O\n\x08PlanPull\x12\x1f.weighbridge.v1.PlanPullRequest\x1a .weighbridge.v1.PlanPullResponse(\x01\x12\x45\n\x04Pull\x12\x1b.weighbridge.v1.PullRequest\x1a\x1c.weighbridge.v1.PullResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#weighbridge/v1/weight_service.proto\x12\x0eweighbridge.v1\x1a\'weighbridge/v1/checkpoint_service.proto\x1a\x1eweighbridge/v1/resources.proto\"\xa9\x01\n\rLayoutRequest\x12+\n\x04\x66ull\x18\x01 \x01(\x0b\x32\x1b.weighbridge.v1.FullTensorsH\x00\x12\x39\n\x0ftensor_parallel\x18\x02 \x01(\x0b\x32\x1e.weighbridge.v1.TensorParallelH\x00\x12&\n\x05\x62oxes\x18\x03 \x01(\x0b\x32\x15.weighbridge.v1.BoxesH\x00\x42\x08\n\x06layout\"\x1c\n\x0b\x46ullTensors\x12\r\n\x05names\x18\x01 \x03(\t\"\xb9\x01\n\x0eTensorParallel\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12/\n\x07\x65xperts\x18\x03 \x01(\x0b\x32\x1e.weighbridge.v1.ExpertParallel\x12*\n\x06layers\x18\x04 \x01(\x0b\x32\x1a.weighbridge.v1.LayerRange\x12\x1b\n\x0evocab_multiple\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_vocab_multiple\"_\n\x0e\x45xpertParallel\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x14\n\x07tp_size\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07tp_rank\x18\x04 \x01(\rB\n\n\x08_tp_size\"(\n\nLayerRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"2\n\x05\x42oxes\x12)\n\x05\x62oxes\x18\x01 \x03(\x0b\x32\x1a.weighbridge.v1.BoxRequest\"<\n\nBoxRequest\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x03(\x03\x12\x0e\n\x06\x65xtent\x18\x03 \x03(\x03\"\x85\x01\n\x0fPlanPullRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12-\n\x06layout\x18\x03 \x01(\x0b\x32\x1d.weighbridge.v1.LayoutRequest\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0cknown_layout\x18\x05 \x01(\t\"\x91\x01\n\x10PlanPullResponse\x12(\n\x07version\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Version\x12&\n\x06layout\x18\x02 \x01(\x0b\x32\x16.weighbridge.v1.Layout\x12\x14\n\x0cstream_bytes\x18\x03 \x01(\x04\x12\x15\n\rlayout_digest\x18\x04 \x01(\t\"\xa7\x01\n\x0bPullRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12-\n\x06layout\x18\x03 \x01(\x0b\x32\x1d.weighbridge.v1.LayoutRequest\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12*\n\x08striping\x18\x06 \x01(\x0b\x32\x18.weighbridge.v1.Striping\"l\n\x0cPullResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.weighbridge.v1.StreamHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x32\xa7\x01\n\rWeightService\x12O\n\x08PlanPull\x12\x1f.weighbridge.v1.PlanPullRequest\x1a .weighbridge.v1.PlanPullResponse(\x01\x12\x45\n\x04Pull\x12\x1b.weighbridge.v1.PullRequest\x1a\x1c.weighbridge.v1.PullResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,14 +47,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BOXES']._serialized_end=707
   _globals['_BOXREQUEST']._serialized_start=709
   _globals['_BOXREQUEST']._serialized_end=769
-  _globals['_PLANPULLREQUEST']._serialized_start=771
-  _globals['_PLANPULLREQUEST']._serialized_end=882
-  _globals['_PLANPULLRESPONSE']._serialized_start=884
-  _globals['_PLANPULLRESPONSE']._serialized_end=1006
-  _globals['_PULLREQUEST']._serialized_start=1009
-  _globals['_PULLREQUEST']._serialized_end=1176
-  _globals['_PULLRESPONSE']._serialized_start=1178
-  _globals['_PULLRESPONSE']._serialized_end=1286
-  _globals['_WEIGHTSERVICE']._serialized_start=1289
-  _globals['_WEIGHTSERVICE']._serialized_end=1456
+  _globals['_PLANPULLREQUEST']._serialized_start=772
+  _globals['_PLANPULLREQUEST']._serialized_end=905
+  _globals['_PLANPULLRESPONSE']._serialized_start=908
+  _globals['_PLANPULLRESPONSE']._serialized_end=1053
+  _globals['_PULLREQUEST']._serialized_start=1056
+  _globals['_PULLREQUEST']._serialized_end=1223
+  _globals['_PULLRESPONSE']._serialized_start=1225
+  _globals['_PULLRESPONSE']._serialized_end=1333
+  _globals['_WEIGHTSERVICE']._serialized_start=1336
+  _globals['_WEIGHTSERVICE']._serialized_end=1503
 # @@protoc_insertion_point(module_scope)

@@ -232,11 +232,14 @@ class PlanPullRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    KNOWN_LAYOUT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A number or a ref."""
     dtype: _builtins.str
     """Floating-point tensors are cast to it before they are sent, such as "bf16"; empty keeps them as they are."""
+    known_layout: _builtins.str
+    """Of the layout that came the last time, if the client still has it."""
     @_builtins.property
     def layout(self) -> Global___LayoutRequest: ...
     def __init__(
@@ -246,10 +249,11 @@ class PlanPullRequest(_message.Message):
         version: _builtins.str = ...,
         layout: Global___LayoutRequest | None = ...,
         dtype: _builtins.str = ...,
+        known_layout: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "layout", b"layout", "model", b"model", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "known_layout", b"known_layout", "layout", b"layout", "model", b"model", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -262,21 +266,27 @@ class PlanPullResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     STREAM_BYTES_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     stream_bytes: _builtins.int
+    layout_digest: _builtins.str
+    """Names the layout; what has the same digest is the same, whatever the model and version."""
     @_builtins.property
     def version(self) -> _resources_pb2.Version: ...
     @_builtins.property
-    def layout(self) -> _resources_pb2.Layout: ...
+    def layout(self) -> _resources_pb2.Layout:
+        """Not set if the client has it."""
+
     def __init__(
         self,
         *,
         version: _resources_pb2.Version | None = ...,
         layout: _resources_pb2.Layout | None = ...,
         stream_bytes: _builtins.int = ...,
+        layout_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "stream_bytes", b"stream_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "layout_digest", b"layout_digest", "stream_bytes", b"stream_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,10 +28,12 @@ class WeightHandlers:
         version, layout = self._serving.plan_pull(
             request.model, request.version, wire.request_from_proto(request.layout), request.dtype
         )
+        known = layout.digest == request.known_layout
         return weight_service_pb2.PlanPullResponse(
             version=wire.version_to_proto(version),
-            layout=wire.layout_to_proto(layout, wire.HUGGING_FACE),
+            layout=None if known else wire.layout_to_proto(layout, wire.HUGGING_FACE),
             stream_bytes=layout.nbytes,
+            layout_digest=layout.digest,
         )
 
     def Pull(
