@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weighbridge.errors import FailedPrecondition, ResourceExhausted
-from weighbridge.paging import POPULATE_READ, enter_pages
+from weighbridge.paging import POPULATE_READ, advise, map_aligned
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ class MappedMemory:
             _for_writing.add(self)
         flags, protection = use.value
         try:
-            self._map: mmap.mmap = mmap.mmap(descriptor, nbytes, flags, protection)
+            self._map, self._offset = map_aligned(descriptor, nbytes, flags, protection)
         except (OSError, ValueError) as error:
             raise ResourceExhausted(
                 f"{nbytes} bytes of the service's memory cannot be mapped: {error}"
@@ -69,7 +69,7 @@ class MappedMemory:
     @cached_property
     def bytes(self) -> NDArray[np.uint8]:
         """All of it."""
-        return np.frombuffer(self._map, np.uint8)
+        return np.frombuffer(self._map, np.uint8, self.nbytes, self._offset)
 
     @cached_property
     def tensor(self) -> torch.Tensor:
@@ -110,7 +110,7 @@ class MappedMemory:
 
     def exported(self) -> Any:
         """An object that gives access to the mapping, and keeps it as long as anything refers to that object."""
-        return (ctypes.c_ubyte * self.nbytes).from_buffer(self._map)
+        return (ctypes.c_ubyte * self.nbytes).from_buffer(self._map, self._offset)
 
     def populate(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Enter pages into this process's page table before they are needed.
@@ -124,7 +124,7 @@ class MappedMemory:
         for start, end in ranges:
             first = start - start % mmap.PAGESIZE
             try:
-                enter_pages(start_of_all + first, end - first, POPULATE_READ)
+                advise(start_of_all + first, end - first, POPULATE_READ)
             except OSError:
                 return  # they are entered when they are touched
 

@@ -32,7 +32,7 @@ _NOBODY = ImageOwner()
 _LOOK_SECONDS = 0.25
 """How often who waits looks again: what other processes let go of, nothing here hears of."""
 _MOST_FREE = 64
-"""Free regions that wait to be used again, whatever their sizes: each takes two descriptors and a mapping."""
+"""Free regions that wait to be used again, whatever their sizes: each takes a descriptor and a mapping."""
 _NAMED = 20
 """Holders that an error names."""
 

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import functools
 import itertools
+import logging
 import mmap
 import os
 import signal
@@ -23,8 +24,10 @@ from contextlib import suppress
 
 import numpy as np
 
-from weighbridge.paging import POPULATE_WRITE, enter_pages
+from weighbridge.paging import COLLAPSE, HUGE_PAGE, POPULATE_WRITE, advise, map_aligned
 from weighbridge_storage.objects import ByteArray, error_for
+
+log = logging.getLogger(__name__)
 
 PAGE = mmap.PAGESIZE
 _STEP_BYTES = 256 << 20
@@ -33,6 +36,33 @@ _STEP_BYTES = 256 << 20
 _serials = itertools.count(1)
 _BOOT = uuid.uuid4().hex
 """Clients may have seen keys of an earlier process."""
+
+
+class _PlainPages:
+    """Whether memory is made in small pages on this machine; told once.
+
+    Attributes:
+        reason: why huge ones are not tried any more; empty if they are.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._told = False
+
+    def tell(self, error: OSError) -> None:
+        """Huge pages could not be made: because there are none now, or never."""
+        if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EPERM):
+            self.reason = str(error)
+        if not self._told:
+            self._told = True
+            log.warning(
+                "images lie in small pages, at least in part, which makes fresh memory and its first use slower: %s (madvise(2), "
+                "MADV_COLLAPSE, needs Linux 6.1 with transparent huge pages, and free memory in pieces of 2 MiB)",
+                error.strerror,
+            )
+
+
+_plain_pages = _PlainPages()
 
 
 class Region:
@@ -65,9 +95,15 @@ class Region:
             self._lent = False
             self._left_open = False
             try:
-                # Without this, a disk that is full would be a SIGBUS in the middle of a copy.
+                os.ftruncate(self.fd, capacity)
+                protection = mmap.PROT_READ | mmap.PROT_WRITE
+                self._map, offset = map_aligned(self.fd, capacity, mmap.MAP_SHARED, protection)
+                self.writable: ByteArray = np.frombuffer(self._map, np.uint8, capacity, offset)
                 for start in range(0, capacity, _STEP_BYTES):
                     nbytes = min(_STEP_BYTES, capacity - start)
+                    if self.in_memory:
+                        self._make_huge(start, nbytes)
+                    # Without this, a disk that is full would be a SIGBUS in the middle of a copy.
                     os.posix_fallocate(self.fd, start, nbytes)
                     on_allocated(nbytes)
                 if folder is None:
@@ -78,18 +114,31 @@ class Region:
                         fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
                     )
                 os.fchmod(self.fd, 0o600)  # a descriptor for reading must not be a way to one for writing
-                self._map = mmap.mmap(self.fd, capacity)
             except BaseException:
                 self._release()
+                for name in ("writable", "_map"):  # the error keeps this object, and must not keep its memory
+                    self.__dict__.pop(name, None)
                 raise
         except OSError as error:
             raise error_for(error, what) from error
-        self.writable: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
         if self.in_memory:
             # A file's pages are not touched: an image there is larger than what memory should hold.
             with suppress(OSError):  # an older kernel: the first copies will fault the pages in
-                enter_pages(self.writable.ctypes.data, capacity, POPULATE_WRITE)
-        self.readable: ByteArray = np.frombuffer(memoryview(self._map).toreadonly(), dtype=np.uint8)
+                advise(self.writable.ctypes.data, capacity, POPULATE_WRITE)
+        read_only = memoryview(self._map).toreadonly()
+        self.readable: ByteArray = np.frombuffer(read_only, np.uint8, capacity, offset)
+
+    def _make_huge(self, start: int, nbytes: int) -> None:
+        """Make a part of shared memory in huge pages, as far as the system has any: that takes a tenth of the time, too."""
+        pages = range(start, start + nbytes - HUGE_PAGE + 1, HUGE_PAGE)
+        if not pages or _plain_pages.reason:
+            return
+        for page in pages:
+            os.posix_fallocate(self.fd, page, PAGE)  # what is empty is not collapsed
+        try:
+            advise(self.writable.ctypes.data + start, len(pages) * HUGE_PAGE, COLLAPSE)
+        except OSError as error:
+            _plain_pages.tell(error)
 
     def reopen(self, *, writable: bool) -> int:
         """A descriptor for another process; to be closed here once it has been sent.
