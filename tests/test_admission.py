@@ -324,14 +324,12 @@ def test_free_memory_is_given_back_where_the_machine_has_no_other(tmp_path: obje
 
 def test_holders_are_named_with_what_they_hold_it_for() -> None:
     pool = ImagePool(UNLIMITED)
-    standby = pool.acquire({"a": 1}, ImageOwner("acme/m"))
-    assert [(h.owner.number, h.use) for h in pool.holdings()] == [(0, Use.STANDBY)]
-    standby.assign(ImageOwner("acme/m", 3))
+    image = pool.acquire({"a": 1}, ImageOwner("acme/m", 3))
     assert [(h.owner.number, h.use) for h in pool.holdings()] == [(3, Use.RECEIVING)]
-    standby.freeze()
+    image.freeze()
     assert [h.use for h in pool.holdings()] == [Use.READY]
-    with standby.lease(), standby.lease():
-        standby.release()
+    with image.lease(), image.lease():
+        image.release()
         [holding] = pool.holdings()
         assert (holding.use, holding.readers, holding.nbytes) == (Use.READERS, 2, PAGE)
         assert str(holding).startswith("acme/m@3: 4.1 kB of memory, kept by 2 readers, for 0 s")

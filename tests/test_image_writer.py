@@ -260,10 +260,11 @@ def test_bytes_that_could_not_be_placed_break_the_version(monkeypatch: pytest.Mo
     assert not bench.said(on.RankWhole)
 
 
-def test_files_are_not_filled_while_another_process_can_write_to_them() -> None:
+def test_files_are_not_filled_while_a_process_that_did_not_say_that_it_is_done_can_write_to_them() -> None:
     bench = Bench()
     grant = bench.writer.grant(0)
     fd = grant.image.region.reopen(writable=True)
+    grant.image.region.doubt(lambda: False)
     for rank in range(1, RANKS):
         bench.push(rank)
     assert not bench.filled(), "memory is granted"
@@ -281,6 +282,35 @@ def test_files_are_not_filled_while_another_process_can_write_to_them() -> None:
     bench.check()
     with pytest.raises(FailedPrecondition, match="have come"):
         bench.writer.grant(0)
+
+
+def test_files_are_filled_once_the_process_in_doubt_has_ended() -> None:
+    bench = Bench()
+    grant = bench.writer.grant(0)
+    fd = grant.image.region.reopen(writable=True)
+    ended = False
+    grant.image.region.doubt(lambda: ended)
+    bench.writer.end_grant(grant, complete=False)
+    for rank in range(RANKS):
+        bench.push(rank)
+    assert bench.said(on.MemoryHeld)
+    assert not bench.filled()
+    ended = True
+    bench.writer.probe()
+    bench.check()
+    os.close(fd)
+
+
+def test_files_are_filled_at_once_by_who_has_said_that_it_is_done_and_keeps_its_mapping() -> None:
+    bench = Bench()
+    grant = bench.writer.grant(0)
+    fd = grant.image.region.reopen(writable=True)
+    for rank in range(1, RANKS):
+        bench.push(rank)
+    grant.prepared.transfer.scatter(np.frombuffer(bench.stream(0), np.uint8), 0, grant.image.buffers, "0")
+    bench.writer.end_grant(grant, complete=True)
+    bench.check()
+    os.close(fd)
 
 
 def test_a_grant_that_ends_early_counts_for_nothing_and_none_is_given_once_files_are_filled() -> None:

@@ -237,7 +237,7 @@ def test_random_requests_are_refused_and_change_nothing(
                 else:
                     setattr(message, field.name, value)
 
-    kinds = ["begin_write", "end_write", "prepare_write", "begin_read", "end_read"]
+    kinds = ["begin_write", "end_write", "begin_read", "end_read"]
     lane = RawLane(service.lane.path)
     lane.ask(pb.LaneRequest(hello=pb.LaneHello(client_id="dice")))
     for number in range(500):
@@ -273,24 +273,11 @@ def test_an_error_that_nobody_has_thought_of_is_told_to_one_request_and_ends_not
     connection.close()
 
 
-def test_memory_is_prepared_only_for_those_who_push(
-    service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
-) -> None:
-    for source in sources:
-        trainer.push_folder(MODEL, source.folder).wait(timeout=20)
-    eventually(lambda: bool(trainer._transport.lane._standby))
-    stranger = connected(service.address, "stranger")
-    with pytest.raises(FailedPrecondition, match="just pushed"):
-        stranger.ask(pb.LaneRequest(prepare_write=pb.PrepareWrite(model=MODEL)))
-    stranger.close()
-
-
 def test_memory_is_asked_back_when_the_last_loan_ends_after_the_last_seal(
     service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
 ) -> None:
     for source in sources:
-        trainer.push_folder(MODEL, source.folder).wait(timeout=20)
-    eventually(lambda: bool(trainer._transport.lane._standby))  # which the next version will lie in
+        trainer.push_folder(MODEL, source.folder).wait(timeout=20)  # it has all memory mapped
     layout = rows_layout(sources[0].arrays, 0, 1)
     with RawClient(service.address) as raw:
         number = raw.open(MODEL)
@@ -316,36 +303,39 @@ def test_a_trainer_that_stands_still_disturbs_no_other_trainer_of_its_model(
         raw.client_id = CLIENT_ID
         number = raw.open(MODEL)
         assigned = raw.declare(MODEL, number, layout)
-        raw.push(MODEL, number, cut(stream_of(sources[0].arrays, layout, assigned)))
-        raw.seal(MODEL, number)
-    with lane_process(service.address, "prepare", MODEL, "0") as still:
-        still.send_signal(signal.SIGSTOP)
-        for lane in ("grpc", "local", "local"):
-            with TrainerClient(service.address, lane=lane, run=lane) as trainer:
-                for source in sources:
-                    handle = trainer.push_folder(MODEL, source.folder)
-                    assert handle.wait(timeout=20).state is VersionState.DURABLE
-                    assert trainer.verify(MODEL, handle.number).problems == ()
+        with lane_process(service.address, "keep", MODEL, str(number)) as still:
+            still.send_signal(signal.SIGSTOP)
+            raw.push(MODEL, number, cut(stream_of(sources[0].arrays, layout, assigned)))
+            raw.seal(MODEL, number)
+            for lane in ("grpc", "local", "local"):
+                with TrainerClient(service.address, lane=lane, run=lane) as trainer:
+                    assert trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
+                    assert trainer.verify(MODEL, number).problems == ()
+                    for source in sources:
+                        handle = trainer.push_folder(MODEL, source.folder)
+                        assert handle.wait(timeout=20).state is VersionState.DURABLE
+                        assert trainer.verify(MODEL, handle.number).problems == ()
 
 
 def test_a_client_that_has_not_heard_yet_of_a_recall_is_given_the_memory_anew(
     service: RunningService, sources: list[TinyModel]
 ) -> None:
-    with TrainerClient(service.address, lane="grpc") as trainer:
-        for source in sources:
-            trainer.push_folder(MODEL, source.folder).wait(timeout=20)
-        lane = connected(service.address, trainer._client_id)
-        prepare = pb.LaneRequest(prepare_write=pb.PrepareWrite(model=MODEL))
-        answer, descriptors = lane.ask(prepare)
-        lane_protocol.close_all(descriptors)
-        standbys = service.service.intake.standbys
-        [image] = standbys._waiting.values()
-        standbys.drop(image.region)
-        prepare.prepare_write.held.append(answer.write.memory.key)
-        again, descriptors = lane.ask(prepare)
-        lane_protocol.close_all(descriptors)
-        assert again.write.memory.key == answer.write.memory.key
-        assert again.write.memory.descriptor_sent
+    with RawClient(service.address) as raw:
+        number = raw.open(MODEL)
+        raw.declare(MODEL, number, rows_layout(sources[0].arrays, 0, 1))
+        lane = connected(service.address, raw.client_id)
+        begin = pb.LaneRequest(begin_write=pb.BeginWrite(model=MODEL, number=number, rank=0))
+        sent = []
+        for recall in (False, False, True):
+            if recall:
+                [image] = service.service.images._images
+                service.service.mappings.recall(image.region)
+            answer, descriptors = lane.ask(begin)
+            lane_protocol.close_all(descriptors)
+            sent.append(answer.write.memory.descriptor_sent)
+            lane.ask(pb.LaneRequest(end_write=pb.EndWrite(loan=answer.write.loan, kept=True)))
+            begin.begin_write.held[:] = [answer.write.memory.key]
+        assert sent == [True, False, True]
         lane.close()
 
 

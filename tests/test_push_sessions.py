@@ -300,11 +300,11 @@ def test_a_version_that_was_aborted_while_it_waited_gets_no_image(
     busy, done, taken = threading.Event(), threading.Event(), list[int]()
     take = VersionRequest.take
 
-    def slow(self: VersionRequest, clients: Any) -> Image:
+    def slow(self: VersionRequest) -> Image:
         taken.append(self._owner.number)
         busy.set()
         done.wait(30)
-        return take(self, clients)
+        return take(self)
 
     monkeypatch.setattr(VersionRequest, "take", slow)
     layout = whole_layout(tiny.arrays)

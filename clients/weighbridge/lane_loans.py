@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from weighbridge import rpc
 from weighbridge.lane_connection import LaneConnection
 from weighbridge.lane_memory import MappedMemory
 from weighbridge.lane_plans import PlacedPlan
 from weighbridge.layouts import Layout
 from weighbridge.push_sources import ShardSource
+from weighbridge.sampling import sample_of
 from weighbridge.strided import ShardCopies, is_dense, read_tensor
 from weighbridge.tensor_stream import check_target
 from weighbridge.v1 import local_lane_pb2 as pb
@@ -28,31 +30,32 @@ class WriteLoan:
     """
 
     def __init__(
-        self,
-        connection: LaneConnection,
-        number: int,
-        memory: MappedMemory,
-        plan: PlacedPlan,
-        on_pinned: Callable[[], None],
+        self, connection: LaneConnection, number: int, memory: MappedMemory, plan: PlacedPlan
     ) -> None:
         self.streamed = plan.streamed
-        self._on_pinned = on_pinned
         self._connection = connection
         self._number = number
         self._memory: MappedMemory | None = memory
         self._copies = plan.copies
+        self._sample: list[pb.SampledPiece] = []
 
-    def fill(self, source: ShardSource) -> None:
-        """Copy the shards to where they belong."""
+    def fill(self, source: ShardSource, nbytes: int) -> None:
+        """Copy the shards to where they belong, and take note of a sample of them before.
+
+        Args:
+            source: the shards.
+            nbytes: of their stream.
+        """
         if self._memory is not None:
             try:
+                self._sample = _sampled(source, nbytes, self.streamed)
                 source.write(self._copies, [self._memory])
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)  # they hold arrays over the memory
                 raise
 
     def end(self, *, complete: bool) -> None:
-        """Let go of the memory.
+        """Write no more. The mapping stays, with its registration with CUDA, for later pushes.
 
         Args:
             complete: whether all that belongs to the memory was written.
@@ -62,11 +65,24 @@ class WriteLoan:
         """
         memory, self._memory = self._memory, None
         if memory is not None:
-            if memory.pinned:
-                self._on_pinned()
-            memory.close()
-            request = pb.LaneRequest(end_write=pb.EndWrite(loan=self._number, complete=complete))
-            self._connection.ask(request)
+            end = pb.EndWrite(loan=self._number, complete=complete, kept=True, sample=self._sample)
+            self._connection.ask(pb.LaneRequest(end_write=end))
+
+
+def _sampled(source: ShardSource, nbytes: int, streamed: Sequence[tuple[int, int]]) -> list[pb.SampledPiece]:
+    """Checksums of parts of a stream that are going to be written: the service compares them when it verifies the version."""
+    ranges = sample_of(nbytes, streamed)
+    if not ranges:
+        return []
+    staged = source.stage(ranges)
+    try:
+        return [
+            pb.SampledPiece(start=start, end=end, checksum=rpc.checksum(staged.read(start, end)))
+            for start, end in ranges
+        ]
+    finally:
+        if staged is not source:
+            staged.release()
 
 
 class ReadLoan:

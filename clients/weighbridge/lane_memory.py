@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weighbridge.errors import FailedPrecondition, ResourceExhausted
-from weighbridge.paging import POPULATE_READ, advise, map_aligned
+from weighbridge.paging import DO_NOT_FORK, POPULATE_READ, advise, map_aligned
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +61,8 @@ class MappedMemory:
         flags, protection = use.value
         try:
             self._map, self._offset = map_aligned(descriptor, nbytes, flags, protection)
+            if use is Use.WRITE:
+                advise(self.address, nbytes, DO_NOT_FORK)
         except (OSError, ValueError) as error:
             raise ResourceExhausted(
                 f"{nbytes} bytes of the service's memory cannot be mapped: {error}"
@@ -129,11 +131,15 @@ class MappedMemory:
                 return  # they are entered when they are touched
 
     def abandon(self) -> None:
-        """Undo the mapping in a process that was forked: CUDA's registration belongs to its parent."""
+        """Let go of the mapping in a process that was forked: CUDA's registration belongs to its parent."""
         if self._unpin is not None:
             self._unpin.detach()
             self._unpin = None
-        self.close()
+        if self._use is Use.WRITE:
+            # it is not there: undoing it would undo whatever lies there by then
+            _absent.append(self.__dict__.pop("_map"))
+        else:
+            self.close()
 
     def close(self) -> None:
         """Undo the mapping: now if no array, tensor or exported object is left of it, and with the last of them otherwise."""
@@ -160,8 +166,11 @@ def merged(ranges: Iterable[tuple[int, int]], gap: int = mmap.PAGESIZE) -> list[
 _for_writing: weakref.WeakSet[MappedMemory] = weakref.WeakSet()
 
 
+_absent: list[mmap.mmap] = []
+
+
 def _let_go_in_child() -> None:
-    """A process that was forked has no part in what its parent writes, and would keep it from becoming ready."""
+    """A process that was forked has no part in what its parent writes, and nothing of it is mapped there."""
     for memory in list(_for_writing):
         with contextlib.suppress(AttributeError):
             memory.abandon()

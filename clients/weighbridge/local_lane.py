@@ -6,13 +6,13 @@ process.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from weighbridge import lane_protocol, wire
 from weighbridge.errors import (
@@ -32,6 +32,8 @@ from weighbridge.lane_plans import LanePlans
 from weighbridge.layouts import Layout
 from weighbridge.slices import LayoutRequest
 from weighbridge.v1 import local_lane_pb2 as pb
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -84,16 +86,13 @@ class LocalLane:
         self._client_id = client_id
         self._find = find
         self._lock = threading.RLock()
-        self._mapping = threading.Lock()
         self._recalls = 0
         self._connection: LaneConnection | None = None
         self._closed = False
         self._refused: tuple[float, type[WeighbridgeError], str, str] | None = None
-        self._standby: dict[str, MappedMemory] = {}
+        self._writable: dict[str, MappedMemory] = {}
         self._kept: dict[str, _Kept] = {}
         self._plans = LanePlans()
-        self._written: dict[str, list[tuple[int, int]]] = {}
-        self._pin_ahead: set[str] = set()  # models whose shards lie on GPUs
         _lanes.add(self)
 
     @property
@@ -115,68 +114,34 @@ class LocalLane:
     def write(self, model: str, number: int, rank: int, stream: Layout) -> WriteLoan:
         """Borrow the memory that a version's files are put together in, to write a rank's stream to it, or as much of it as belongs there.
 
+        What was mapped for an earlier version stays so until the service asks for it.
+
         Raises:
             WeighbridgeError: that cannot be done; says why.
         """
         connection = self._connected()
         plan_id, plan = self._plans.known((model, rank))
-        with self._mapping:  # what is being prepared may be what this needs
-            begin = pb.BeginWrite(
-                model=model, number=number, rank=rank, plan_id=plan_id, held=[*self._standby]
-            )
-            answer, descriptors = connection.ask(pb.LaneRequest(begin_write=begin))
-            loan = answer.write
-            memory: MappedMemory | None = None
-            try:
-                with self._lock:
-                    memory = self._standby.pop(loan.memory.key, None)
-                if memory is None:
-                    memory = _map(descriptors, loan.memory, Use.WRITE)
-                placed = self._plans.placed(loan, plan, [memory.nbytes], stream, (model, rank))
-                touched = merged((c.memory_offset, c.memory_end) for shard in placed.copies for c in shard)
-                self._written[model] = touched
-                if descriptors:
-                    memory.populate(touched)
-                return WriteLoan(connection, loan.loan, memory, placed, lambda: self._pin_ahead.add(model))
-            except BaseException:
-                if memory is not None:
-                    memory.close()
-                connection.tell(pb.LaneRequest(end_write=pb.EndWrite(loan=loan.loan, complete=False)))
-                raise
-            finally:
-                lane_protocol.close_all(descriptors)
-
-    def prepare(self, model: str) -> bool:
-        """Map what a model's next version will probably be written to; whether there was something.
-
-        Raises:
-            WeighbridgeError: that cannot be done; says why.
-        """
-        connection = self._connected()
-        with self._mapping:
-            recalls = self._recalls
-            asked = pb.PrepareWrite(model=model, held=[*self._standby])
-            answer, descriptors = connection.ask(pb.LaneRequest(prepare_write=asked))
-            try:
-                lent = answer.write.memory
-                if not descriptors:
-                    return lent.key in self._standby
-                memory = _map(descriptors, lent, Use.WRITE)
-            finally:
-                lane_protocol.close_all(descriptors)
-            memory.populate(self._written.get(model, ()))
-            if model in self._pin_ahead:
-                with contextlib.suppress(
-                    WeighbridgeError
-                ):  # the push will try it again, and say why it fails
-                    memory.pin()
-            with self._lock:
-                there = connection is self._connection and not connection.ended
-                if there and self._recalls == recalls:
-                    self._standby[lent.key] = memory
-                    return True
-            memory.close()
-            return False
+        with self._lock:
+            held, recalls = dict(self._writable), self._recalls
+        begin = pb.BeginWrite(model=model, number=number, rank=rank, plan_id=plan_id, held=[*held])
+        answer, descriptors = connection.ask(pb.LaneRequest(begin_write=begin))
+        loan = answer.write
+        try:
+            memory = None if descriptors else held.get(loan.memory.key)
+            if memory is None:
+                memory = _map(descriptors, loan.memory, Use.WRITE)
+            placed = self._plans.placed(loan, plan, [memory.nbytes], stream, (model, rank))
+            if descriptors:
+                memory.populate(
+                    merged((c.memory_offset, c.memory_end) for shard in placed.copies for c in shard)
+                )
+                self._keep(connection, self._writable, memory.key, memory, recalls)
+            return WriteLoan(connection, loan.loan, memory, placed)
+        except BaseException:
+            connection.tell(pb.LaneRequest(end_write=pb.EndWrite(loan=loan.loan, kept=True)))
+            raise
+        finally:
+            lane_protocol.close_all(descriptors)
 
     def read(self, model: str, version: int, request: LayoutRequest, layout: Layout) -> ReadLoan:
         """Borrow a version, to read slices of it where they lie.
@@ -217,7 +182,7 @@ class LocalLane:
                 if kept is None:
                     kept = _Kept(_duplicate(each[0]), _map(each, memory, Use.READ, pinnable=memory.keep))
                     if memory.keep:
-                        self._keep(connection, kept, recalls)
+                        self._keep(connection, self._kept, memory.key, kept, recalls)
                 copied_from.append(kept.mapping)
             placed = self._plans.placed(loan, plan, [memory.nbytes for memory in private], layout, what)
             return ReadLoan(layout, placed.copies, private, copied_from, end)
@@ -242,12 +207,14 @@ class LocalLane:
         for each in kept.values():
             each.mapping.abandon()
 
-    def _keep(self, connection: LaneConnection, kept: _Kept, recalls: int) -> None:
-        """Have memory ready for later pulls, unless the service has asked for some since, or is gone."""
+    def _keep(
+        self, connection: LaneConnection, books: dict[str, T], key: str, memory: T, recalls: int
+    ) -> None:
+        """Have memory ready for later, unless the service has asked for some since, or is gone."""
         with self._lock:
             there = connection is self._connection and not connection.ended and not self._closed
-            if there and kept.mapping.key not in self._kept and self._recalls == recalls:
-                self._kept[kept.mapping.key] = kept
+            if there and self._recalls == recalls:
+                books[key] = memory
 
     def _connected(self) -> LaneConnection:
         with self._lock:
@@ -297,20 +264,17 @@ class LocalLane:
     def _recalled(self, key: str) -> None:
         with self._lock:
             self._recalls += 1
-            standby, kept = self._standby.pop(key, None), self._kept.pop(key, None)
-        if standby is not None:
-            standby.close()
-        del kept  # its mapping goes with the last tensor that is being copied from it
+            gone = self._writable.pop(key, None), self._kept.pop(key, None)
+        del gone  # mappings go with the last tensor that is being copied to or from them
 
     def _lost(self, connection: LaneConnection) -> None:
         """Forget what came by a connection."""
         with self._lock:
             if connection is not self._connection:
                 return
-            standby, self._standby = list(self._standby.values()), {}
-            self._kept = {}
-        for memory in standby:
-            memory.close()
+            gone = self._writable, self._kept
+            self._writable, self._kept = {}, {}
+        del gone
 
 
 def _map(

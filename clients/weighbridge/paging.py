@@ -63,8 +63,6 @@ def map_aligned(descriptor: int, nbytes: int, flags: int, protection: int) -> tu
     Raises:
         OSError, ValueError: it cannot be mapped.
     """
-    if nbytes < HUGE_PAGE:
-        return mmap.mmap(descriptor, nbytes, flags, protection), 0
     try:
         around = mmap.mmap(-1, nbytes + HUGE_PAGE, _AROUND, protection)
     except OSError:  # where memory is not overcommitted, room for it is asked for, though it is never used

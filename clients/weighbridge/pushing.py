@@ -32,8 +32,6 @@ _DECLARE_SECONDS = 600.0
 """How long a rank waits for the other ranks to declare what they hold."""
 _DECLARE_CALL_SECONDS = 10.0
 """How long one call waits for that before it is made again."""
-_PREPARE_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before each question for the memory of the next version: it may be in use until this one is durable."""
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
 
@@ -50,8 +48,6 @@ class Pusher:
         self._lock = threading.Lock()
         self._running: list[PushHandle] = []
         self._slots = threading.BoundedSemaphore(_PUSHES_AT_ONCE)
-        self._closing = threading.Event()
-        self._preparing: set[str] = set()
 
     def push(
         self,
@@ -111,7 +107,6 @@ class Pusher:
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed."""
-        self._closing.set()
         with self._lock:
             running, self._running = self._running, []
         for handle in running:
@@ -169,7 +164,7 @@ class Pusher:
             if loan is None or streamed:
                 staged = source.stage(streamed)
             if loan is not None:
-                loan.fill(source)
+                loan.fill(source, stream.nbytes)
         except BaseException:
             _Delivery(loan, staged, (), 0, why).give_up()
             raise
@@ -216,24 +211,6 @@ class Pusher:
         finally:
             delivery.give_up()
             self._slots.release()
-        if delivery.loan is not None:
-            # a daemon: nothing is lost if it does not get to its end
-            threading.Thread(target=self._prepare_next, args=(header.model,), daemon=True).start()
-
-    def _prepare_next(self, model: str) -> None:
-        """Map the memory of the next version while the trainer trains; if that fails, the next push will do it."""
-        with self._lock:
-            if model in self._preparing:
-                return
-            self._preparing.add(model)
-        try:
-            with contextlib.suppress(WeighbridgeError):
-                for pause in _PREPARE_PAUSES:
-                    if self._closing.wait(pause) or self._client._transport.lane.prepare(model):
-                        return
-        finally:
-            with self._lock:
-                self._preparing.discard(model)
 
     def _stream(self, header: pb.PushHeader, source: StreamSource, route: Route) -> None:
         """Stream parts of the rank's bytes to one replica; where it breaks, ask what has arrived and go on from there."""

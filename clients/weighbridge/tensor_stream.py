@@ -45,12 +45,23 @@ def copy_out(
                         tensor.shape
                     ).copy_(tensor)
                 else:
-                    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-                    part = flat[first - placement.offset : last - placement.offset]
+                    part = _bytes_of(tensor.detach(), first - placement.offset, last - placement.offset)
                     torch.frombuffer(staging, dtype=torch.uint8, count=last - first, offset=offset).copy_(
                         part
                     )
             base += stop - start
+
+
+def _bytes_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Bytes ``start`` to ``stop`` of a tensor in row-major order; of one that lies otherwise, only those rows are copied."""
+    import torch
+
+    if not tensor.is_contiguous():
+        row_bytes = tensor[:1].numel() * tensor.element_size()
+        first = start // row_bytes
+        tensor = tensor[first : -(-stop // row_bytes)].clone(memory_format=torch.contiguous_format)
+        start, stop = start - first * row_bytes, stop - first * row_bytes
+    return tensor.view(-1).view(torch.uint8)[start:stop]
 
 
 def _between(

@@ -7,7 +7,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 
 from google.protobuf.message import DecodeError
 
@@ -17,6 +18,7 @@ from weighbridge.layouts import STREAM
 from weighbridge.v1 import local_lane_pb2 as pb
 from weighbridge_service.admission.peer import Peer, Verb, authorize
 from weighbridge_service.lane_plans import fill_plan
+from weighbridge_service.peer_process import PeerProcess
 from weighbridge_service.push.image_writer import MemoryGrant
 from weighbridge_service.ranges import RangeSet
 from weighbridge_service.service import Weighbridge
@@ -29,7 +31,6 @@ log = logging.getLogger(__name__)
 
 _VERBS = {
     "begin_write": Verb.PUSH,
-    "prepare_write": Verb.PUSH,
     "begin_read": Verb.READ,
 }
 _HELLO_SECONDS = 10.0
@@ -78,8 +79,8 @@ class LaneSession:
         self._recalls: deque[str] = deque()  # keys of memory that the client is still to be asked for
         self._loans: dict[int, MemoryGrant | LentVersion] = {}
         self._next_loan = 1
-        self._writable: dict[str, Region] = {}  # regions that the client has a writable descriptor of
-        self._readable: set[str] = set()  # memory that it may keep mapped
+        self._writable: set[str] = set()  # keys of regions that the client may keep mapped for writing
+        self._readable: set[str] = set()  # of memory that it may keep mapped for reading
 
     def run(self) -> None:
         """Answer requests until the client has gone; then take back all that it was lent."""
@@ -101,15 +102,8 @@ class LaneSession:
 
     def close(self) -> None:
         """End the connection; the thread that answers it takes everything back."""
-        try:
+        with suppress(OSError):  # the client has gone
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            self._connection.close()
-
-    def may_write(self, region: Region) -> bool:
-        """Whether the client may have a region mapped for writing."""
-        with self._lock:
-            return region.key in self._writable
 
     def recall(self, region: Region) -> None:
         """Ask the client to let go of a region, unless it is writing a version there. Waits for nothing."""
@@ -119,7 +113,7 @@ class LaneSession:
             )
             if in_use or not (region.key in self._writable or region.key in self._readable):
                 return
-            self._writable.pop(region.key, None)
+            self._writable.discard(region.key)
             self._readable.discard(region.key)
             self._recalls.append(region.key)
         self._send_recalls()
@@ -180,8 +174,6 @@ class LaneSession:
             self._begin_write(request.begin_write, response.write, attach)
         elif kind == "end_write":
             self._end_write(request.end_write)
-        elif kind == "prepare_write":
-            self._prepare_write(request.prepare_write, response.write, attach)
         elif kind == "begin_read":
             self._begin_read(request.begin_read, response.read, attach)
         elif kind == "end_read":
@@ -203,15 +195,12 @@ class LaneSession:
             if not isinstance(loan, MemoryGrant):
                 raise InvalidArgument(f"there is no loan {asked.loan} to end")
             del self._loans[asked.loan]
-            self._writable.pop(loan.image.region.key, None)
-        self._service.intake.end_grant(loan, complete=asked.complete)
-
-    def _prepare_write(self, asked: pb.PrepareWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
-        image = self._service.intake.prepare_image(asked.model, self.client_id)
-        # not if a version has just begun with it: its memory is lent to its own ranks
-        with self._service.intake.standbys.waiting(image) as there:
-            if there is not None:
-                self._lend_writable(there, asked.held, reply, attach)
+            if not asked.kept:
+                self._writable.discard(loan.image.region.key)
+        if not asked.kept:
+            loan.image.region.doubt(self._process.ended)
+        sample = [(piece.start, piece.end, piece.checksum) for piece in asked.sample]
+        self._service.intake.end_grant(loan, complete=asked.complete, sample=sample)
 
     def _lend_writable(self, image: Image, held: Iterable[str], reply: pb.WriteLoan, attach: _Attach) -> None:
         region = image.region
@@ -225,7 +214,7 @@ class LaneSession:
             # the client may not have heard yet that it was to let go of what it says it has
             if region.key not in held or region.key not in self._writable:
                 attach(reply.memory, lambda: region.reopen(writable=True))
-            self._writable[region.key] = region
+            self._writable.add(region.key)
         for name, offset in image.offsets.items():
             reply.files.add(name=name, memory=0, offset=offset)
 
@@ -300,18 +289,23 @@ class LaneSession:
     def _take_all_back(self) -> None:
         with self._lock:
             loans, self._loans = list(self._loans.values()), {}
-            waiting, self._writable = list(self._writable.values()), {}
+            self._writable.clear()
             self._readable.clear()
-        self._connection.close()
         for loan in loans:
+            # the client may be there all the same, and still look at it, or write to it
             if isinstance(loan, LentVersion):
-                loan.leave_open()  # the client may be there all the same, and still look at it
+                loan.leave_open()
+            else:
+                loan.image.region.doubt(self._process.ended)
             try:
                 self._end(loan)
             except Exception:  # the others have to come back, too
                 log.exception("a loan could not be taken back")
-        for region in waiting:
-            self._service.intake.standbys.drop(region)
+        self._connection.close()
+
+    @cached_property
+    def _process(self) -> PeerProcess:
+        return PeerProcess(self._connection)
 
 
 _Attach = Callable[[pb.SharedMemory, Callable[[], int]], None]

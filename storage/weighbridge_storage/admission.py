@@ -40,6 +40,7 @@ class Space:
         available: what the machine can give now, beyond the regions that there are; what is reserved and not made yet is taken
             off.
         most: what the machine could give to images if nobody else took any.
+        own: indexes of those free regions that lay under an image of the same model before: its trainers may have them mapped.
     """
 
     budget: int
@@ -47,6 +48,7 @@ class Space:
     free: tuple[int, ...]
     available: int
     most: int
+    own: frozenset[int] = frozenset()
 
     @property
     def regions(self) -> int:
@@ -121,12 +123,12 @@ def decide(nbytes: int, memory: Space, disk: Space) -> Decision:
 def offer(nbytes: int, space: Space, *, in_memory: bool) -> Reuse | Make | GiveUp | None:
     """How an image is had in one kind of room; None if it is not now."""
     fitting = [
-        (capacity, index)
+        (capacity, index not in space.own, index)
         for index, capacity in enumerate(space.free)
-        if nbytes <= capacity and (capacity - nbytes) * _MOST_WASTE < capacity
+        if fits(nbytes, capacity)
     ]
     if fitting:
-        return Reuse(in_memory, min(fitting)[1])
+        return Reuse(in_memory, min(fitting)[-1])
     if space.has_room_for(nbytes):
         return Make(in_memory)
     for count in range(1, len(space.free) + 1):
@@ -135,10 +137,15 @@ def offer(nbytes: int, space: Space, *, in_memory: bool) -> Reuse | Make | GiveU
     return None
 
 
+def fits(nbytes: int, capacity: int) -> bool:
+    """Whether a free region is used for an image."""
+    return nbytes <= capacity and (capacity - nbytes) * _MOST_WASTE < capacity
+
+
 def without_free(space: Space, count: int) -> Space:
     """The room when the ``count`` longest unused free regions have been given back."""
     gone = sum(space.free[:count])
-    return replace(space, free=space.free[count:], available=space.available + gone)
+    return replace(space, free=space.free[count:], available=space.available + gone, own=frozenset())
 
 
 def shortage(nbytes: int, memory: Space, disk: Space) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from weighbridge.sizes import readable_size
-from weighbridge_storage.admission import Room, Space
+from weighbridge_storage.admission import Room, Space, fits
 from weighbridge_storage.regions import Region
 
 
@@ -21,7 +21,7 @@ class ImageOwner:
 
     Attributes:
         model: ``namespace/name``; empty where nobody said.
-        number: of the version; 0 if it is kept ready for the model's next one.
+        number: of the version; 0 if it is made ahead of the model's next one.
     """
 
     model: str = ""
@@ -38,8 +38,6 @@ class Use(StrEnum):
 
     MAKING = "making"
     """Reserved; the system is being asked for its pages."""
-    STANDBY = "standby"
-    """Lent to trainers ahead of the next version."""
     RECEIVING = "receiving"
     """Being filled by a push."""
     READY = "ready"
@@ -77,7 +75,6 @@ class Holding:
         seconds = self.reading_seconds if self.use is Use.READERS else self.seconds
         why = {
             Use.MAKING: "being made",
-            Use.STANDBY: "lent to trainers ahead of a push",
             Use.RECEIVING: "being received",
             Use.READY: "ready; kept until it is durable and a newer version is ready",
             Use.READERS: f"kept by {self.readers} readers",
@@ -119,22 +116,30 @@ class ImageBooks:
         self._made = 0
         self._reused = 0
 
-    def space(self, *, in_memory: bool, budget: int, room: Room) -> Space:
+    def space(self, *, in_memory: bool, budget: int, room: Room, model: str = "") -> Space:
         """What can be had of one kind of room.
 
         Args:
             in_memory: which kind.
             budget: most bytes of all regions.
             room: what the machine has.
+            model: for whose image.
         """
-        free = tuple(region.capacity for region in self._of(in_memory))
+        regions = self._of(in_memory)
+        free = tuple(region.capacity for region in regions)
         return Space(
             budget=budget,
             in_use=self._regions[in_memory] - sum(free),
             free=free,
             available=max(room.available - self._unmade[in_memory], 0),
             most=room.most,
+            own=frozenset(i for i, region in enumerate(regions) if model and region.model == model),
         )
+
+    def ahead(self, nbytes: int, model: str) -> int:
+        """Free regions in memory that a model's next image can have without taking them from another model."""
+        free = self._of(in_memory=True)
+        return sum(fits(nbytes, region.capacity) and region.model in ("", model) for region in free)
 
     def reserve(self, nbytes: int, *, in_memory: bool) -> None:
         """A region is about to be made."""

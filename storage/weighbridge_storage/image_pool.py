@@ -68,16 +68,25 @@ class ImageRequest:
         owner: what the image is for.
         nbytes: bytes of its region.
         reason: why it was not admitted when that was last looked at; empty if it was not.
+        may_spill: whether it may lie on disk.
+        ahead: whether nobody needs it yet.
     """
 
     def __init__(
-        self, pool: ImagePool, sizes: Mapping[str, int], owner: ImageOwner, *, may_spill: bool
+        self,
+        pool: ImagePool,
+        sizes: Mapping[str, int],
+        owner: ImageOwner,
+        *,
+        may_spill: bool,
+        ahead: bool = False,
     ) -> None:
         self.owner = owner
         self.nbytes = place_files(sizes)[1]
         self._since = time.monotonic()
         self.reason = ""
         self.may_spill = may_spill
+        self.ahead = ahead
         self._pool = pool
         self._sizes = sizes
 
@@ -119,8 +128,8 @@ class ImagePool:
     Args:
         budget_bytes: most shared memory for all images together, free regions included.
         spill_folder: where images go for which memory has no room; None to make them wait. It must be there.
-        recall: is called with each region that is to be used again, or given back to the system, and that other processes may
-            have mapped.
+        recall: is called with each region that other processes may have mapped and that another model is to have, or that is given back
+            to the system.
         spill_bytes: most bytes of all images there.
         memory_room: what the machine has for images; is asked before each region is made.
 
@@ -248,21 +257,28 @@ class ImagePool:
                 self._line.remove(request)
                 self._changed.notify_all()
 
-    def reuse(self, file_sizes: Mapping[str, int], owner: ImageOwner = _NOBODY) -> Image | None:
-        """An image as `acquire` gives it, in a free region in memory; None if there is none that fits."""
-        _, total = place_files(file_sizes)
-        with self._changed:
-            found = admission.offer(total, self._memory_for(total), in_memory=True)
-            if not isinstance(found, Reuse):
-                return None
-            region = self._books.reuse(found.index, in_memory=True)
-        return self._image(region, file_sizes, owner)
+    def make_ahead(self, file_sizes: Mapping[str, int], owner: ImageOwner, count: int) -> int:
+        """Have memory for so many images of a model, those that it has included, as long as that takes nothing from others.
 
-    def fits(self, file_sizes: Mapping[str, int]) -> bool:
-        """Whether there is room for an image in memory now."""
-        _, total = place_files(file_sizes)
-        with self._changed:
-            return admission.offer(total, self._memory_for(total), in_memory=True) is not None
+        Args:
+            file_sizes: of the images.
+            owner: names the model.
+            count: how many.
+
+        Returns:
+            How many there are.
+        """
+        request = ImageRequest(self, file_sizes, owner, may_spill=False, ahead=True)
+        while True:
+            with self._changed:
+                self._books.look_again()
+                there = self._books.ahead(request.nbytes, owner.model) + sum(
+                    holding.owner.model == owner.model and holding.in_memory for holding in self._holdings()
+                )
+                if there >= count or self._line or not self._memory().has_room_for(request.nbytes):
+                    return there
+                self._enter(Make(in_memory=True), request)
+            self._image(self._make(request, in_memory=True), file_sizes, owner).release()
 
     def trim(self) -> int:
         """Give all free regions back to the system; returns their bytes."""
@@ -313,16 +329,24 @@ class ImagePool:
         return sorted(found, key=lambda holding: -holding.seconds)
 
     def _spaces(self, request: ImageRequest) -> tuple[Space, Space]:
-        memory = self._memory_for(request.nbytes)
-        if not request.may_spill or admission.offer(request.nbytes, memory, in_memory=True):
+        memory, nbytes = self._memory_for(request), request.nbytes
+        if not request.may_spill or admission.offer(nbytes, memory, in_memory=True):
             return memory, admission.NO_SPACE
+        if nbytes <= memory.ceiling and any(making.ahead for making in self._making):
+            return (
+                memory,
+                admission.NO_SPACE,
+            )  # what is made ahead is there in a moment, and can be had or given up
         return memory, self._disk()
 
-    def _memory_for(self, nbytes: int) -> Space:
+    def _memory_for(self, request: ImageRequest) -> Space:
         """Room in memory for an image. A free region asks nothing of the machine, whose limits take a millisecond to read."""
         self._books.look_again()
-        there = self._books.space(in_memory=True, budget=self._budget, room=Room(0, 0))
-        return there if isinstance(admission.offer(nbytes, there, in_memory=True), Reuse) else self._memory()
+        there = self._books.space(
+            in_memory=True, budget=self._budget, room=Room(0, 0), model=request.owner.model
+        )
+        offer = admission.offer(request.nbytes, there, in_memory=True)
+        return there if isinstance(offer, Reuse) else self._memory()
 
     def _memory(self) -> Space:
         return self._books.space(in_memory=True, budget=self._budget, room=self._memory_room())
@@ -337,6 +361,10 @@ class ImagePool:
         return self._books.space(in_memory=False, budget=self._spill_bytes, room=room)
 
     def _image(self, region: Region, sizes: Mapping[str, int], owner: ImageOwner) -> Image:
+        if region.model != owner.model:
+            if region.model:
+                self._recall(region)  # those who write one model's versions have no business in another's
+            region.model = owner.model
         image = Image(region, sizes, owner, self._give_back)
         with self._changed:
             self._images.add(image)

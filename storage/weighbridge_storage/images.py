@@ -137,8 +137,6 @@ class Image:
             readers = [since for number, since in self._leases.items() if number > 1]
             if 1 not in self._leases:
                 use = Use.READERS if readers else Use.MAPPED
-            elif not self._owner.number:
-                use = Use.STANDBY
             else:
                 use = Use.READY if self._frozen else Use.RECEIVING
             now = time.monotonic()
@@ -150,11 +148,6 @@ class Image:
     def used_at(self) -> float:
         """When a lease on it last began or ended, in seconds of the monotonic clock."""
         return self._used_at
-
-    def assign(self, owner: ImageOwner) -> None:
-        """It is for this version from now on."""
-        with self._lock:
-            self._owner, self._since = owner, time.monotonic()
 
     def freeze(self) -> None:
         """Refuse `buffers` from now on. Writable arrays that were handed out before stay writable."""

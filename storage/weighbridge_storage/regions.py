@@ -2,7 +2,7 @@
 
 A region is a piece of shared memory, or of a file on local disk that has no name. Other processes are given descriptors of their
 own, opened anew, so that the kernel counts them: it can be asked whether any process but this one could still write. A
-descriptor that was only duplicated would not be told from ours.
+descriptor that was only duplicated would not be told from ours. It is asked where a process has not said itself that it writes no more.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Region:
     Attributes:
         key: names it among all regions of all processes.
         in_memory: whether it is shared memory.
+        model: whose image it was the last time; empty before. To be set by its user.
     """
 
     def __init__(
@@ -87,12 +88,13 @@ class Region:
         self.key = f"{_BOOT}-{next(_serials)}"
         self.capacity = capacity
         self.in_memory = folder is None
+        self.model = ""
         what = f"making an image of {capacity} bytes in {'memory' if folder is None else folder}"
         try:
             self.fd = _open_memory() if folder is None else _open_unlinked(folder, capacity)
             self._release = weakref.finalize(self, os.close, self.fd)
             self._asking = threading.Lock()
-            self._lent = False
+            self._doubted: list[Callable[[], bool]] = []
             self._left_open = False
             try:
                 os.ftruncate(self.fd, capacity)
@@ -151,20 +153,33 @@ class Region:
         Raises:
             OSError: there is no ``/proc``, or no descriptor left.
         """
-        with self._asking:
-            self._lent = self._lent or writable
-            flags = os.O_RDWR if writable else os.O_RDONLY
-            return os.open(f"/proc/self/fd/{self.fd}", flags | os.O_CLOEXEC)
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        return os.open(f"/proc/self/fd/{self.fd}", flags | os.O_CLOEXEC)
 
-    def written_elsewhere(self) -> bool:
-        """Whether a process that was given a writable descriptor still has it, or a mapping made with it.
+    def doubt(self, exited: Callable[[], bool]) -> None:
+        """A process that was writing to it has not said that it writes no more.
+
+        Args:
+            exited: whether that process is known to have ended.
+        """
+        with self._asking:
+            self._doubted.append(exited)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether that was said of it, and not seen to be over: see `may_change`."""
+        return bool(self._doubted)
+
+    def may_change(self) -> bool:
+        """Whether one of those processes may still write to it: it is there, and somebody has the region open for writing.
 
         A region on disk also counts those who can only read it, because the kernel does not tell these apart from its own writer.
         """
         with self._asking:
-            if self._lent:
-                self._lent = self._is_open_elsewhere(fcntl.F_RDLCK)
-            return self._lent
+            self._doubted = [exited for exited in self._doubted if not exited()]
+            if self._doubted and not self._is_open_elsewhere(fcntl.F_RDLCK):
+                self._doubted = []
+            return bool(self._doubted)
 
     def left_open(self) -> None:
         """A process that was reading it has gone away without a word, and may still have it mapped."""
@@ -176,8 +191,8 @@ class Region:
         return self._left_open
 
     def in_use_elsewhere(self) -> bool:
-        """Whether it must not be used for something else: it can be written to, or is still read by one who has `left_open`."""
-        if self.written_elsewhere():
+        """Whether it must not be used for something else: it `may_change`, or is still read by one who has `left_open`."""
+        if self.may_change():
             return True
         with self._asking:
             if self._left_open:
@@ -246,7 +261,10 @@ def why_not_lent() -> str:
             for writable in (True, False):
                 protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
                 fd = region.reopen(writable=writable)
-                region.left_open()
+                if writable:
+                    region.doubt(lambda: False)
+                else:
+                    region.left_open()
                 with mmap.mmap(fd, PAGE, prot=protection):
                     os.close(fd)
                     seen.append(region.in_use_elsewhere())

@@ -82,7 +82,6 @@ class LaneRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     BEGIN_WRITE_FIELD_NUMBER: _builtins.int
     END_WRITE_FIELD_NUMBER: _builtins.int
-    PREPARE_WRITE_FIELD_NUMBER: _builtins.int
     BEGIN_READ_FIELD_NUMBER: _builtins.int
     END_READ_FIELD_NUMBER: _builtins.int
     id: _builtins.int
@@ -94,8 +93,6 @@ class LaneRequest(_message.Message):
     @_builtins.property
     def end_write(self) -> Global___EndWrite: ...
     @_builtins.property
-    def prepare_write(self) -> Global___PrepareWrite: ...
-    @_builtins.property
     def begin_read(self) -> Global___BeginRead: ...
     @_builtins.property
     def end_read(self) -> Global___EndRead: ...
@@ -106,15 +103,14 @@ class LaneRequest(_message.Message):
         hello: Global___LaneHello | None = ...,
         begin_write: Global___BeginWrite | None = ...,
         end_write: Global___EndWrite | None = ...,
-        prepare_write: Global___PrepareWrite | None = ...,
         begin_read: Global___BeginRead | None = ...,
         end_read: Global___EndRead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin_read", b"begin_read", "begin_write", b"begin_write", "end_read", b"end_read", "end_write", b"end_write", "hello", b"hello", "prepare_write", b"prepare_write", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin_read", b"begin_read", "begin_write", b"begin_write", "end_read", b"end_read", "end_write", b"end_write", "hello", b"hello", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_read", b"begin_read", "begin_write", b"begin_write", "end_read", b"end_read", "end_write", b"end_write", "hello", b"hello", "id", b"id", "prepare_write", b"prepare_write", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_read", b"begin_read", "begin_write", b"begin_write", "end_read", b"end_read", "end_write", b"end_write", "hello", b"hello", "id", b"id", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["hello", "begin_write", "end_write", "prepare_write", "begin_read", "end_read"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["hello", "begin_write", "end_write", "begin_read", "end_read"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -271,53 +267,69 @@ Global___BeginWrite: _TypeAlias = BeginWrite  # noqa: Y015
 
 @_typing.final
 class EndWrite(_message.Message):
-    """The client has closed the descriptor, and every mapping made with it."""
+    """The client writes no more: neither it nor a device that it has asked to."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LOAN_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
     loan: _builtins.int
     complete: _builtins.bool
     """Whether all that the plan covers was written; otherwise it counts as not having come."""
+    kept: _builtins.bool
+    """Whether it keeps its mapping, for later versions that are put together in the same memory, until that is recalled. Otherwise it has closed the
+    descriptor, and every mapping made with it, and the service asks the kernel whether that is so.
+    """
+    @_builtins.property
+    def sample(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledPiece]:
+        """Of what was to be written, from before it was."""
+
     def __init__(
         self,
         *,
         loan: _builtins.int = ...,
         complete: _builtins.bool = ...,
+        kept: _builtins.bool = ...,
+        sample: _abc.Iterable[Global___SampledPiece] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "loan", b"loan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "kept", b"kept", "loan", b"loan", "sample", b"sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EndWrite: _TypeAlias = EndWrite  # noqa: Y015
 
 @_typing.final
-class PrepareWrite(_message.Message):
-    """Asks for what the next version will probably be written to, so that it can be mapped in time."""
+class SampledPiece(_message.Message):
+    """A part of a rank's stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    MODEL_FIELD_NUMBER: _builtins.int
-    HELD_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    @_builtins.property
-    def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """The first byte, and one past the last."""
+    end: _builtins.int
+    checksum: _builtins.int
+    """XXH3, 64 bits, of the bytes."""
     def __init__(
         self,
         *,
-        model: _builtins.str = ...,
-        held: _abc.Iterable[_builtins.str] | None = ...,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "end", b"end", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PrepareWrite: _TypeAlias = PrepareWrite  # noqa: Y015
+Global___SampledPiece: _TypeAlias = SampledPiece  # noqa: Y015
 
 @_typing.final
 class BeginRead(_message.Message):
@@ -456,7 +468,6 @@ class WriteLoan(_message.Message):
     PLAN_ID_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     loan: _builtins.int
-    """0 for memory that is lent ahead of a version."""
     plan_id: _builtins.str
     @_builtins.property
     def memory(self) -> Global___SharedMemory: ...

@@ -159,7 +159,7 @@ class EffectRunner:
         if self._request is None:
             files = frozenset[str]() if share is None else share.files.keys()
             self._request = self._allocator.request(self._model, state.opened.number, files)
-        image = self._request.take({each.client_id for each in state.declarations.here.values()})
+        image = self._request.take()
         try:
             home = state.declarations.home
             self.writer = ImageWriter(state.name, agreed, home, image, owner.post_all)

@@ -1,16 +1,22 @@
-"""Allocator of images: in which memory a version is put together, and in which a model's next one probably will be."""
+"""Allocator of images: in which memory a version is put together, and which is made ahead of a model's next one."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Collection
 
+from weighbridge.errors import WeighbridgeError
 from weighbridge_service.models import RegisteredModel
-from weighbridge_service.push.standbys import Standbys
 from weighbridge_storage.image_books import ImageOwner
 from weighbridge_storage.image_pool import ImagePool, ImageRequest
 from weighbridge_storage.images import Image
+from weighbridge_storage.names import ModelName
 
-_IMAGES_OF_A_MODEL = 2
+log = logging.getLogger(__name__)
+
+IMAGES_OF_A_MODEL = 2
+"""The one that is `live`, and one for the next version."""
 
 
 class VersionRequest:
@@ -19,33 +25,21 @@ class VersionRequest:
     It keeps its place in the line for memory from the first attempt on, so whoever does not want to wait tries again.
     """
 
-    def __init__(
-        self,
-        pool: ImagePool,
-        standbys: Standbys,
-        model: RegisteredModel,
-        number: int,
-        names: Collection[str],
-    ) -> None:
+    def __init__(self, pool: ImagePool, model: RegisteredModel, number: int, names: Collection[str]) -> None:
         self._pool = pool
-        self._standbys = standbys
-        self._model = model.name
         self._owner = ImageOwner(str(model.name), number)
         self._files = [file for file in model.files.files if file.name in names]
         self._sizes = {file.name: file.nbytes for file in self._files}
         self._queued: ImageRequest | None = None
         self._left = False
 
-    def take(self, clients: Collection[str]) -> Image:
+    def take(self) -> Image:
         """The image, with the headers of its files written. Makes it if it is this version's turn and there is room.
-
-        Args:
-            clients: who pushes the version, as far as they are known.
 
         Raises:
             ResourceExhausted: there is no room now; or, without a `retry_after`, there never will be.
         """
-        image = self._standby(clients) or self._queue()
+        image = self._queue()
         try:
             buffers = image.buffers
             for file in self._files:
@@ -55,20 +49,11 @@ class VersionRequest:
             raise
         return image
 
-    def _standby(self, clients: Collection[str]) -> Image | None:
-        image = self._standbys.take(self._model, self._sizes, clients)
-        if image is not None:
-            image.assign(self._owner)
-            self.leave()
-        return image
-
     def _queue(self) -> Image:
         if self._queued is None:
-            # in line before anything is recalled: a smaller version could take what comes back otherwise
             self._queued = self._pool.queue(self._sizes, self._owner)
         try:
-            with self._standbys.room_for(self._sizes):
-                return self._queued.take()
+            return self._queued.take()
         finally:
             if self._left:  # meanwhile: nobody would try again, and those behind would wait for ever
                 self._pool.leave(self._queued)
@@ -85,12 +70,12 @@ class ImageAllocator:
 
     Args:
         pool: where images come from.
-        standbys: those that are granted ahead of their versions.
     """
 
-    def __init__(self, pool: ImagePool, standbys: Standbys) -> None:
+    def __init__(self, pool: ImagePool) -> None:
         self._pool = pool
-        self._standbys = standbys
+        self._lock = threading.Lock()
+        self._making: set[ModelName] = set()
 
     def request(self, model: RegisteredModel, number: int, names: Collection[str]) -> VersionRequest:
         """Ask for the image of a version.
@@ -100,19 +85,32 @@ class ImageAllocator:
             number: of the version.
             names: of those of its files that are put together here.
         """
-        return VersionRequest(self._pool, self._standbys, model, number, names)
+        return VersionRequest(self._pool, model, number, names)
 
-    def prepare(self, model: RegisteredModel, names: Collection[str], held: int) -> Image | None:
-        """The image that a model's next version will probably be written to; None if there is none now.
-
-        A model has two images at most by this: the one that is `live`, and one for the next version.
+    def make_ahead(self, model: RegisteredModel, names: Collection[str]) -> int:
+        """Have memory for the version after the one that is being pushed; how many images there is memory for.
 
         Args:
             model: whose version.
-            names: of those of its files that were put together here the last time.
-            held: images that the model's versions have.
+            names: of those of its files that are put together here.
         """
         sizes = {file.name: file.nbytes for file in model.files.files if file.name in names}
-        if not sizes:
-            return None
-        return self._standbys.get(model.name, sizes, may_make=held < _IMAGES_OF_A_MODEL)
+        return self._pool.make_ahead(sizes, ImageOwner(str(model.name)), IMAGES_OF_A_MODEL)
+
+    def begin_ahead(self, model: RegisteredModel, names: Collection[str]) -> None:
+        """`make_ahead`, in the background."""
+        with self._lock:
+            if model.name in self._making:
+                return
+            self._making.add(model.name)
+
+        def make() -> None:
+            try:
+                self.make_ahead(model, names)
+            except WeighbridgeError as error:
+                log.info("no memory was made ahead for %s: %s", model.name, error.message)
+            finally:
+                with self._lock:
+                    self._making.discard(model.name)
+
+        threading.Thread(target=make, name=f"ahead-{model.name}", daemon=True).start()

@@ -22,7 +22,7 @@ from weighbridge.errors import (
 from weighbridge_service.push import events as on
 from weighbridge_service.push.declarations import Agreement, Home
 from weighbridge_service.push.push_plan import PreparedPush
-from weighbridge_service.push.sample import Sample
+from weighbridge_service.push.sample import MOST, MOST_BYTES, Sample
 from weighbridge_service.ranges import RangeSet
 from weighbridge_service.transfers import Bytes
 from weighbridge_storage.images import Image, Lease
@@ -53,9 +53,9 @@ class MemoryGrant:
 class ImageWriter:
     """Fills the image of one version. Thread-safe.
 
-    A file of which all bytes have come is filled only when no other process can write to it any more. As long as memory is granted,
-    will be granted to a further rank, or is still open somewhere although it should not be, it could be changed behind our back: so
-    if memory is granted at all, files are filled when the bytes of all of them have come.
+    A file of which all bytes have come is filled only when no other process writes to it any more. As long as memory is granted, will be
+    granted to a further rank, or is in doubt (`Region.may_change`), it could be changed behind our back: so if memory is granted at all,
+    files are filled when the bytes of all of them have come.
 
     Args:
         name: of the version, in messages.
@@ -228,10 +228,10 @@ class ImageWriter:
         return [*self._show(), *events] if whole else events
 
     def _show(self) -> list[on.Event]:
-        """The files that are filled now, or that they would be if nobody had the image mapped."""
+        """The files that are filled now, or that they would be if no process was in doubt."""
         if not self._whole or (self._was_granted and self._incomplete) or any(self._grants.values()):
             return []
-        if self._image.region.written_elsewhere():
+        if self._image.region.may_change():
             return [] if self._incomplete else [on.MemoryHeld()]
         files, self._whole = frozenset(self._whole), []
         self._filled = True
@@ -264,12 +264,15 @@ class ImageWriter:
             self._heard_at = time.monotonic()
         return MemoryGrant(rank, self._image, self._agreed.prepared, lease, self)
 
-    def end_grant(self, grant: MemoryGrant, *, complete: bool) -> int:
-        """A rank's process has unmapped the image, or has ended.
+    def end_grant(
+        self, grant: MemoryGrant, *, complete: bool, sample: Sequence[tuple[int, int, int]] = ()
+    ) -> int:
+        """A rank's process writes no more, or is gone: then the region is in doubt already.
 
         Args:
             grant: what it was granted.
             complete: whether it has written all that is grantable of its stream; otherwise nothing of it counts.
+            sample: ranges of what it has written, with their checksums from before; others are left out.
 
         Returns:
             The bytes that it has written.
@@ -287,14 +290,21 @@ class ImageWriter:
                     fresh = [each for start, stop in granted for each in self._claim(rank, start, stop)]
                     transfer, stream = self._agreed.prepared.transfer, str(rank)
                     filled = [transfer.filled(start, stop, stream) for start, stop in fresh]
+                    if fresh == list(granted):
+                        self._offer(rank, granted, sample)
                     events = self._count(rank, fresh, filled)
         finally:
             grant.lease.release()
         self._post(events)
         return granted.size if complete else 0
 
+    def _offer(self, rank: int, granted: RangeSet, sample: Sequence[tuple[int, int, int]]) -> None:
+        for start, stop, checksum in sample[:MOST]:
+            if start < stop <= start + MOST_BYTES and granted.covers(start, stop):
+                self._sample.offer(rank, start, stop, checksum)
+
     def probe(self) -> None:
-        """See whether other processes have unmapped the image."""
+        """See whether the processes that were in doubt have ended, or let go of the image."""
         with self._lock:
             events = self._show()
         released = not any(isinstance(event, on.MemoryHeld) for event in events)

@@ -41,7 +41,6 @@ from weighbridge_service.push.publisher import Publisher, give_up
 from weighbridge_service.push.registry import Push, Registry
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_service.push.session import PushSession, now
-from weighbridge_service.push.standbys import Standbys
 from weighbridge_service.push.state import (
     INCOMPLETE,
     VISIBLE,
@@ -122,7 +121,6 @@ class Intake:
     Attributes:
         home: as given.
         limits: what pushes that begin now go by.
-        standbys: images that trainers of this machine have mapped ahead of the next version.
         bytes_in: bytes of weights that have arrived.
         bytes_in_locally: of these, bytes that trainers have written to shared memory themselves.
         draining: whether new versions are refused.
@@ -145,7 +143,6 @@ class Intake:
             lease=config.open_lease,
             spreading=bool(config.advertise),
         )
-        self.standbys = Standbys(images, mappings)
         self.bytes_in = 0
         self.bytes_in_locally = 0
         self.draining = False
@@ -153,7 +150,7 @@ class Intake:
         self._successors = successors
         self._mappings = mappings
         self._max_receiving = config.max_receiving
-        self._allocator = ImageAllocator(images, self.standbys)
+        self._allocator = ImageAllocator(images)
         self._registry = registry
         self._pools = EffectPools()
         self._timers = Timers()
@@ -421,38 +418,24 @@ class Intake:
         return count
 
     def grant_image(self, name: str, number: int, rank: int, client_id: str) -> MemoryGrant:
-        """Let a rank's process, on this machine, write its stream to where it belongs. See `ImageWriter.grant`."""
-        return self._find(name, number).grant(rank, client_id)
+        """Let a rank's process, on this machine, write its stream to where it belongs. See `ImageWriter.grant`.
 
-    def end_grant(self, grant: MemoryGrant, *, complete: bool) -> None:
-        """A rank's process has unmapped the image. See `ImageWriter.end_grant`."""
-        nbytes = grant.writer.end_grant(grant, complete=complete)
+        Memory for the next version is made meanwhile: who writes in this way will push again.
+        """
+        session = self._find(name, number)
+        grant = session.grant(rank, client_id)
+        if not self.draining:
+            self._allocator.begin_ahead(session.model, grant.image.sizes.keys())
+        return grant
+
+    def end_grant(
+        self, grant: MemoryGrant, *, complete: bool, sample: Sequence[tuple[int, int, int]] = ()
+    ) -> None:
+        """A rank's process writes no more. See `ImageWriter.end_grant`."""
+        nbytes = grant.writer.end_grant(grant, complete=complete, sample=sample)
         with self._counting:
             self.bytes_in += nbytes
             self.bytes_in_locally += nbytes
-
-    def prepare_image(self, name: str, client_id: str) -> Image | None:
-        """The image that a model's next version will probably be written to; None if there is none now.
-
-        While the service is shutting down, there is none.
-
-        Raises:
-            NotFound: the model is not registered.
-            FailedPrecondition: the client has not pushed the model lately. Who could keep the memory open without ever pushing
-                would make the versions of others fail.
-        """
-        model = self._catalog.model(ModelName.parse(name))
-        if self.draining:
-            return None
-        pushes = reversed(self._registry.of_model(model.name))
-        last = next((push for push in pushes if push.takes_part(client_id)), None)
-        if last is None:
-            raise FailedPrecondition(
-                f"{model.name}: memory is prepared only for those who have just pushed a version"
-            )
-        files = model.files.file_sizes.keys() if last.files is None else last.files
-        held = sum(session.has_image for session in self._registry.sessions_of(model.name))
-        return self._allocator.prepare(model, files, held)
 
     def push_state(self, name: str, number: int, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
         """Ranges of a rank's stream that have arrived, its length, and whether it is sealed."""
@@ -586,7 +569,7 @@ class Intake:
         try:
             while True:
                 try:
-                    return request.take(())
+                    return request.take()
                 except ResourceExhausted as error:
                     if error.retry_after is None or not may_wait():
                         raise

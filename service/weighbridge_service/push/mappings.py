@@ -11,11 +11,6 @@ from weighbridge_storage.regions import Region
 class MappingHolder(Protocol):
     """A process that may have regions mapped."""
 
-    client_id: str
-
-    def may_write(self, region: Region) -> bool:
-        """Whether it may have a region mapped for writing."""
-
     def recall(self, region: Region) -> None:
         """Ask it to unmap a region, unless it is writing a version there. Waits for nothing."""
 
@@ -41,10 +36,6 @@ class Mappings:
         """Ask all that may have a region mapped, and do not write a version there, to unmap it. Waits for nothing."""
         for holder in self._all():
             holder.recall(region)
-
-    def writers(self, region: Region) -> set[str]:
-        """The client ids of those that may have a region mapped for writing."""
-        return {holder.client_id for holder in self._all() if holder.may_write(region)}
 
     def _all(self) -> list[MappingHolder]:
         with self._lock:

@@ -1,6 +1,7 @@
 """Sample of the pieces that ranks have sent, to be compared with what lies in the image when all of them have come.
 
-A checksum proves that a piece has arrived as it was sent. The sample proves that it lies where the plan says, undamaged: the same bytes
+A checksum proves that a piece has arrived as it was sent; of what a rank writes to shared memory itself, it sends checksums that it made
+before. The sample proves that it lies where the plan says, undamaged: the same bytes
 are gathered out of the image by the inverse of the copies that placed them.
 """
 
@@ -17,6 +18,8 @@ from weighbridge_storage.objects import ByteArray
 
 MOST = 64
 """Pieces that are kept of one version."""
+MOST_BYTES = 1 << 20
+"""Of a piece: as much as one message carries."""
 
 
 class SampledPiece(NamedTuple):

@@ -1,0 +1,44 @@
+"""Which parts of a stream are a sample of it?"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+PIECES = 16
+PIECE_BYTES = 64 << 10
+
+
+def sample_of(
+    nbytes: int, left_out: Sequence[tuple[int, int]], choose: random.Random | None = None
+) -> list[tuple[int, int]]:
+    """Parts of a stream, sorted and disjoint, spread evenly and each somewhere in its own part of it: other ones every time.
+
+    Args:
+        nbytes: of the stream.
+        left_out: parts of which nothing is taken, sorted and disjoint.
+        choose: where; by chance.
+
+    Returns:
+        `PIECES` ranges of `PIECE_BYTES` at most.
+    """
+    chance = choose or random.Random()
+    there: list[tuple[int, int]] = []
+    begin = 0
+    for start, end in (*left_out, (nbytes, nbytes)):
+        if begin < start:
+            there.append((begin, start))
+        begin = end
+    total = sum(end - start for start, end in there)
+    count = min(PIECES, -(-total // PIECE_BYTES))
+    found: list[tuple[int, int]] = []
+    for index in range(count):
+        first, last = index * total // count, (index + 1) * total // count
+        at = chance.randint(first, max(last - PIECE_BYTES, first))
+        nbytes = min(PIECE_BYTES, last - at)
+        for start, end in there:
+            if at < end - start:
+                found.append((start + at, min(start + at + nbytes, end)))
+                break
+            at -= end - start
+    return found
