@@ -1,6 +1,6 @@
 """A process of its own that uses the local lane as a test says, and can be killed while it does.
 
-``python -m tests.lane_client SERVER write|keep|read|hold MODEL NUMBER [RANK]``: borrows, prints one line, and waits for a line on standard
+``python -m tests.lane_client SERVER write|keep|leave|read|hold MODEL NUMBER [RANK]``: borrows, prints one line, and waits for a line on standard
 input. What it does then is in `main`.
 """
 
@@ -52,8 +52,8 @@ def go_on(process: subprocess.Popen[str]) -> str:
 
 
 def main(server: str, what: str, model: str, number: str, rank: str = "0") -> None:
-    """Borrow, and then: ``keep``: say that nothing was written and the memory stays mapped, and hear no recall. ``write``: fill the memory with garbage,
-    and say that the loan is complete and nothing is mapped any more, without letting go of it, and write once more; ``read``: print whether the
+    """Borrow, and then: ``keep``: say that nothing was written and the memory stays mapped, and hear no recall. ``leave``: end the connection in the middle of writing,
+    and write all the same. ``write``: fill the memory with garbage, and say that the loan is complete and nothing is mapped any more, without letting go of it, and write once more; ``read``: print whether the
     memory is still what it was. ``hold``: the same, after ending the connection."""
     connection = connected(server)
     if what == "keep":
@@ -64,6 +64,16 @@ def main(server: str, what: str, model: str, number: str, rank: str = "0") -> No
         memory.write(b"\xee" * len(memory))
         connection.ask(pb.LaneRequest(end_write=pb.EndWrite(loan=answer.write.loan, kept=True)))
         _say("borrowed")
+    elif what == "leave":
+        begin = pb.BeginWrite(model=model, number=int(number), rank=int(rank))
+        answer, [descriptor] = connection.ask(pb.LaneRequest(begin_write=begin))
+        memory = mmap.mmap(descriptor, answer.write.memory.bytes)
+        os.close(descriptor)
+        _say("borrowed")
+        connection.close()
+        _say("left")
+        memory.write(b"\xdd" * len(memory))
+        _say("wrote")
     elif what == "write":
         begin = pb.BeginWrite(model=model, number=int(number), rank=int(rank))
         answer, [descriptor] = connection.ask(pb.LaneRequest(begin_write=begin))

@@ -103,6 +103,7 @@ def examples(source: TinyModel) -> Mapping[str, Sequence[Message]]:
         models.SetRetentionRequest(model=FUZZED, retention=resources.Retention(keep_last=3)),
         models.CollectVersionsRequest(model=FUZZED, dry_run=True),
         models.CollectVersionsRequest(model=FUZZED),
+        models.WarmModelRequest(model=FUZZED),
         models.GetVersionRequest(model=FUZZED, version="3", wait_for=resources.VERSION_STATE_DURABLE),
         models.GetVersionRequest(model=FUZZED, version="4", wait_for=resources.VERSION_STATE_READY),
         *(kind(model=FUZZED) for kind in (models.GetModelRequest, models.ListRefsRequest)),

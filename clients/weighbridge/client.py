@@ -16,7 +16,7 @@ from weighbridge import control_calls, rpc, wire
 from weighbridge.collection import Collection
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 from weighbridge.layouts import TensorSpec
-from weighbridge.resources import Model, Retention, Verification, Version, VersionState
+from weighbridge.resources import Model, Retention, Verification, Version, VersionState, WarmMemory
 from weighbridge.transport import Transport
 from weighbridge.v1 import model_service_pb2_grpc
 
@@ -268,3 +268,16 @@ class Client:
             NotFound: the model is not registered.
         """
         return self._run(control_calls.collect(model, dry_run=dry_run))
+
+    def warm(self, model: str) -> WarmMemory:
+        """Have the service make memory for a model's next versions now, so that the first push does not wait for it.
+
+        It takes room that nobody has, within the service's budget, and holds nothing: another model that needs the room gets it.
+
+        Args:
+            model: which model.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        return self._run(control_calls.warm(model))

@@ -26,7 +26,7 @@ from weighbridge.known_layouts import KnownLayout, KnownLayouts, same_as
 from weighbridge.layouts import TensorSpec
 from weighbridge.pulling import PullPlan
 from weighbridge.request_parts import MAX_REQUEST_BYTES, encoded_parts
-from weighbridge.resources import Model, Retention, Verification, Version, VersionState
+from weighbridge.resources import Model, Retention, Verification, Version, VersionState, WarmMemory
 from weighbridge.slices import FullTensors, LayoutRequest
 from weighbridge.v1 import model_service_pb2 as pb
 from weighbridge.v1 import resources_pb2, weight_service_pb2
@@ -262,6 +262,13 @@ def collect(model: str, *, dry_run: bool) -> Steps[Collection]:
     request = pb.CollectVersionsRequest(model=model, dry_run=dry_run)
     response = yield from _call("CollectVersions", request, _LONG_SECONDS)
     return wire.collection_from_proto(response.collection)
+
+
+def warm(model: str) -> Steps[WarmMemory]:
+    """Have the service make memory for a model's next versions."""
+    response = yield from _call("WarmModel", pb.WarmModelRequest(model=model), _LONG_SECONDS)
+    found = response.memory
+    return WarmMemory(found.model, found.images, found.wanted, found.image_bytes)
 
 
 def plan_pull(

@@ -215,3 +215,20 @@ class Verification:
     tensors_checked: int
     bytes_checked: int
     problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmMemory:
+    """Memory that a service has for images of a model's versions.
+
+    Attributes:
+        model: ``namespace/name``.
+        images: there is memory for so many, those of its versions included.
+        wanted: a model that is pushed again and again needs so many.
+        image_bytes: of one image.
+    """
+
+    model: str
+    images: int
+    wanted: int
+    image_bytes: int

@@ -33,6 +33,7 @@ _MODULE_OF = {
     "retention": "keeping",
     "collect": "keeping",
     "delete": "keeping",
+    "warm": "keeping",
     "fsck": "maintaining",
     "migrate": "maintaining",
     "doctor": "examining",

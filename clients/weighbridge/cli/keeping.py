@@ -1,7 +1,8 @@
-"""Commands that say which versions are kept, and delete the others: retention, collect, delete."""
+"""Commands that say what is kept, and what there is room for: retention, collect, delete, warm."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -149,3 +150,26 @@ def delete_command(reference: Reference, server: str, as_json: bool) -> None:
         print_json({"model": model, "number": int(number)})
     else:
         click.echo(f"{model}: version {int(number)} is deleted")
+
+
+@click.command("warm", cls=Command)
+@click.argument("model")
+@client_options
+@click.pass_context
+def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> None:
+    """Make the memory now that the first pushes of a model need.
+
+    It is room that nobody has, within the service's memory budget; another model that needs it gets it. The exit code is 1 if there is
+    not as much as pushes want that follow each other.
+    """
+    with _connect(server) as client:
+        memory = client.warm(model)
+    if as_json:
+        print_json(asdict(memory))
+    else:
+        click.echo(
+            f"{model}: memory for {memory.images} of {memory.wanted} images, {readable_size(memory.image_bytes)} each"
+        )
+        if memory.images < memory.wanted:
+            click.echo("there is no room for more: `weighbridge doctor` says what limits it", err=True)
+    ctx.exit(0 if memory.images >= memory.wanted else 1)

@@ -745,3 +745,75 @@ class CollectVersionsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CollectVersionsResponse: _TypeAlias = CollectVersionsResponse  # noqa: Y015
+
+@_typing.final
+class WarmModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmModelRequest: _TypeAlias = WarmModelRequest  # noqa: Y015
+
+@_typing.final
+class WarmModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def memory(self) -> Global___WarmMemory: ...
+    def __init__(
+        self,
+        *,
+        memory: Global___WarmMemory | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmModelResponse: _TypeAlias = WarmModelResponse  # noqa: Y015
+
+@_typing.final
+class WarmMemory(_message.Message):
+    """Memory for images of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    IMAGE_BYTES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    images: _builtins.int
+    """There is memory for so many, those of its versions included."""
+    wanted: _builtins.int
+    """A model that is pushed again and again needs so many."""
+    image_bytes: _builtins.int
+    """Of one image."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        images: _builtins.int = ...,
+        wanted: _builtins.int = ...,
+        image_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image_bytes", b"image_bytes", "images", b"images", "model", b"model", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmMemory: _TypeAlias = WarmMemory  # noqa: Y015

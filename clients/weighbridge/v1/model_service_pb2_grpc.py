@@ -109,6 +109,11 @@ class ModelServiceStub(object):
                 request_serializer=weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsResponse.FromString,
                 _registered_method=True)
+        self.WarmModel = channel.unary_unary(
+                '/weighbridge.v1.ModelService/WarmModel',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.WarmModelRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.WarmModelResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer(object):
@@ -212,6 +217,13 @@ class ModelServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WarmModel(self, request, context):
+        """Makes memory for the images of a model's next versions now, as far as there is room that nobody else has: so that the first push does not wait for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -289,6 +301,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.CollectVersions,
                     request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsResponse.SerializeToString,
+            ),
+            'WarmModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.WarmModel,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.WarmModelRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.WarmModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -696,6 +713,33 @@ class ModelService(object):
             '/weighbridge.v1.ModelService/CollectVersions',
             weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsRequest.SerializeToString,
             weighbridge_dot_v1_dot_model__service__pb2.CollectVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WarmModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/WarmModel',
+            weighbridge_dot_v1_dot_model__service__pb2.WarmModelRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.WarmModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,6 +59,8 @@ class ModelServiceStub:
     """Takes a version out of history that no ref names; its objects go with a collection after the grace time."""
     CollectVersions: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.CollectVersionsRequest, _model_service_pb2.CollectVersionsResponse]
     """Carries the retention out now, without waiting for the service to do so by itself."""
+    WarmModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.WarmModelRequest, _model_service_pb2.WarmModelResponse]
+    """Makes memory for the images of a model's next versions now, as far as there is room that nobody else has: so that the first push does not wait for it."""
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
@@ -87,6 +89,8 @@ class ModelServiceAsyncStub(ModelServiceStub):
     """Takes a version out of history that no ref names; its objects go with a collection after the grace time."""
     CollectVersions: _aio.UnaryUnaryMultiCallable[_model_service_pb2.CollectVersionsRequest, _model_service_pb2.CollectVersionsResponse]  # type: ignore[assignment]
     """Carries the retention out now, without waiting for the service to do so by itself."""
+    WarmModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.WarmModelRequest, _model_service_pb2.WarmModelResponse]  # type: ignore[assignment]
+    """Makes memory for the images of a model's next versions now, as far as there is room that nobody else has: so that the first push does not wait for it."""
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -202,5 +206,13 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.CollectVersionsResponse, _abc.Awaitable[_model_service_pb2.CollectVersionsResponse]]:
         """Carries the retention out now, without waiting for the service to do so by itself."""
+
+    @_abc_1.abstractmethod
+    def WarmModel(
+        self,
+        request: _model_service_pb2.WarmModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.WarmModelResponse, _abc.Awaitable[_model_service_pb2.WarmModelResponse]]:
+        """Makes memory for the images of a model's next versions now, as far as there is room that nobody else has: so that the first push does not wait for it."""
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

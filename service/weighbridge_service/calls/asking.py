@@ -34,6 +34,7 @@ VERBS = {
         "SetRetention": Verb.MANAGE,
         "DeleteVersion": Verb.MANAGE,
         "CollectVersions": Verb.MANAGE,
+        "WarmModel": Verb.PUSH,
     },
     "WeightService": {"PlanPull": Verb.READ, "Pull": Verb.READ},
     "BulkService": {"GetTicket": Verb.READ},

@@ -15,6 +15,7 @@ from weighbridge_service.admission.shares import Shares
 from weighbridge_service.calls.call import Call
 from weighbridge_service.calls.methods import Methods, takes_long
 from weighbridge_service.calls.watches import Watches, merged
+from weighbridge_service.push.image_allocator import IMAGES_OF_A_MODEL
 from weighbridge_service.service import Weighbridge
 
 _PAGE = 100
@@ -55,6 +56,7 @@ class ModelHandlers:
     def __init__(self, service: Weighbridge, methods: Methods, watches: Watches) -> None:
         self._catalog = service.catalog
         self._collecting = service.collecting
+        self._intake = service.intake
         self._methods = methods
         self._watches = watches
         self._watching = Shares("watches", _MOST_WATCHES)
@@ -186,3 +188,14 @@ class ModelHandlers:
     ) -> model_service_pb2.CollectVersionsResponse:
         report = self._collecting.collect(request.model, dry_run=request.dry_run)
         return model_service_pb2.CollectVersionsResponse(collection=wire.collection_to_proto(report))
+
+    @takes_long
+    def WarmModel(
+        self, request: model_service_pb2.WarmModelRequest, call: Call
+    ) -> model_service_pb2.WarmModelResponse:
+        images, image_bytes = self._intake.warm(request.model)
+        return model_service_pb2.WarmModelResponse(
+            memory=model_service_pb2.WarmMemory(
+                model=request.model, images=images, wanted=IMAGES_OF_A_MODEL, image_bytes=image_bytes
+            )
+        )

@@ -55,7 +55,7 @@ from weighbridge_storage.entries import OpenEntry
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import check_same_request, still_open
 from weighbridge_storage.image_pool import ImagePool
-from weighbridge_storage.images import Image
+from weighbridge_storage.images import Image, place_files
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import ByteArray
 
@@ -436,6 +436,19 @@ class Intake:
         with self._counting:
             self.bytes_in += nbytes
             self.bytes_in_locally += nbytes
+
+    def warm(self, name: str) -> tuple[int, int]:
+        """Have memory for a model's next versions now; how many images there is memory for, and the bytes of one.
+
+        Raises:
+            NotFound: the model is not registered.
+            Unavailable: the service is shutting down.
+        """
+        if self.draining:
+            raise Unavailable("the service is shutting down")
+        model = self._catalog.model(ModelName.parse(name))
+        names = model.files.file_sizes.keys()
+        return self._allocator.make_ahead(model, names), place_files(model.files.file_sizes)[1]
 
     def push_state(self, name: str, number: int, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
         """Ranges of a rank's stream that have arrived, its length, and whether it is sealed."""
