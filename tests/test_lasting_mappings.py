@@ -18,6 +18,7 @@ from tests.raw_clients import RawClient, TinyModel, cut, rows_layout, stream_of,
 from tests.services import RunningService, eventually, running_service
 from weighbridge import EngineClient, TrainerClient, lane_protocol, local_lane, rpc, strided
 from weighbridge.errors import FailedPrecondition, VersionFailed
+from weighbridge.lane_connection import LaneConnection
 from weighbridge.lane_memory import MappedMemory, Use
 from weighbridge.push_sources import StreamSource
 from weighbridge.resources import VersionState
@@ -108,6 +109,27 @@ def test_a_client_that_is_closed_keeps_no_memory_mapped(
             trainer.push_folder(MODEL, source.folder).wait(timeout=20)
         with_client = images()
     eventually(lambda: images() == with_client - 2)
+
+
+def test_a_client_and_a_service_that_does_not_know_of_lasting_mappings_do_without(
+    service: RunningService,
+    trainer: TrainerClient,
+    sources: list[TinyModel],
+    mapped: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with TrainerClient(service.address, lane="local", run="other") as other:
+        other.push_folder(MODEL, sources[0].folder).wait(timeout=20)
+        monkeypatch.setattr(
+            LaneConnection, "keeps_mappings", property(lambda _: False, lambda *_: None), raising=False
+        )
+        for step in range(4):  # in memory that the other client has mapped, too, and is asked for each time
+            handle = trainer.push_folder(MODEL, sources[step % 2].folder)
+            assert handle.report(20).lane == "local"
+            handle.wait(timeout=20)
+            assert not trainer._transport.lane._writable
+            _assert_served(service.address, handle.number, sources[step % 2])
+    assert len(mapped) == 1 + 4
 
 
 def test_a_child_of_a_trainer_has_nothing_of_what_it_writes_to_and_undoes_nothing_else(

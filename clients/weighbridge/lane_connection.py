@@ -40,6 +40,9 @@ class LaneConnection:
 
     Raises:
         FailedPrecondition: the socket cannot be used; says why.
+
+    Attributes:
+        keeps_mappings: whether memory may stay mapped for writing after its loan; not at services of earlier releases.
     """
 
     def __init__(
@@ -89,9 +92,10 @@ class LaneConnection:
         self._speaker.start()
         try:
             hello = pb.LaneRequest(hello=pb.LaneHello(client_id=client_id))
-            found = self.ask(hello, seconds=_HELLO_SECONDS)[0].hello.service_id
-            if found != service_id:
+            found = self.ask(hello, seconds=_HELLO_SECONDS)[0].hello
+            if found.service_id != service_id:
                 raise FailedPrecondition(f"the socket {path} belongs to another service")
+            self.keeps_mappings = found.keeps_mappings
         except BaseException:
             self.close()
             raise

@@ -135,7 +135,8 @@ class LocalLane:
                 memory.populate(
                     merged((c.memory_offset, c.memory_end) for shard in placed.copies for c in shard)
                 )
-                self._keep(connection, self._writable, memory.key, memory, recalls)
+                if connection.keeps_mappings:
+                    self._keep(connection, self._writable, memory.key, memory, recalls)
             return WriteLoan(connection, loan.loan, memory, placed)
         except BaseException:
             connection.tell(pb.LaneRequest(end_write=pb.EndWrite(loan=loan.loan, kept=True)))

@@ -1,10 +1,10 @@
 """Trust in writers of the local lane: to whose processes memory is lent for writing.
 
-A version becomes ready once the kernel says that nobody else can write to its memory. It says that of descriptors and mappings, and not of pages
-that a process has pinned: registered with io_uring or with a device for direct access, they can be written to after all are gone. So memory is lent
-for writing only to those who are trusted to write to it while they push, and never after: processes of the service's own user, which could
-open its memory in other ways, and of users that the operator names. All others push by gRPC, whose bytes the service itself puts in their
-place. Reading is no question of trust: who reads gets a descriptor that cannot be written through.
+Trust means: such a process may write to a version's memory as long as it has not said that it is done, keeps that memory mapped afterwards, and is believed
+to leave it alone then. Nothing else could be relied on: the kernel can say who still has memory mapped, and not who has pinned its pages, with
+io_uring or for a device, and can write to them later. So memory is lent for writing only to processes of the service's own user, which could open
+its memory in other ways, and of users that the operator names: trust only whom you would let run as the service's user. All others push by
+gRPC, whose bytes the service itself puts in their place. Reading is no question of trust: who reads gets a descriptor that cannot be written through.
 """
 
 from __future__ import annotations

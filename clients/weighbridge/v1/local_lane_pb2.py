@@ -27,7 +27,7 @@ from weighbridge.v1 import resources_pb2 as weighbridge_dot_v1_dot_resources__pb
 from weighbridge.v1 import weight_service_pb2 as weighbridge_dot_v1_dot_weight__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fweighbridge/v1/local_lane.proto\x12\x0eweighbridge.v1\x1a\'weighbridge/v1/checkpoint_service.proto\x1a\x1eweighbridge/v1/resources.proto\x1a#weighbridge/v1/weight_service.proto\"\x15\n\x13GetLocalLaneRequest\"`\n\x14GetLocalLaneResponse\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\x12\n\nservice_id\x18\x02 \x01(\t\x12\x13\n\x0bunavailable\x18\x03 \x01(\t\x12\x0f\n\x07private\x18\x04 \x01(\x08\"\xa5\x02\n\x0bLaneRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12*\n\x05hello\x18\x02 \x01(\x0b\x32\x19.weighbridge.v1.LaneHelloH\x00\x12\x31\n\x0b\x62\x65gin_write\x18\x03 \x01(\x0b\x32\x1a.weighbridge.v1.BeginWriteH\x00\x12-\n\tend_write\x18\x04 \x01(\x0b\x32\x18.weighbridge.v1.EndWriteH\x00\x12/\n\nbegin_read\x18\x06 \x01(\x0b\x32\x19.weighbridge.v1.BeginReadH\x00\x12+\n\x08\x65nd_read\x18\x07 \x01(\x0b\x32\x17.weighbridge.v1.EndReadH\x00\x42\t\n\x07requestJ\x04\x08\x05\x10\x06R\rprepare_write\"\xed\x01\n\x0cLaneResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.weighbridge.v1.LaneError\x12-\n\x05hello\x18\x03 \x01(\x0b\x32\x1e.weighbridge.v1.LaneHelloReply\x12(\n\x05write\x18\x04 \x01(\x0b\x32\x19.weighbridge.v1.WriteLoan\x12&\n\x04read\x18\x05 \x01(\x0b\x32\x18.weighbridge.v1.ReadLoan\x12&\n\x06recall\x18\x06 \x01(\x0b\x32\x16.weighbridge.v1.Recall\"J\n\tLaneError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0b\n\x03\x66ix\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x04 \x03(\t\"\x1e\n\tLaneHello\x12\x11\n\tclient_id\x18\x01 \x01(\t\"$\n\x0eLaneHelloReply\x12\x12\n\nservice_id\x18\x01 \x01(\t\"X\n\nBeginWrite\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07plan_id\x18\x04 \x01(\t\x12\x0c\n\x04held\x18\x05 \x03(\t\"f\n\x08\x45ndWrite\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x12\x0c\n\x04kept\x18\x03 \x01(\x08\x12,\n\x06sample\x18\x04 \x03(\x0b\x32\x1c.weighbridge.v1.SampledPiece\"<\n\x0cSampledPiece\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"y\n\tBeginRead\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12-\n\x06layout\x18\x03 \x01(\x0b\x32\x1d.weighbridge.v1.LayoutRequest\x12\x0f\n\x07plan_id\x18\x04 \x01(\t\x12\x0c\n\x04held\x18\x05 \x03(\t\"*\n\x07\x45ndRead\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12\x11\n\tleft_open\x18\x02 \x01(\x08\"Q\n\x0cSharedMemory\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x17\n\x0f\x64\x65scriptor_sent\x18\x03 \x01(\x08\x12\x0c\n\x04keep\x18\x04 \x01(\x08\"9\n\tFilePlace\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06memory\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"\xaa\x01\n\tWriteLoan\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12,\n\x06memory\x18\x02 \x01(\x0b\x32\x1c.weighbridge.v1.SharedMemory\x12(\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x19.weighbridge.v1.FilePlace\x12\x0f\n\x07plan_id\x18\x04 \x01(\t\x12&\n\x04plan\x18\x05 \x01(\x0b\x32\x18.weighbridge.v1.LanePlan\"\xd5\x01\n\x08ReadLoan\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12(\n\x07version\x18\x02 \x01(\x0b\x32\x17.weighbridge.v1.Version\x12.\n\x08memories\x18\x03 \x03(\x0b\x32\x1c.weighbridge.v1.SharedMemory\x12(\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x19.weighbridge.v1.FilePlace\x12\x0f\n\x07plan_id\x18\x05 \x01(\t\x12&\n\x04plan\x18\x06 \x01(\x0b\x32\x18.weighbridge.v1.LanePlan\"\x15\n\x06Recall\x12\x0b\n\x03key\x18\x01 \x01(\t\"s\n\x08LanePlan\x12\r\n\x05\x66iles\x18\x01 \x03(\t\x12+\n\x06shards\x18\x02 \x03(\x0b\x32\x1b.weighbridge.v1.ShardCopies\x12+\n\x08streamed\x18\x03 \x03(\x0b\x32\x19.weighbridge.v1.ByteRange\":\n\x0bShardCopies\x12+\n\x06\x63opies\x18\x01 \x03(\x0b\x32\x1b.weighbridge.v1.StridedCopy\"\x83\x01\n\x0bStridedCopy\x12\x0e\n\x06\x65xtent\x18\x01 \x03(\x04\x12\x14\n\x0cshard_offset\x18\x02 \x01(\x04\x12\x15\n\rshard_strides\x18\x03 \x03(\x04\x12\x0c\n\x04\x66ile\x18\x04 \x01(\r\x12\x13\n\x0b\x66ile_offset\x18\x05 \x01(\x04\x12\x14\n\x0c\x66ile_strides\x18\x06 \x03(\x04\x32m\n\x10LocalLaneService\x12Y\n\x0cGetLocalLane\x12#.weighbridge.v1.GetLocalLaneRequest\x1a$.weighbridge.v1.GetLocalLaneResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fweighbridge/v1/local_lane.proto\x12\x0eweighbridge.v1\x1a\'weighbridge/v1/checkpoint_service.proto\x1a\x1eweighbridge/v1/resources.proto\x1a#weighbridge/v1/weight_service.proto\"\x15\n\x13GetLocalLaneRequest\"`\n\x14GetLocalLaneResponse\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\x12\n\nservice_id\x18\x02 \x01(\t\x12\x13\n\x0bunavailable\x18\x03 \x01(\t\x12\x0f\n\x07private\x18\x04 \x01(\x08\"\xa5\x02\n\x0bLaneRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12*\n\x05hello\x18\x02 \x01(\x0b\x32\x19.weighbridge.v1.LaneHelloH\x00\x12\x31\n\x0b\x62\x65gin_write\x18\x03 \x01(\x0b\x32\x1a.weighbridge.v1.BeginWriteH\x00\x12-\n\tend_write\x18\x04 \x01(\x0b\x32\x18.weighbridge.v1.EndWriteH\x00\x12/\n\nbegin_read\x18\x06 \x01(\x0b\x32\x19.weighbridge.v1.BeginReadH\x00\x12+\n\x08\x65nd_read\x18\x07 \x01(\x0b\x32\x17.weighbridge.v1.EndReadH\x00\x42\t\n\x07requestJ\x04\x08\x05\x10\x06R\rprepare_write\"\xed\x01\n\x0cLaneResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.weighbridge.v1.LaneError\x12-\n\x05hello\x18\x03 \x01(\x0b\x32\x1e.weighbridge.v1.LaneHelloReply\x12(\n\x05write\x18\x04 \x01(\x0b\x32\x19.weighbridge.v1.WriteLoan\x12&\n\x04read\x18\x05 \x01(\x0b\x32\x18.weighbridge.v1.ReadLoan\x12&\n\x06recall\x18\x06 \x01(\x0b\x32\x16.weighbridge.v1.Recall\"J\n\tLaneError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0b\n\x03\x66ix\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x04 \x03(\t\"\x1e\n\tLaneHello\x12\x11\n\tclient_id\x18\x01 \x01(\t\"<\n\x0eLaneHelloReply\x12\x12\n\nservice_id\x18\x01 \x01(\t\x12\x16\n\x0ekeeps_mappings\x18\x02 \x01(\x08\"X\n\nBeginWrite\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07plan_id\x18\x04 \x01(\t\x12\x0c\n\x04held\x18\x05 \x03(\t\"f\n\x08\x45ndWrite\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x12\x0c\n\x04kept\x18\x03 \x01(\x08\x12,\n\x06sample\x18\x04 \x03(\x0b\x32\x1c.weighbridge.v1.SampledPiece\"<\n\x0cSampledPiece\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"y\n\tBeginRead\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12-\n\x06layout\x18\x03 \x01(\x0b\x32\x1d.weighbridge.v1.LayoutRequest\x12\x0f\n\x07plan_id\x18\x04 \x01(\t\x12\x0c\n\x04held\x18\x05 \x03(\t\"*\n\x07\x45ndRead\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12\x11\n\tleft_open\x18\x02 \x01(\x08\"Q\n\x0cSharedMemory\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x17\n\x0f\x64\x65scriptor_sent\x18\x03 \x01(\x08\x12\x0c\n\x04keep\x18\x04 \x01(\x08\"9\n\tFilePlace\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06memory\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"\xaa\x01\n\tWriteLoan\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12,\n\x06memory\x18\x02 \x01(\x0b\x32\x1c.weighbridge.v1.SharedMemory\x12(\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x19.weighbridge.v1.FilePlace\x12\x0f\n\x07plan_id\x18\x04 \x01(\t\x12&\n\x04plan\x18\x05 \x01(\x0b\x32\x18.weighbridge.v1.LanePlan\"\xd5\x01\n\x08ReadLoan\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12(\n\x07version\x18\x02 \x01(\x0b\x32\x17.weighbridge.v1.Version\x12.\n\x08memories\x18\x03 \x03(\x0b\x32\x1c.weighbridge.v1.SharedMemory\x12(\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x19.weighbridge.v1.FilePlace\x12\x0f\n\x07plan_id\x18\x05 \x01(\t\x12&\n\x04plan\x18\x06 \x01(\x0b\x32\x18.weighbridge.v1.LanePlan\"\x15\n\x06Recall\x12\x0b\n\x03key\x18\x01 \x01(\t\"s\n\x08LanePlan\x12\r\n\x05\x66iles\x18\x01 \x03(\t\x12+\n\x06shards\x18\x02 \x03(\x0b\x32\x1b.weighbridge.v1.ShardCopies\x12+\n\x08streamed\x18\x03 \x03(\x0b\x32\x19.weighbridge.v1.ByteRange\":\n\x0bShardCopies\x12+\n\x06\x63opies\x18\x01 \x03(\x0b\x32\x1b.weighbridge.v1.StridedCopy\"\x83\x01\n\x0bStridedCopy\x12\x0e\n\x06\x65xtent\x18\x01 \x03(\x04\x12\x14\n\x0cshard_offset\x18\x02 \x01(\x04\x12\x15\n\rshard_strides\x18\x03 \x03(\x04\x12\x0c\n\x04\x66ile\x18\x04 \x01(\r\x12\x13\n\x0b\x66ile_offset\x18\x05 \x01(\x04\x12\x14\n\x0c\x66ile_strides\x18\x06 \x03(\x04\x32m\n\x10LocalLaneService\x12Y\n\x0cGetLocalLane\x12#.weighbridge.v1.GetLocalLaneRequest\x1a$.weighbridge.v1.GetLocalLaneResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,33 +47,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LANEHELLO']._serialized_start=894
   _globals['_LANEHELLO']._serialized_end=924
   _globals['_LANEHELLOREPLY']._serialized_start=926
-  _globals['_LANEHELLOREPLY']._serialized_end=962
-  _globals['_BEGINWRITE']._serialized_start=964
-  _globals['_BEGINWRITE']._serialized_end=1052
-  _globals['_ENDWRITE']._serialized_start=1054
-  _globals['_ENDWRITE']._serialized_end=1156
-  _globals['_SAMPLEDPIECE']._serialized_start=1158
-  _globals['_SAMPLEDPIECE']._serialized_end=1218
-  _globals['_BEGINREAD']._serialized_start=1220
-  _globals['_BEGINREAD']._serialized_end=1341
-  _globals['_ENDREAD']._serialized_start=1343
-  _globals['_ENDREAD']._serialized_end=1385
-  _globals['_SHAREDMEMORY']._serialized_start=1387
-  _globals['_SHAREDMEMORY']._serialized_end=1468
-  _globals['_FILEPLACE']._serialized_start=1470
-  _globals['_FILEPLACE']._serialized_end=1527
-  _globals['_WRITELOAN']._serialized_start=1530
-  _globals['_WRITELOAN']._serialized_end=1700
-  _globals['_READLOAN']._serialized_start=1703
-  _globals['_READLOAN']._serialized_end=1916
-  _globals['_RECALL']._serialized_start=1918
-  _globals['_RECALL']._serialized_end=1939
-  _globals['_LANEPLAN']._serialized_start=1941
-  _globals['_LANEPLAN']._serialized_end=2056
-  _globals['_SHARDCOPIES']._serialized_start=2058
-  _globals['_SHARDCOPIES']._serialized_end=2116
-  _globals['_STRIDEDCOPY']._serialized_start=2119
-  _globals['_STRIDEDCOPY']._serialized_end=2250
-  _globals['_LOCALLANESERVICE']._serialized_start=2252
-  _globals['_LOCALLANESERVICE']._serialized_end=2361
+  _globals['_LANEHELLOREPLY']._serialized_end=986
+  _globals['_BEGINWRITE']._serialized_start=988
+  _globals['_BEGINWRITE']._serialized_end=1076
+  _globals['_ENDWRITE']._serialized_start=1078
+  _globals['_ENDWRITE']._serialized_end=1180
+  _globals['_SAMPLEDPIECE']._serialized_start=1182
+  _globals['_SAMPLEDPIECE']._serialized_end=1242
+  _globals['_BEGINREAD']._serialized_start=1244
+  _globals['_BEGINREAD']._serialized_end=1365
+  _globals['_ENDREAD']._serialized_start=1367
+  _globals['_ENDREAD']._serialized_end=1409
+  _globals['_SHAREDMEMORY']._serialized_start=1411
+  _globals['_SHAREDMEMORY']._serialized_end=1492
+  _globals['_FILEPLACE']._serialized_start=1494
+  _globals['_FILEPLACE']._serialized_end=1551
+  _globals['_WRITELOAN']._serialized_start=1554
+  _globals['_WRITELOAN']._serialized_end=1724
+  _globals['_READLOAN']._serialized_start=1727
+  _globals['_READLOAN']._serialized_end=1940
+  _globals['_RECALL']._serialized_start=1942
+  _globals['_RECALL']._serialized_end=1963
+  _globals['_LANEPLAN']._serialized_start=1965
+  _globals['_LANEPLAN']._serialized_end=2080
+  _globals['_SHARDCOPIES']._serialized_start=2082
+  _globals['_SHARDCOPIES']._serialized_end=2140
+  _globals['_STRIDEDCOPY']._serialized_start=2143
+  _globals['_STRIDEDCOPY']._serialized_end=2274
+  _globals['_LOCALLANESERVICE']._serialized_start=2276
+  _globals['_LOCALLANESERVICE']._serialized_end=2385
 # @@protoc_insertion_point(module_scope)

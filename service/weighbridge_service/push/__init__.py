@@ -20,7 +20,7 @@ Owners and I/O:
 - `image_writer`, `sample`: the data plane, and pieces of it that are compared again
 - `publisher`: what a push does in the object store
 - `replica_exchange`: what replicas tell each other by way of the store
-- `image_allocator`, `standbys`, `mappings`: memory, images that are mapped ahead of their versions, and who has which mapped
+- `image_allocator`, `mappings`: memory, of versions and ahead of them, and who has which mapped
 
 The owners may import `catalog`, `models` and the storage; the faces (`calls`, `lane_session`) import `intake`, and nothing in
 `catalog` or below imports this folder but for what `models` does.
