@@ -252,15 +252,23 @@ def forked_and_killed(run: Run) -> None:
 def closed(run: Run) -> None:
     push = run.halted()
     run.writer.close_client()
-    if run.dice.random() < 0.8:
-        run.watcher.abort(run.model)
-        run.watcher.failed(push)
-        run.others()
-        run.others()  # as above
+    run.watcher.abort(run.model)
+    run.watcher.failed(push)
+    run.others()
+    run.others()  # as above
     run.writer.go_on()
     run.watcher.look()
+    assert run.writer.ended().error
+    run.watcher.look()
+    run.made(run.writer)
+
+
+def closed_and_ended(run: Run) -> None:
+    push = run.halted()
+    run.writer.close_client()
+    run.writer.go_on()
     outcome = run.writer.ended()
-    if not outcome.error:
+    if not outcome.error:  # closing may wait for what is under way
         run.watcher.succeeded(push, outcome)
     run.watcher.look()
     run.made(run.writer)
@@ -288,6 +296,7 @@ FAULTS: tuple[Callable[[Run], None], ...] = (
     nothing_happens,
     stopped,
     closed,
+    closed_and_ended,
     killed,
     forked_and_ended,
     broken,
