@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weighbridge import control_calls
+from weighbridge import Boxes, EngineClient, FullTensors, control_calls
 from weighbridge.backoff import Backoff
 from weighbridge.control_calls import Call, Pause, Watch
 from weighbridge.errors import (
@@ -20,6 +22,7 @@ from weighbridge.errors import (
     Unavailable,
     WeighbridgeError,
 )
+from weighbridge.known_layouts import KnownLayouts
 from weighbridge.resources import VersionState
 from weighbridge.v1 import model_service_pb2 as pb
 from weighbridge.v1 import resources_pb2
@@ -135,3 +138,46 @@ def test_what_cannot_be_is_not_asked(
 ) -> None:
     with pytest.raises(refused):
         next(steps())
+
+
+@pytest.mark.parametrize("state", [VersionState.FAILED, VersionState.RETIRED, "durable"])
+def test_what_cannot_be_waited_for_is_refused_at_once(state: Any) -> None:
+    with pytest.raises(InvalidArgument, match="wait for open, receiving, ready, verified, durable"):
+        next(control_calls.wait_for(MODEL, 1, state, None, None))
+
+
+@pytest.mark.parametrize("refs", ["abc", [(MODEL, "live", 1)], [(MODEL, 3)], [(MODEL,)]])
+def test_refs_that_are_none_are_refused_before_anything_is_asked(refs: Any) -> None:
+    with pytest.raises(InvalidArgument, match="is no model with one of its refs"):
+        Watch.begin(refs, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("x", None), (FullTensors, None), (Boxes([("w", (0.5,), (1,))]), None), (Boxes([("w", 1)]), None),
+     (Boxes([("w", (1 << 70,), (1,))]), None), (None, 16)],
+)  # fmt: skip
+def test_a_pull_that_nobody_could_mean_is_refused_with_what_to_ask_for(layout: Any, dtype: Any) -> None:
+    steps = control_calls.plan_pull(KnownLayouts(), MODEL, 1, layout, dtype)
+    with pytest.raises(InvalidArgument, match=r"malformed.*\n.*FullTensors, TensorParallel or Boxes"):
+        next(steps).do()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("server", ["127.0.0.1:99999", "host:0", "[::1]:65536"])
+def test_an_address_without_a_possible_port_is_refused(server: str) -> None:
+    with pytest.raises(InvalidArgument, match="no port"):
+        EngineClient(server)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_client_that_has_been_closed_says_so(used: bool) -> None:
+    client = EngineClient("127.0.0.1:9", retry_seconds=0.0)
+    if used:
+        with pytest.raises(Unavailable, match="cannot be reached"):
+            client.models()
+    client.close()
+    for ask in (client.models, lambda: next(client.watch(MODEL)), lambda: client.pull(MODEL)):
+        begun = time.monotonic()
+        with pytest.raises(Unavailable, match="the client has been closed"):
+            ask()
+        assert time.monotonic() - begun < 5.0

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ from weighbridge_service.calls.event_loop import EventLoop
 from weighbridge_service.calls.watches import Watches
 from weighbridge_service.calls.workers import Workers
 from weighbridge_service.catalog import Catalog
-from weighbridge_storage.head_changes import delete_versions, forget_versions, set_ref
+from weighbridge_service.clock import unix_ms
+from weighbridge_storage.head_changes import delete_versions, forget_versions, open_version, set_ref
 from weighbridge_storage.image_pool import ImagePool
 from weighbridge_storage.local import LocalStore
 
@@ -267,6 +269,22 @@ def test_waits_end_with_what_has_become_of_the_version(catalog: Catalog, bench: 
     assert bench.reached("2", VersionState.READY).number == 2
     with pytest.raises(DeadlineExceeded, match="acme/smol@2"):
         bench.reached("2", VersionState.DURABLE, 0.2)
+
+
+def test_a_wait_for_a_version_whose_service_was_killed_ends_when_its_lease_does(
+    catalog: Catalog, bench: Bench
+) -> None:
+    def open_as_another_process(lease_ms: int) -> int:
+        asked = {"request_id": str(lease_ms), "step": 1, "run": "", "ranks": 1}
+        change = partial(open_version, **asked, now_ms=unix_ms(), lease_ms=lease_ms)
+        return catalog.heads.update(SMOL, change).number
+
+    short, long = (str(open_as_another_process(lease_ms)) for lease_ms in (1000, 100_000))
+    with pytest.raises(VersionFailed, match="nothing more was heard of it"):
+        bench.reached(short, VersionState.DURABLE)
+    assert catalog.get_version(str(SMOL), short).state is VersionState.FAILED
+    with pytest.raises(DeadlineExceeded, match=f"acme/smol@{long}"):
+        bench.reached(long, VersionState.DURABLE, 0.5)
 
 
 def test_waits_and_watches_end_with_the_service(catalog: Catalog, bench: Bench) -> None:

@@ -6,6 +6,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -50,6 +51,7 @@ class Client:
     ) -> None:
         self.server = rpc.server_address(server)
         self.retry_seconds = retry_seconds
+        self._closed = False
         self._client_id = str(uuid.uuid4())
         self._transport = Transport.make(
             self.server,
@@ -59,8 +61,14 @@ class Client:
             connections=connections,
         )
 
-    @cached_property
+    @property
     def _channel(self) -> grpc.Channel:
+        if self._closed:
+            raise Unavailable("the client has been closed")
+        return self._connected
+
+    @cached_property
+    def _connected(self) -> grpc.Channel:
         return rpc.open_channel(self.server)
 
     @cached_property
@@ -69,9 +77,10 @@ class Client:
 
     def close(self) -> None:
         """Close all connections. Tensors that are views of a version stay valid until they are gone."""
+        self._closed = True
         self._transport.close()
-        if "_channel" in self.__dict__:
-            self._channel.close()
+        if "_connected" in self.__dict__:
+            self._connected.close()
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +97,18 @@ class Client:
             with rpc.translated_errors(self.server):
                 return method(request, timeout=seconds)
 
-        return rpc.retried(once, self._channel, seconds=self.retry_seconds)
+        with self._ending_when_closed():
+            return rpc.retried(once, self._channel, seconds=self.retry_seconds)
+
+    @contextmanager
+    def _ending_when_closed(self) -> Iterator[None]:
+        """Raise Unavailable where grpc has its own word for a channel that was closed meanwhile."""
+        try:
+            yield
+        except ValueError as error:
+            if not self._closed:
+                raise
+            raise Unavailable("the client has been closed") from error
 
     def _run(self, steps: control_calls.Steps[T]) -> T:
         def call(step: control_calls.Call) -> bytes:
@@ -198,19 +218,18 @@ class Client:
         while True:
             call: Any = None
             failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
-            try:
-                with rpc.translated_errors(self.server):
-                    call = self._models.WatchRefs(watch.request)
-                    for response in call:
-                        watch = watch.received(response.index, response.version.number)
-                        yield watch.refs[response.index][1], wire.version_from_proto(response.version)
-            except ValueError as error:  # grpc's word for a channel that was closed meanwhile
-                raise Unavailable("the client has been closed") from error
-            except (Unavailable, ResourceExhausted) as error:
-                failure = error
-            finally:
-                if call is not None:
-                    call.cancel()
+            with self._ending_when_closed():
+                try:
+                    with rpc.translated_errors(self.server):
+                        call = self._models.WatchRefs(watch.request)
+                        for response in call:
+                            watch = watch.received(response.index, response.version.number)
+                            yield watch.refs[response.index][1], wire.version_from_proto(response.version)
+                except (Unavailable, ResourceExhausted) as error:
+                    failure = error
+                finally:
+                    if call is not None:
+                        call.cancel()
             again = watch.failed(time.monotonic(), random.random())
             if again is None:
                 raise failure

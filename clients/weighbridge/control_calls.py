@@ -36,6 +36,10 @@ T = TypeVar("T")
 _MODELS = pb.DESCRIPTOR.services_by_name["ModelService"]
 _LONG_SECONDS = 3600.0
 """Deadline of calls that go over all of a version or a model."""
+_AWAITED = (
+    *(VersionState.OPEN, VersionState.RECEIVING),
+    *(VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE),
+)
 _WAIT_SECONDS = 20.0
 """How long one call waits for a state before it is made again."""
 _PROGRESS_SECONDS = 0.5
@@ -175,6 +179,12 @@ def wait_for(
     on_progress: Callable[[Version], None] | None,
 ) -> Steps[Version]:
     """Wait until a version has reached a state, in calls that the service lets wait."""
+    if state not in _AWAITED:
+        allowed = ", ".join(each.value for each in _AWAITED)
+        raise InvalidArgument(
+            f"a version cannot be waited for to be {getattr(state, 'value', state)}",
+            fix=f"wait for {allowed}",
+        )
     request = pb.GetVersionRequest(model=model, version=str(version), wait_for=wire.state_to_proto(state))
     longest = _WAIT_SECONDS if on_progress is None else _PROGRESS_SECONDS
     deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -183,7 +193,7 @@ def wait_for(
         left = deadline - time.monotonic()
         if left <= 0 and said is not None:
             raise DeadlineExceeded(
-                f"{model}@{version} was not {state.value} within {timeout} s", details=said
+                f"{model}@{version} was not {state.value} within {timeout:g} s", details=said
             )
         said = []
         try:
@@ -276,10 +286,17 @@ def plan_pull(
 ) -> Steps[PullPlan]:
     """Which version a pull would bring, and which slices: there may be a hundred thousand, which come once."""
     asked = layout or FullTensors()
-    request = weight_service_pb2.PlanPullRequest(model=model, version=str(version), dtype=dtype or "")
+    request = weight_service_pb2.PlanPullRequest(model=model, version=str(version))
 
     def encode() -> tuple[Hashable, KnownLayout | None, tuple[bytes, ...]]:
-        request.layout.CopyFrom(wire.request_to_proto(asked))
+        try:
+            request.dtype = dtype or ""
+            request.layout.CopyFrom(wire.request_to_proto(asked))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(
+                f"what is to be pulled is malformed: {error}",
+                fix='ask for FullTensors, TensorParallel or Boxes, and name a dtype, such as "bf16"',
+            ) from error
         what = (model, request.layout.SerializeToString(), request.dtype)
         known = layouts.find(what)
         if known is not None:
@@ -318,8 +335,14 @@ class Watch:
 
     @staticmethod
     def begin(refs: Iterable[tuple[str, str]], retry_seconds: float) -> Watch:
-        """A watch to which nothing has come."""
+        """A watch to which nothing has come. Raises InvalidArgument if a ref is no pair of model and name."""
         found = tuple(refs)
+        for ref in found:
+            if [type(part) for part in ref] != [str, str]:
+                raise InvalidArgument(
+                    f"{ref!r} is no model with one of its refs",
+                    fix='watch tuples such as ("acme/smol", "live")',
+                )
         return Watch(found, (0,) * len(found), Backoff(retry_seconds, _WATCH_PAUSE_SECONDS))
 
     @property

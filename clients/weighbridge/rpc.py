@@ -74,8 +74,16 @@ P = TypeVar(
 
 
 def server_address(server: str | None) -> str:
-    """The service's address: as given, from ``WEIGHBRIDGE_SERVER``, or the default."""
-    return server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
+    """The service's address: as given, from ``WEIGHBRIDGE_SERVER``, or the default.
+
+    Raises:
+        InvalidArgument: there is no such port.
+    """
+    address = server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
+    _, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and not 0 < int(port) < 1 << 16:  # gRPC would take another one for it
+        raise InvalidArgument(f"{address[:200]} has no port between 1 and 65535")
+    return address
 
 
 def open_channel(server: str, *, shared: bool = True) -> grpc.Channel:

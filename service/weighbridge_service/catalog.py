@@ -20,6 +20,7 @@ from weighbridge.errors import (
 from weighbridge.layouts import TensorSpec
 from weighbridge.resources import REF_LATEST, REF_LIVE, Model, Verification, Version, VersionState
 from weighbridge_service.changes import Changes
+from weighbridge_service.clock import unix_ms
 from weighbridge_service.models import (
     RegisteredModel,
     files_key,
@@ -32,7 +33,7 @@ from weighbridge_service.models import (
 from weighbridge_service.store_readers import DEFAULT_GRACE, StoreReaders, reading_since
 from weighbridge_storage.entries import VersionEntry
 from weighbridge_storage.head import Head
-from weighbridge_storage.head_changes import delete_ref, set_ref
+from weighbridge_storage.head_changes import delete_ref, give_up_abandoned, set_ref
 from weighbridge_storage.head_store import HeadStore
 from weighbridge_storage.history import History
 from weighbridge_storage.images import Image
@@ -292,6 +293,12 @@ class Catalog:
             return [snapshot for known in self._snapshots.values() for snapshot in known.values()]
 
     # --- versions
+
+    def give_up_abandoned(self, name: ModelName) -> History:
+        """Close the open versions of which nothing was heard for longer than they were to stay open; the history after that."""
+        now_ms = unix_ms()
+        self.heads.update(name, lambda head: (give_up_abandoned(head, now_ms), None))
+        return self.history(name)
 
     def get_version(self, name: str, version: str) -> Version:
         """One version, by number or ref, in whatever state. Raises NotFound."""

@@ -195,7 +195,8 @@ class Transfer:
     def _compile(self, buffer: str, start: int, stop: int) -> Iterator[Piece]:
         order = self._order.get(buffer, [])
         first = bisect.bisect_right(self._starts.get(buffer, []), start) - 1
-        for index in order[max(first, 0) :]:
+        for position in range(max(first, 0), len(order)):  # a slice would copy all that follows
+            index = order[position]
             placement = self._stream.placements[index]
             if placement.offset >= stop:
                 break

@@ -99,6 +99,8 @@ class ModelHandlers:
         self, request: model_service_pb2.GetVersionRequest, call: Call
     ) -> model_service_pb2.GetVersionResponse:
         wanted = wire.state_from_proto(request.wait_for)
+        if wanted is None and request.wait_for:
+            raise InvalidArgument(f"there is no state {request.wait_for} to wait for")
         if wanted is None:
             find = partial(self._catalog.get_version, request.model, request.version)
             version = await self._methods.run(call, find)

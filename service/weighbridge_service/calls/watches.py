@@ -30,6 +30,8 @@ from weighbridge.resources import REF_LIVE, Version, VersionState
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.calls.workers import Workers
 from weighbridge_service.catalog import AWAY, Catalog
+from weighbridge_service.clock import unix_ms
+from weighbridge_storage.head import Head
 from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
 
 log = logging.getLogger(__name__)
@@ -89,6 +91,13 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
             question: error if version is None else _found(catalog, name, version)
             for question, version in there.items()
         }
+    if any(
+        question.invisible and _is_overdue(catalog, name, history.head, question.version)
+        for question in questions
+    ):
+        # whoever waits for it would wait until somebody else comes by
+        with suppress(*AWAY):
+            history = catalog.give_up_abandoned(name)
     answers: dict[Question, Answer] = {}
     for question in questions:
         try:
@@ -97,6 +106,13 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
         except WeighbridgeError as error:
             answers[question] = error
     return answers
+
+
+def _is_overdue(catalog: Catalog, name: ModelName, head: Head, version: str) -> bool:
+    """Whether a version is being received by nobody any more: the process that received it has ended without a word."""
+    number = int(version) if version.isascii() and version.isdecimal() else 0
+    entry = head.open.get(number)
+    return entry is not None and entry.until_ms < unix_ms() and catalog.snapshot(name, number) is None
 
 
 def _found(catalog: Catalog, name: ModelName, version: Version) -> Found:
