@@ -30,7 +30,7 @@ TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-ranks bench-control bench-siege lint format protos protos-check protos-baseline clean
+.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-ranks bench-control bench-siege bench-first lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -179,6 +179,9 @@ bench-control: $(STAMP) ## time how a tag reaches thousands of watches, next to 
 
 bench-siege: $(STAMP) ## attack a service, and measure how others are served meanwhile; ARGS="--attacks silent unread --scale 0.1 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.siege $(ARGS)
+
+bench-first: $(STAMP) ## time the first pushes of a model next to its tenth; ARGS="--gb 2 --clients 1 2 --device cuda --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.first_push $(ARGS)
 
 lint: $(STAMP) protos-check ## check style, types and the contract
 	@echo "== ruff"

@@ -112,6 +112,7 @@ def run_case(
     while_serving: Callable[[processes.Service], None] = lambda _service: None,
     *,
     warm_up: int = 2,
+    before: Callable[[TrainerClient], None] = lambda _admin: None,
 ) -> Figures:
     """Measure a case with a service of its own.
 
@@ -121,11 +122,13 @@ def run_case(
         folder: an empty folder for the store; there is nothing in it in the end that is needed.
         while_serving: is called with the service when one version is durable and clients are gone.
         warm_up: how many rounds come before and do not count; a service needs two until it has all its buffers.
+        before: is called with a client when the model is registered and nothing has been pushed.
 
     Raises:
         ClientError: a client failed.
     """
     with _Side.open(case, folder, None) as side:
+        before(side.admin)
         _run([side], warm_up, rounds)
         while_serving(side.service)
         return side.figures

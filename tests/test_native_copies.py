@@ -294,25 +294,31 @@ def test_a_missing_extension_is_told_once_and_everything_works(
 @sources_here
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing_in_random_plans(tmp_path: Path, sanitizers: str) -> None:
-    driver = Path(__file__).parent / "native/random_plans.c"
-    program = tmp_path / "random_plans"
-    flags = [
-        "-g",
-        "-O1",
-        f"-fsanitize={sanitizers}",
-        "-fno-sanitize-recover=all",
-        "-pthread",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-    ]
-    (tmp_path / "empty.c").write_text("int main(void) { return 0; }\n")
-    probe = ["gcc", *flags, str(tmp_path / "empty.c"), "-o", str(program)]
+    program = _sanitized(tmp_path, sanitizers, "random_plans.c", "strided_copy.c", "helpers.c")
+    rounds = "4000" if "address" in sanitizers else "1000"
+    ended = subprocess.run([program, rounds], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+@sources_here
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_work_that_callers_share_out_at_one_time_is_done_once(tmp_path: Path, sanitizers: str) -> None:
+    program = _sanitized(tmp_path, sanitizers, "shared_work.c", "helpers.c")
+    # that of threads knows no forks of processes with several of them
+    forks = ["fork"] if "address" in sanitizers else []
+    ended = subprocess.run([program, *forks], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+
+
+def _sanitized(folder: Path, sanitizers: str, driver: str, *sources: str) -> Path:
+    """A program of the tests with parts of the extension, under sanitizers; skips the test where there are none."""
+    program = folder / "program"
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    flags = ["-g", "-O1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-pthread", *warnings]
+    (folder / "empty.c").write_text("int main(void) { return 0; }\n")
+    probe = ["gcc", *flags, str(folder / "empty.c"), "-o", str(program)]
     if subprocess.run(probe, capture_output=True).returncode or subprocess.run([program]).returncode:
         pytest.skip(f"gcc has no sanitizers of {sanitizers} here")
-    sources = [str(driver), str(SOURCES / "strided_copy.c")]
-    subprocess.run(["gcc", *flags, f"-I{SOURCES}", *sources, "-o", str(program)], check=True)
-    ended = subprocess.run(
-        [program, "4000" if "address" in sanitizers else "1000"], capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
+    paths = [str(Path(__file__).parent / "native" / driver), *(str(SOURCES / name) for name in sources)]
+    subprocess.run(["gcc", *flags, f"-I{SOURCES}", *paths, "-o", str(program)], check=True)
+    return program

@@ -1,7 +1,6 @@
 /* Strided copies between shards and memories: bounds, and rows written past the caches by several threads. */
 #include "strided_copy.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
 
@@ -9,12 +8,14 @@
 #include <emmintrin.h>
 #endif
 
+#include "helpers.h"
+
 #define HEADER_WORDS 4
 #define WORDS_PER_AXIS 3
 #define CHUNK ((int64_t)256 << 10)
 /* Bytes that a thread takes at a time: one that loses its processor for a while takes fewer. */
-#define LEAST_PER_THREAD ((int64_t)2 << 20)
-/* Starting a thread takes as long as copying a tenth of this. */
+#define LEAST_PER_THREAD ((int64_t)512 << 10)
+/* Calling a helper takes as long as copying a tenth of this. */
 #define LEAST_STREAMED ((int64_t)4 << 20)
 /* Bytes of a call from which on the target is written past the caches, which would not hold it until it is read. */
 #define LINE 64
@@ -223,7 +224,7 @@ typedef struct {
 } Work;
 
 /* Take chunks until there are none. */
-static void *work_off(void *argument) {
+static void work_off(void *argument) {
     Work *work = argument;
     for (;;) {
         int64_t start = atomic_fetch_add(&work->taken, CHUNK);
@@ -251,7 +252,6 @@ static void *work_off(void *argument) {
 #if defined(__SSE2__)
     _mm_sfence(); /* streamed stores are not ordered before what tells others that they are there */
 #endif
-    return NULL;
 }
 
 void run_copies(const Copy *copies, int64_t count, int threads) {
@@ -260,19 +260,8 @@ void run_copies(const Copy *copies, int64_t count, int threads) {
     }
     int64_t nbytes = copies[count - 1].end;
     Work work = {copies, count, nbytes, nbytes >= LEAST_STREAMED, 0};
-    if (threads > MOST_THREADS) {
-        threads = MOST_THREADS;
-    }
     if (threads > nbytes / LEAST_PER_THREAD) {
         threads = (int)(nbytes / LEAST_PER_THREAD);
     }
-    pthread_t started[MOST_THREADS];
-    int running = 0;
-    while (running < threads - 1 && pthread_create(&started[running], NULL, work_off, &work) == 0) {
-        running++; /* with fewer than asked for it takes longer */
-    }
-    work_off(&work);
-    for (int i = 0; i < running; i++) {
-        pthread_join(started[i], NULL);
-    }
+    work_together(work_off, &work, threads - 1);
 }

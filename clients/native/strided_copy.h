@@ -7,7 +7,6 @@
 
 #define MOST_AXES 16
 /* Axes of a copy. */
-#define MOST_THREADS 64
 
 /* Bytes that may be read or written. */
 typedef struct {
