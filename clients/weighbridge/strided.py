@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
-_LEAST_READ = 8 << 20
-"""Bytes of a tensor from which on the extension fills it: its threads are started for each call, and torch's are there."""
 
 
 class StridedCopy(NamedTuple):
@@ -216,8 +214,7 @@ def _copy_tensors(
     alone = ([each] for each in shards if not _has_bytes(each[0]))
     for batch in (together, *alone):
         flats = [(shard.detach().contiguous().view(-1), copies) for shard, copies in batch]
-        worth_threads = into_memory or sum(flat.nbytes for flat, _ in flats) >= _LEAST_READ
-        if worth_threads and all(_has_bytes(flat) for flat, _ in flats):
+        if all(_has_bytes(flat) for flat, _ in flats):
             plans = [
                 (Region(flat.data_ptr(), flat.numel() * flat.element_size()), ShardCopies.of(copies).packed)
                 for flat, copies in flats
