@@ -161,3 +161,20 @@ def _fail_to_collapse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
     monkeypatch.setattr(regions, "advise", refuse)
     monkeypatch.setattr(regions, "_plain_pages", regions._PlainPages())
+
+
+@huge_only
+def test_one_mapping_that_is_not_aligned_does_not_make_the_next_ones_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def elsewhere(descriptor: int, nbytes: int, flags: int, protection: int) -> tuple[mmap.mmap, int]:
+        map_aligned(descriptor, nbytes, flags, protection)[0].close()
+        return mmap.mmap(descriptor, nbytes, flags, protection), 0
+
+    monkeypatch.setattr(regions, "_plain_pages", regions._PlainPages())
+    with monkeypatch.context() as patch:
+        patch.setattr(regions, "map_aligned", elsewhere)
+        Region(2 * HUGE_PAGE, None).close()
+    region = Region(2 * HUGE_PAGE, None)
+    assert _huge_bytes(region.writable.ctypes.data) == 2 * HUGE_PAGE
+    region.close()

@@ -19,9 +19,10 @@ from tests.services import RunningService, eventually, running_service
 from weighbridge import TrainerClient
 from weighbridge.cli import commands
 from weighbridge.errors import NotFound, ResourceExhausted
+from weighbridge_service import peer_process
 from weighbridge_service.peer_process import PeerProcess
 from weighbridge_storage import image_pool
-from weighbridge_storage.image_books import ImageOwner
+from weighbridge_storage.image_books import ImageOwner, Use
 from weighbridge_storage.image_pool import ImagePool
 from weighbridge_storage.regions import PAGE, Region
 
@@ -170,7 +171,54 @@ def test_a_version_waits_for_memory_that_is_being_made_ahead_and_does_not_go_to_
     assert pool.usage().disk_in_use == 0
 
 
-def test_a_process_is_known_to_have_ended_once_it_has(tmp_path: Path) -> None:
+def test_memory_that_others_keep_mapped_stays_in_the_books_until_they_let_go(tmp_path: Path) -> None:
+    recalled: list[str] = []
+    pool = ImagePool(2 * PAGE, tmp_path, lambda region: recalled.append(region.key))
+    image = pool.acquire(SIZES, ImageOwner("acme/first", 1))
+    key, kept = image.region.key, image.region.reopen(writable=True)
+    image.release()
+    assert pool.trim() == 0
+    assert recalled == [key]
+    [holding] = pool.holdings()
+    assert (holding.use, holding.nbytes, holding.owner.model) == (Use.MAPPED, PAGE, "acme/first")
+    with pytest.raises(ResourceExhausted, match="images hold"):
+        pool.queue({"large": 2 * PAGE}, may_spill=False).take()
+    os.close(kept)
+    assert pool.trim() == PAGE
+    assert pool.usage().memory_in_use == pool.usage().memory_free == 0
+
+
+def test_a_push_does_without_memory_ahead_where_no_thread_can_be_started(
+    tmp_path: Path, model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("ahead-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with (
+        running_service(tmp_path / "store", local_socket=str(tmp_path / "lane.sock")) as service,
+        TrainerClient(service.address, lane="local") as trainer,
+    ):
+        trainer.register_files(MODEL, model.files)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            handle = trainer.push_folder(MODEL, model.folder)
+            assert handle.report(20).lane == "local"
+            handle.wait(timeout=20)
+        assert service.service.images.usage().made == 1
+        trainer.push_folder(MODEL, model.folder).wait(timeout=20)
+        assert service.service.images.usage().made == 2
+
+
+@pytest.mark.parametrize("kernel", ["new", "old"])
+def test_a_process_is_known_to_have_ended_once_it_has(
+    tmp_path: Path, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel == "old":
+        monkeypatch.setattr(peer_process, "_PEER_PIDFD", 9999)
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
@@ -189,3 +237,11 @@ def test_a_process_is_known_to_have_ended_once_it_has(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     del seen
     assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+def test_a_process_that_nobody_can_tell_of_is_not_taken_for_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_process, "_PEER_PIDFD", 9999)
+    monkeypatch.delattr(os, "pidfd_open")
+    here, there = socket.socketpair(socket.AF_UNIX)
+    with here, there:
+        assert not PeerProcess(here).ended()

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -285,6 +286,18 @@ def test_a_wait_for_a_version_whose_service_was_killed_ends_when_its_lease_does(
     assert catalog.get_version(str(SMOL), short).state is VersionState.FAILED
     with pytest.raises(DeadlineExceeded, match=f"acme/smol@{long}"):
         bench.reached(long, VersionState.DURABLE, 0.5)
+
+
+def test_a_version_that_can_have_no_such_number_disturbs_nobody_elses_wait(
+    catalog: Catalog, bench: Bench
+) -> None:
+    catalog.show(SMOL, snapshot(1, VersionState.RECEIVING))
+    threading.Timer(0.5, lambda: catalog.show(SMOL, snapshot(1, VersionState.READY))).start()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(bench.reached, "1", VersionState.READY)
+        with pytest.raises(NotFound):
+            bench.reached("9" * 5000, VersionState.READY)
+        assert waiting.result(20).number == 1
 
 
 def test_waits_and_watches_end_with_the_service(catalog: Catalog, bench: Bench) -> None:

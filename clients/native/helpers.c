@@ -8,16 +8,21 @@
 
 #define IDLE_SECONDS 1
 
+/* A piece of work, on the stack of who called for help. */
+typedef struct Job {
+    void (*work)(void *);
+    void *argument;
+    int seats;   /* how many may still join in */
+    int working; /* how many have */
+    struct Job *next;
+} Job;
+
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t called;
     pthread_cond_t finished;
-    void (*work)(void *);
-    void *argument;
-    int busy;    /* whether somebody has the helpers */
-    int seats;   /* how many may still join in */
-    int working; /* how many have */
-    int there;   /* how many there are */
+    Job *jobs;
+    int there; /* how many helpers there are */
 } pool;
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -42,6 +47,15 @@ static void set_up(void) {
     pthread_atfork(hold, let_go, reset);
 }
 
+/* A piece of work that one more may join. The lock is held. */
+static Job *job_with_a_seat(void) {
+    Job *job = pool.jobs;
+    while (job != NULL && !job->seats) {
+        job = job->next;
+    }
+    return job;
+}
+
 static void *help(void *unused) {
     (void)unused;
     pthread_mutex_lock(&pool.lock);
@@ -49,24 +63,23 @@ static void *help(void *unused) {
         struct timespec until;
         clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_sec += IDLE_SECONDS;
+        Job *job;
         int late = 0;
-        while (!pool.seats && !late) {
+        while ((job = job_with_a_seat()) == NULL && !late) {
             late = pthread_cond_timedwait(&pool.called, &pool.lock, &until) == ETIMEDOUT;
         }
-        if (!pool.seats) {
+        if (job == NULL) {
             pool.there--;
             pthread_mutex_unlock(&pool.lock);
             return NULL;
         }
-        pool.seats--;
-        pool.working++;
-        void (*work)(void *) = pool.work;
-        void *argument = pool.argument;
+        job->seats--;
+        job->working++;
         pthread_mutex_unlock(&pool.lock);
-        work(argument);
+        job->work(job->argument);
         pthread_mutex_lock(&pool.lock);
-        if (--pool.working == 0) {
-            pthread_cond_signal(&pool.finished);
+        if (--job->working == 0) {
+            pthread_cond_broadcast(&pool.finished);
         }
     }
 }
@@ -84,35 +97,33 @@ static void start(int wanted) {
 }
 
 void work_together(void (*work)(void *), void *argument, int most) {
-    if (most > MOST_HELPERS) {
-        most = MOST_HELPERS;
+    if (most <= 0) {
+        work(argument);
+        return;
     }
-    if (most > 0) {
-        pthread_once(&once, set_up);
-        pthread_mutex_lock(&pool.lock);
-        int mine = !pool.busy;
-        if (mine) {
-            start(most);
-            pool.busy = 1;
-            pool.work = work;
-            pool.argument = argument;
-            pool.seats = most;
-            for (int i = 0; i < most; i++) {
-                pthread_cond_signal(&pool.called);
-            }
-        }
-        pthread_mutex_unlock(&pool.lock);
-        if (mine) {
-            work(argument);
-            pthread_mutex_lock(&pool.lock);
-            pool.seats = 0; /* who comes now would find nothing left */
-            while (pool.working) {
-                pthread_cond_wait(&pool.finished, &pool.lock);
-            }
-            pool.busy = 0;
-            pthread_mutex_unlock(&pool.lock);
-            return;
-        }
+    Job job = {work, argument, most < MOST_HELPERS ? most : MOST_HELPERS, 0, NULL};
+    pthread_once(&once, set_up);
+    pthread_mutex_lock(&pool.lock);
+    int wanted = 0;
+    Job **last = &pool.jobs;
+    for (; *last != NULL; last = &(*last)->next) {
+        wanted += (*last)->seats + (*last)->working;
     }
+    *last = &job;
+    wanted += job.seats;
+    start(wanted < MOST_HELPERS ? wanted : MOST_HELPERS);
+    for (int i = 0; i < job.seats; i++) {
+        pthread_cond_signal(&pool.called);
+    }
+    pthread_mutex_unlock(&pool.lock);
     work(argument);
+    pthread_mutex_lock(&pool.lock);
+    job.seats = 0; /* who comes now would find nothing left */
+    while (job.working) {
+        pthread_cond_wait(&pool.finished, &pool.lock);
+    }
+    for (last = &pool.jobs; *last != &job; last = &(*last)->next) {
+    }
+    *last = job.next;
+    pthread_mutex_unlock(&pool.lock);
 }

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -128,8 +129,9 @@ class CopyQueue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
+        with ExitStack() as all_of_them:  # also if one fails: nobody may think that the others are done
+            for stream in self._streams.values():
+                all_of_them.callback(stream.synchronize)
         self._kept.clear()
 
     def _copy(self, flat: torch.Tensor, copies: Sequence[StridedCopy], direction: int) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Iterable
 from enum import Enum
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 _MAP_NORESERVE = 0x4000
 """Linux's; a private mapping of a file larger than memory would be refused otherwise."""
+
+
+_mapping = threading.Lock()
+"""A process is not forked between a mapping and the advice not to give it to children."""
 
 
 class Use(Enum):
@@ -60,9 +65,10 @@ class MappedMemory:
             _for_writing.add(self)
         flags, protection = use.value
         try:
-            self._map, self._offset = map_aligned(descriptor, nbytes, flags, protection)
-            if use is Use.WRITE:
-                advise(self.address, nbytes, DO_NOT_FORK)
+            with _mapping:
+                self._map, self._offset = map_aligned(descriptor, nbytes, flags, protection)
+                if use is Use.WRITE:
+                    advise(self.address, nbytes, DO_NOT_FORK)
         except (OSError, ValueError) as error:
             raise ResourceExhausted(
                 f"{nbytes} bytes of the service's memory cannot be mapped: {error}"
@@ -136,8 +142,8 @@ class MappedMemory:
             self._unpin.detach()
             self._unpin = None
         if self._use is Use.WRITE:
-            # it is not there: undoing it would undo whatever lies there by then
-            _absent.append(self.__dict__.pop("_map"))
+            # it is not there: undoing it, at the end of the process at the latest, would undo whatever lies there by then
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.__dict__.pop("_map")))
         else:
             self.close()
 
@@ -166,14 +172,14 @@ def merged(ranges: Iterable[tuple[int, int]], gap: int = mmap.PAGESIZE) -> list[
 _for_writing: weakref.WeakSet[MappedMemory] = weakref.WeakSet()
 
 
-_absent: list[mmap.mmap] = []
-
-
 def _let_go_in_child() -> None:
     """A process that was forked has no part in what its parent writes, and nothing of it is mapped there."""
+    _mapping.release()
     for memory in list(_for_writing):
         with contextlib.suppress(AttributeError):
             memory.abandon()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(
+    before=_mapping.acquire, after_in_parent=_mapping.release, after_in_child=_let_go_in_child
+)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-PIECES = 16
-PIECE_BYTES = 64 << 10
+PIECES = 8
+PIECE_BYTES = 32 << 10
 
 
 def sample_of(

@@ -407,11 +407,10 @@ class Catalog:
                 return found
         snapshots = self.snapshots(name)  # once: what ``live`` names may fail at any time
         refs = _refs_of(history.head, snapshots)
-        if version.isascii() and version.isdigit() and len(version) <= 12:
-            number = int(version)
-        elif version in refs:
-            number = refs[version]
-        else:
+        number = number_in(version)
+        if number is None:
+            number = refs.get(version)
+        if number is None:
             raise NotFound(
                 f"{name} has no version or ref {version[:80]!r}",
                 fix=f"refs it has: {', '.join(sorted(refs)) or 'none yet'}; or name a version by number",
@@ -437,8 +436,9 @@ class Catalog:
 
         None if there is none, or if ``live`` named a newer one when the store was last read: it does not go back.
         """
-        if version.isascii() and version.isdigit() and len(version) <= 12:
-            known = self.snapshot(name, int(version))
+        number = number_in(version)
+        if number is not None:
+            known = self.snapshot(name, number)
             return known.version if known is not None and known.readable else None
         if version != REF_LIVE:
             return None
@@ -474,6 +474,11 @@ def _refs_of(head: Head, snapshots: Mapping[int, VersionSnapshot]) -> dict[str, 
 
 def _deleted(name: ModelName, number: int) -> NotFound:
     return NotFound(f"{name}@{number} was deleted", fix="take another version; a tag keeps one for good")
+
+
+def number_in(version: str) -> int | None:
+    """The number of a version that is named by it; None if that may only be a ref."""
+    return int(version) if version.isascii() and version.isdigit() and len(version) <= 12 else None
 
 
 def _invisible(name: ModelName, head: Head, number: int) -> Version | None:

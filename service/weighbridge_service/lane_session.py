@@ -293,12 +293,12 @@ class LaneSession:
             self._writable.clear()
             self._readable.clear()
         for loan in loans:
-            # the client may be there all the same, and still look at it, or write to it
-            if isinstance(loan, LentVersion):
-                loan.leave_open()
-            else:
-                loan.image.region.doubt(self._process.ended)
             try:
+                # the client may be there all the same, and still look at it, or write to it
+                if isinstance(loan, LentVersion):
+                    loan.leave_open()
+                else:
+                    loan.image.region.doubt(self._process.ended)
                 self._end(loan)
             except Exception:  # the others have to come back, too
                 log.exception("a loan could not be taken back")

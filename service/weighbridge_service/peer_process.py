@@ -61,4 +61,5 @@ def _pidfd(connection: socket.socket) -> int | None:
     process = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )[0]
-    return os.pidfd_open(process) if process > 0 else None  # 0: of another namespace
+    opened = getattr(os, "pidfd_open", None)  # Python may have been built where there was none
+    return opened(process) if opened is not None and process > 0 else None  # 0: of another namespace

@@ -123,7 +123,7 @@ def decide(nbytes: int, memory: Space, disk: Space) -> Decision:
 def offer(nbytes: int, space: Space, *, in_memory: bool) -> Reuse | Make | GiveUp | None:
     """How an image is had in one kind of room; None if it is not now."""
     fitting = [
-        (capacity, index not in space.own, index)
+        (index not in space.own, capacity, index)
         for index, capacity in enumerate(space.free)
         if fits(nbytes, capacity)
     ]

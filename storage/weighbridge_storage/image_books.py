@@ -193,6 +193,12 @@ class ImageBooks:
         self.look_again()
         return region in self._free
 
+    def take_back(self, region: Region) -> None:
+        """A region that was struck off cannot be given back to the system yet: other processes still have it mapped."""
+        self._regions[region.in_memory] += region.capacity
+        holding = Holding(ImageOwner(region.model), region.capacity, region.in_memory, Use.MAPPED, 0.0)
+        self._mapped.append((region, holding, time.monotonic()))
+
     def look_again(self) -> None:
         """Use those regions again that no other process has mapped any more."""
         used = {id(region) for region, _, _ in self._mapped if region.in_use_elsewhere()}

@@ -33,6 +33,10 @@ _LOOK_SECONDS = 0.25
 """How often who waits looks again: what other processes let go of, nothing here hears of."""
 _MOST_FREE = 64
 """Free regions that wait to be used again, whatever their sizes: each takes a descriptor and a mapping."""
+_LET_GO_SECONDS = 0.5
+"""How long other processes have to let go of memory that is given back to the system, before it is counted as theirs: they do it in
+milliseconds."""
+_LET_GO_PAUSE = 0.001
 _NAMED = 20
 """Holders that an error names."""
 
@@ -120,8 +124,8 @@ class ImagePool:
     """Makes images, and uses their regions again. Thread-safe.
 
     A region is not zeroed between two uses. That is safe because nobody sees an image before it is complete, and complete
-    means that headers and tensors were written over every byte of every file. One that another process could still write to
-    is not used again before that process has let go of it.
+    means that headers and tensors were written over every byte of every file. One that a process may still be writing to
+    (`Region.may_change`) is not used again before that is over.
 
     Requests are admitted in the order in which they came: one that is small does not overtake a large one that waits.
 
@@ -412,8 +416,27 @@ class ImagePool:
         self._close_all(surplus)
 
     def _close_all(self, regions: list[Region]) -> int:
-        """Close regions; returns their bytes."""
+        """Close regions; returns their bytes. One that other processes do not let go of stays in the books until they do."""
         for region in regions:
             self._recall(region)
-            region.close()
-        return sum(region.capacity for region in regions)
+        until = time.monotonic() + _LET_GO_SECONDS
+        closed = 0
+        for region in regions:
+            if self._is_let_go(region, until):
+                region.close()
+                closed += region.capacity
+            else:
+                with self._changed:
+                    self._books.take_back(region)
+        return closed
+
+    @staticmethod
+    def _is_let_go(region: Region, until: float) -> bool:
+        if not region.in_memory:
+            return True  # not every file system can say who has a file open; its room comes back with the last reader
+        region.left_open()
+        while region.in_use_elsewhere():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LET_GO_PAUSE)
+        return True

@@ -29,7 +29,7 @@ from weighbridge.errors import (
 from weighbridge.resources import REF_LIVE, Version, VersionState
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.calls.workers import Workers
-from weighbridge_service.catalog import AWAY, Catalog
+from weighbridge_service.catalog import AWAY, Catalog, number_in
 from weighbridge_service.clock import unix_ms
 from weighbridge_storage.head import Head
 from weighbridge_storage.names import RESERVED_REFS, ModelName, check_ref_name
@@ -96,7 +96,7 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
         for question in questions
     ):
         # whoever waits for it would wait until somebody else comes by
-        with suppress(*AWAY):
+        with suppress(WeighbridgeError):  # this process may not be allowed to, or the store is away
             history = catalog.give_up_abandoned(name)
     answers: dict[Question, Answer] = {}
     for question in questions:
@@ -110,9 +110,9 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
 
 def _is_overdue(catalog: Catalog, name: ModelName, head: Head, version: str) -> bool:
     """Whether a version is being received by nobody any more: the process that received it has ended without a word."""
-    number = int(version) if version.isascii() and version.isdecimal() else 0
-    entry = head.open.get(number)
-    return entry is not None and entry.until_ms < unix_ms() and catalog.snapshot(name, number) is None
+    number = number_in(version)
+    entry = None if number is None else head.open.get(number)
+    return entry is not None and entry.until_ms < unix_ms() and catalog.snapshot(name, entry.number) is None
 
 
 def _found(catalog: Catalog, name: ModelName, version: Version) -> Found:

@@ -113,4 +113,9 @@ class ImageAllocator:
                 with self._lock:
                     self._making.discard(model.name)
 
-        threading.Thread(target=make, name=f"ahead-{model.name}", daemon=True).start()
+        try:
+            threading.Thread(target=make, name=f"ahead-{model.name}", daemon=True).start()
+        except RuntimeError as error:  # there are too many: the next push makes it when it needs it
+            log.info("no memory was made ahead for %s: %s", model.name, error)
+            with self._lock:
+                self._making.discard(model.name)

@@ -442,10 +442,16 @@ class Intake:
 
         Raises:
             NotFound: the model is not registered.
+            FailedPrecondition: several services may receive versions together, and which files are this one's is known when one is planned.
             Unavailable: the service is shutting down.
         """
         if self.draining:
             raise Unavailable("the service is shutting down")
+        if self.limits.spreading:
+            raise FailedPrecondition(
+                "with --advertise, which files of a version this service puts together is known only when it is planned",
+                fix="push once: memory for the next version is made meanwhile",
+            )
         model = self._catalog.model(ModelName.parse(name))
         names = model.files.file_sizes.keys()
         return self._allocator.make_ahead(model, names), place_files(model.files.file_sizes)[1]
