@@ -1,4 +1,4 @@
-"""How are N clients started, set off together and asked for their figures?"""
+"""N client processes: started, set off together and asked for their figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.control``: how soon do thousands of engines hear that a tag has moved, and what do they cost while it does not?
+"""``python -m benchmarks.control``: how soon thousands of engines hear that a tag has moved, and what they cost while it does not.
 
 A service and a bare ``grpc.aio`` server (`benchmarks.bare_watches`) are measured one after the other in the same run, with the same
 watchers (`benchmarks.watcher_process`): the time from the beginning of the call that moves the tag until each watch has the new version, memory

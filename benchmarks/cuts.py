@@ -1,4 +1,4 @@
-"""Which shards does each of N trainer ranks hold, and which slices does each of N engines ask for?
+"""Cuts of a model: the shards that each of N trainer ranks holds, and the slices that each of N engines asks for.
 
 - ``contiguous``: every tensor is cut along its rows, so that a shard is one run of bytes of a file.
 - ``columns``: every matrix is cut along its columns, so that each of its rows is spread over the ranks.

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.history``: does it cost more to push the last of many versions than the first, or to have many models?
+"""``python -m benchmarks.history``: what the last of many versions costs next to the first, and what many models do.
 
 One service receives many versions of a tiny model one after the other, another one few; and one gets many models with a version each, another
 one few. At the end the same is done at both in turn, so that a machine with other things to do slows both down alike: what each operation

@@ -1,4 +1,4 @@
-"""How much memory does a process need, and how much do several need that share some of it?
+"""Memory that a process needs, and that several need which share some of it.
 
 Two answers, both beyond what was there at the start. The proportional set size (PSS) of Linux divides shared pages by the number of
 processes that map them, so that a sum over processes counts them once; it has to be sampled, which disturbs what is measured. The

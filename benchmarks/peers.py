@@ -1,4 +1,4 @@
-"""How do others get a trainer's weights into files, and files into memory?
+"""Peers: the ways of others to get a trainer's weights into files, and files into memory.
 
 One function for each peer, told where from and where to. Only the function is timed: what it imports and what it needs once in
 its process has been there before, because it has run on a tiny model. Nothing is flushed to disk by peers, where Weighbridge says

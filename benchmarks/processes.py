@@ -1,4 +1,4 @@
-"""How are the service and other processes started for a measurement, and ended for certain?"""
+"""Processes of a measurement, the service among them: started, and ended for certain."""
 
 from __future__ import annotations
 

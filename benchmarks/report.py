@@ -1,4 +1,4 @@
-"""How are figures shown to people, and written for programs?"""
+"""Report of figures, for people and for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.siege``: is a service there for others while somebody takes from it all that he can get?
+"""``python -m benchmarks.siege``: how a service serves others while somebody takes from it all that he can get.
 
 Each attack (`benchmarks.attacks`) is tried on a service of its own, a real ``weighbridge serve``. Two bystanders, processes as well, call
 it, probe it and pull from it: first for themselves, then while the attack stands. Then the attacker ends, and what the service still holds

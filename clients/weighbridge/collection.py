@@ -1,4 +1,4 @@
-"""What did collecting the versions of a model do, or what would it do?"""
+"""Collection of a model's versions: what one has done, or would do."""
 
 from __future__ import annotations
 

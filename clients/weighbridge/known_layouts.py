@@ -1,4 +1,4 @@
-"""Which layouts has the service sent to this client, that it need not send again?"""
+"""Layouts that the service has sent to this client, and need not send again."""
 
 from __future__ import annotations
 

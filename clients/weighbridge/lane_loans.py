@@ -1,4 +1,4 @@
-"""What can be done with memory that the service has lent, and when does it go back?"""
+"""Loans of the service's memory: what can be done with it, and when it goes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plans has the service sent to this client, and to which copies do they come?"""
+"""Plans that the service has sent to this client, and the copies that they come to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a push getting on, and what has it cost?"""
+"""Handle of a push: how it is getting on, and what it has cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do the shards of a rank get to the service, while its training goes on?"""
+"""Push of a rank's shards, which goes on while the rank trains."""
 
 from __future__ import annotations
 

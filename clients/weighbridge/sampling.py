@@ -1,4 +1,4 @@
-"""Which parts of a stream are a sample of it?"""
+"""Sample of a stream: parts of it that stand for all of it."""
 
 from __future__ import annotations
 

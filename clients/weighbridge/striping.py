@@ -1,4 +1,4 @@
-"""Which bytes of a stream does each of several calls bring?
+"""Striping of a stream: the bytes that each of several calls brings.
 
 A stream may be spread over calls, each over a connection of its own. It is cut, from its first byte on, into stripes of 1 MiB;
 call ``index`` of ``count`` brings those whose number leaves ``index`` when divided by ``count``. So all calls go through the

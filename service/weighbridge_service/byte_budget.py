@@ -1,4 +1,4 @@
-"""How many bytes of weights may be in flight through the service at one time, and whose turn is it to have more?
+"""Budget of bytes in flight through the service: how many there may be at one time, and whose turn it is to have more.
 
 In flight is what has been taken out of an image or the store and not yet left, and what has come and is not yet in its place.
 Streams ask for room before they bring a message into memory, and give it back when it has gone. Who finds none waits. Room goes

@@ -1,4 +1,4 @@
-"""What time is it, as heads, leases and versions count it?"""
+"""Time as heads, leases and versions count it."""
 
 from __future__ import annotations
 

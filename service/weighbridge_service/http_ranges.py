@@ -1,4 +1,4 @@
-"""Which bytes of a file does an HTTP request ask for (RFC 9110, section 14)?"""
+"""Ranges of a file that an HTTP request asks for (RFC 9110, section 14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a version look like to Hugging Face's clients: its commit, its files' ETags, the documents about it?
+"""A version as Hugging Face's clients see it: its commit, its files' ETags, the documents about it.
 
 Everything here is pure. The documents have the members that huggingface_hub and transformers read, named as the Hugging
 Face Hub names them.

@@ -1,4 +1,4 @@
-"""The process at the other end of a Unix socket: has it ended?"""
+"""The process at the other end of a Unix socket, and whether it has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which versions is this process reading from the store, and which of them need a lease?
+"""Versions that this process is reading from the store, and the leases of those that need one.
 
 There is one lease for each version, however many read it. It is written when the oldest of them has been at it for a quarter of the
 grace time, and again after every further quarter, as `weighbridge_storage.leases` explains; short reads write nothing.

@@ -1,4 +1,4 @@
-"""Whose names do the tensors of a layout have?"""
+"""Tensor spaces: whose names the tensors of a layout have."""
 
 from __future__ import annotations
 

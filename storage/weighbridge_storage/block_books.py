@@ -1,4 +1,4 @@
-"""Which blocks of files are there, who needs them, and which goes when there is no more room?
+"""Books of blocks of files: which are there, who needs them, and which goes when there is no more room.
 
 Nothing here does I/O, waits or locks: `block_cache` calls it under a lock. A block that somebody reads, or will read soon, is
 **pinned** and stays; of the others, the one that was not used for longest goes first. A block counts against the budget from

@@ -1,4 +1,4 @@
-"""How is a part of a file in a remote store read as if the file were here?
+"""Cache through which a part of a file in a remote store is read as if the file were here.
 
 Files are brought in blocks, into one sparse file on disk for each version. Two rules keep readers from waiting for each other
 without end. Who copies pins all the blocks of one copy at once or none of them, and lets them go after the copy. And blocks that

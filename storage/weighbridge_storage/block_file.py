@@ -1,4 +1,4 @@
-"""How does a file on disk hold some blocks of a much larger range of bytes, and give back the room of others?
+"""File on disk that holds some blocks of a much larger range of bytes, and gives back the room of others.
 
 It is sparse: blocks that were not written take no room, and a block that is no longer wanted becomes a hole again. So every
 byte lies at its own place, and what is there can be read through one mapping, however many blocks there are.

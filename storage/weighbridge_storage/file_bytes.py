@@ -1,4 +1,4 @@
-"""Where are the bytes of one file of a version, and how are some of them had?
+"""Bytes of one file of a version: where they are, and how some of them are had.
 
 Every file of a version has a source of its own: of two files that a pull reads, one may lie in an image and the other in a
 remote store.

@@ -1,4 +1,4 @@
-"""How does a local folder serve as an object store?
+"""Object store in a local folder.
 
 An object is the plain file of the same path, so that anything that reads files reads the store. Next to the objects lie
 two hidden folders::

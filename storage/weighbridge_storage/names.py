@@ -1,4 +1,4 @@
-"""What may models, refs, files and versions be called, and under which keys do they lie in a store?
+"""Names of models, refs, files and versions, and the keys under which they lie in a store.
 
 Whatever passes these checks is safe as one component of a path, of a URL and of an object key.
 """

@@ -1,4 +1,4 @@
-"""What does an object store do, whichever it is?
+"""Contract of an object store, whichever it is.
 
 A store maps keys such as ``models/acme/smol/head.json`` to bytes. Objects are written whole: a reader sees the old
 object or the new one, never half of one. A write can be made conditional; that is the only coordination there is.

@@ -1,4 +1,4 @@
-"""Which store does a location stand for?"""
+"""Store that a location stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a store keep its promises about conditional writes, or does it only accept the conditions?
+"""Probe of a store: whether it keeps its promises about conditional writes, or only accepts the conditions.
 
 Some servers answer every conditional write as if its condition held, and some look first and write later. Over such a store
 two replicas of the service would each lose versions that the other has published.

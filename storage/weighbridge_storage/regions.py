@@ -1,4 +1,4 @@
-"""Where do the bytes of images lie, who else may write to them, and how does another process get at them?
+"""Regions of memory or disk that images lie in: who else may write to them, and how another process gets at them.
 
 A region is a piece of shared memory, or of a file on local disk that has no name. Other processes are given descriptors of their
 own, opened anew, so that the kernel counts them: it can be asked whether any process but this one could still write. A

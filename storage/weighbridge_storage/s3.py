@@ -1,4 +1,4 @@
-"""How does a bucket, or a part of one, serve as an object store?
+"""Object store in a bucket, or in a part of one.
 
 An object's name in the bucket is its key behind the store's prefix. Conditions are the server's: If-None-Match and If-Match,
 on PutObject and on the request that completes a multipart upload. The server must keep them, which `probe` finds out; AWS,

@@ -1,4 +1,4 @@
-"""Which requests does the store make of an S3 server?
+"""Client of an S3 server: the requests that the store makes.
 
 Every method is one request, which botocore tries again where the failure may pass. Errors come out as botocore raises them.
 """

@@ -1,4 +1,4 @@
-"""What does it mean to a caller when an S3 server, or the way to it, fails?"""
+"""Errors of an S3 server, and of the way to it: what they mean to a caller."""
 
 from __future__ import annotations
 

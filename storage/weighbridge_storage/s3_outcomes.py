@@ -1,4 +1,4 @@
-"""Was an object written, when the response is missing, or says that a condition does not hold?
+"""Outcome of a write whose response is missing, or says that a condition does not hold.
 
 A response that is lost makes botocore send the request again, and the second response says what the first attempt has
 changed: a conflict with ourselves, or an upload that is no longer there. So every write stamps its object with an id of

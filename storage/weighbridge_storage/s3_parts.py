@@ -1,4 +1,4 @@
-"""How is an object cut into parts, and how do parts travel side by side within a bound on memory?"""
+"""Parts of an object: how it is cut, and how they travel side by side within a bound on memory."""
 
 from __future__ import annotations
 

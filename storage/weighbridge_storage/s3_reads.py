@@ -1,4 +1,4 @@
-"""How are bytes read from S3 such that they are all that was asked for, and of one object?
+"""Reads from S3, of which all bytes are those that were asked for, and of one object.
 
 botocore tries a request again, but not the body of a response: one that ends too soon, or does not agree with the server's
 checksum, is asked for again here.

@@ -1,4 +1,4 @@
-"""How is an object written to S3, in one request or in parts, leaving nothing behind when it fails?
+"""Uploads to S3, in one request or in parts, which leave nothing behind when they fail.
 
 What one part can hold goes in one request. Everything else is a multipart upload: the caller's thread fills parts, a pool
 sends them, and one last request makes the object, which is where the condition goes. An upload that fails is aborted; what

@@ -1,4 +1,4 @@
-"""Where do a tensor's bytes lie inside of the file that ``torch.save`` makes of it, and what stands around them?
+"""Items of a torch_dist checkpoint: where a tensor's bytes lie inside of the file that ``torch.save`` makes of it, and what stands around them.
 
 Every chunk of a torch_dist checkpoint is such a file, a ZIP archive inside a larger file. Its records, all stored without
 compression: ``archive/data.pkl``, a pickle of a call of ``torch._utils._rebuild_tensor_v2(storage, storage offset, size,

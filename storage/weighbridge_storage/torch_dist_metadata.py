@@ -1,4 +1,4 @@
-"""What do ``.metadata``, ``metadata.json`` and ``common.pt`` of a torch_dist checkpoint say?
+"""Metadata of a torch_dist checkpoint: what ``.metadata``, ``metadata.json`` and ``common.pt`` say.
 
 ``.metadata`` is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``: ``state_dict_metadata``, a dict of entry
 name to ``TensorStorageMetadata(properties, size, chunks)`` or ``BytesStorageMetadata()``, and ``storage_data``, a dict of

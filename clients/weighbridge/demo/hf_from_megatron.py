@@ -1,4 +1,4 @@
-"""What are a Llama's Hugging Face weights, told from what Megatron ranks hold, in plain torch?
+"""Hugging Face weights of a Llama, made in plain torch of what Megatron ranks hold.
 
 An answer that shares no code with Weighbridge, to compare its answer with. The conventions are megatron-core's:
 ``linear_qkv`` has, for each key-value head, the query heads that use it, then the key, then the value; ``linear_fc1``

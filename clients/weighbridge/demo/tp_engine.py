@@ -1,4 +1,4 @@
-"""What does a tensor-parallel inference engine that uses Weighbridge look like?
+"""Example of a tensor-parallel inference engine that uses Weighbridge.
 
 Each rank is transformers' own Llama with this rank's share of heads and of the MLP, and two sums over the ranks in
 every layer. Configuration, tokenizer and weights come from the service, the weights straight into the parameters; no

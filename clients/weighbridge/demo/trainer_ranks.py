@@ -1,4 +1,4 @@
-"""What does a trainer that uses Weighbridge look like, rank by rank?
+"""Example of a trainer that uses Weighbridge, rank by rank.
 
 Restore into Megatron's own sharded state dict, train, push from it: `restore` and `push` are all there is to it. The
 rest of this file is Megatron on CPU, and measuring.

@@ -1,4 +1,4 @@
-"""How is a real vLLM server started on a CPU machine, asked, and ended for certain?"""
+"""A real vLLM server on a CPU machine: started, asked, and ended for certain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When does an engine go to another version, and what if that fails?"""
+"""Agent of an engine: takes it to another version when a ref moves, and keeps it where it is when that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a Megatron trainer push what it saves, with one line of its own?
+"""Save hook of a Megatron trainer, which pushes what is saved with one line of the trainer's own.
 
 `push_on_save` wraps ``megatron.core.dist_checkpointing.save``, through which both Megatron-LM's training loop (with
 ``--ckpt-format torch_dist``, its default) and users of plain ``dist_checkpointing`` save. Of the state dict that is saved,

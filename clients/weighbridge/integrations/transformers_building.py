@@ -1,4 +1,4 @@
-"""How does transformers itself say which part of which tensor of a version goes where in a model?
+"""Mapping of a version's tensors to a model's parameters, as transformers itself tells it.
 
 Its `from_pretrained` takes a state dict; here that is one of lazy tensors. What it renames, cuts for tensor parallelism, stacks (experts,
 since transformers 5) and casts comes back in the model's parameters, still lazy. No rule of any model is written down here.

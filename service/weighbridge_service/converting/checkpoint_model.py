@@ -1,4 +1,4 @@
-"""Which model does a torch_dist checkpoint hold: its weights, under the keys that Megatron-core gives them, and its other files?"""
+"""Model in a torch_dist checkpoint: its weights, under the keys that Megatron-core gives them, and its other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a conversion come down to: which bytes of which file go where, and what is left out?
+"""Plan of a conversion: which bytes of which file go where, and what is left out.
 
 Nothing is written here, and of weights nothing is read. Whatever is wrong with a folder is found before a byte moves.
 """

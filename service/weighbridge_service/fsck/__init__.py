@@ -1,4 +1,4 @@
-"""Consistency check of a store: do heads, histories and folders agree, and how are they made to agree again?
+"""Consistency check of a store: whether heads, histories and folders agree, and how they are made to agree again.
 
 May import from `weighbridge_service.models`, `weighbridge_storage` and `weighbridge`.
 

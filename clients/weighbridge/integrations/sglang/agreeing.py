@@ -1,4 +1,4 @@
-"""What do the tensor-parallel ranks of an engine tell each other?"""
+"""Agreement between the tensor-parallel ranks of an engine: what they tell each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does one rank of an engine get a version: what it takes of it, its bytes, and their way into the parameters?
+"""Pull of one rank of an engine: what it takes of a version, its bytes, and their way into the parameters.
 
 The model's own loader says what the rank takes, once; from then on each version is one pull. All that can be wrong is found, and all
 bytes are on this machine, before a parameter is touched.

@@ -1,4 +1,4 @@
-"""What does it depend on, besides a model's parameters, where SGLang's loaders put weights?
+"""Settings on which it depends, besides a model's parameters, where SGLang's loaders put weights.
 
 On anything in its configuration, so all of that counts but what names this start of the engine; to record once too often costs seconds.
 """

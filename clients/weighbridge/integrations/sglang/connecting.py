@@ -1,4 +1,4 @@
-"""How does a server start from ``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION``?
+"""Connector of SGLang: a server's start from ``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION``.
 
 As from SGLang's own remote stores: configuration and tokenizer come to a temporary folder in each process that reads them, the weights
 from the loader for remote models.

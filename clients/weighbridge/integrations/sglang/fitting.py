@@ -1,4 +1,4 @@
-"""Does a version fit an engine that was made for another one?
+"""Fit of a version to an engine that was made for another one.
 
 SGLang's loaders leave out what they have no place for: with two experts more, or two layers, they would load the rest and say nothing.
 """

@@ -1,4 +1,4 @@
-"""How can a model's own loader run without a change to the model?"""
+"""Runs of a model's own loader on parameters without storage, so that the model does not change."""
 
 from __future__ import annotations
 

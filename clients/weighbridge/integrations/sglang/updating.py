@@ -1,4 +1,4 @@
-"""How do all ranks of a running engine take over a version together, or none of them?
+"""Update of a running engine to a version, by all of its ranks or by none.
 
 SGLang sends each request to every rank. They tell each other how it went before the first parameter is touched.
 """

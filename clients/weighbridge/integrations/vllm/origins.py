@@ -1,4 +1,4 @@
-"""Which version is a model of vLLM's of, and what was learned when it was loaded?"""
+"""Origin of a model of vLLM's: which version it is of, and what was learned when it was loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which version does a rank of vLLM serve, which one is it preparing, and how does it come from one to the other?"""
+"""Versions of a rank of vLLM: the one that it serves, the one that it prepares, and the way from one to the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does ``vllm serve acme/smol --load-format weighbridge`` come by config and tokenizer?
+"""Start of ``vllm serve acme/smol --load-format weighbridge``: config and tokenizer.
 
 vLLM reads them before it has a loader, from a folder or from the Hugging Face Hub. So the engine's arguments are completed just before
 vLLM makes its configuration of them: the ref becomes a number, the same for all ranks; the files besides the weights are laid into a
