@@ -1,7 +1,7 @@
 """A process of its own that uses the local lane as a test says, and can be killed while it does.
 
 ``python -m tests.lane_client SERVER write|keep|leave|read|hold MODEL NUMBER [RANK]``: borrows, prints one line, and waits for a line on standard
-input. What it does then is in `main`.
+input. What it does then is in `_write` and `_read`.
 """
 
 from __future__ import annotations
@@ -52,55 +52,54 @@ def go_on(process: subprocess.Popen[str]) -> str:
 
 
 def main(server: str, what: str, model: str, number: str, rank: str = "0") -> None:
-    """Borrow, and then: ``keep``: say that nothing was written and the memory stays mapped, and hear no recall. ``leave``: end the connection in the middle of writing,
-    and write all the same. ``write``: fill the memory with garbage, and say that the loan is complete and nothing is mapped any more, without letting go of it, and write once more; ``read``: print whether the
-    memory is still what it was. ``hold``: the same, after ending the connection."""
+    """Do what is asked: see `_write` and `_read`."""
     connection = connected(server)
+    if what in ("keep", "leave", "write"):
+        _write(connection, what, pb.BeginWrite(model=model, number=int(number), rank=int(rank)))
+    else:
+        _read(connection, what, pb.BeginRead(model=model, version=number))
+
+
+def _write(connection: LaneConnection, what: str, begin: pb.BeginWrite) -> None:
+    """Fill borrowed memory with garbage. ``keep``: say that nothing was written and the memory stays mapped, and hear no recall.
+    ``leave``: end the connection in the middle of writing, and write once more. ``write``: say that the loan is complete and nothing is mapped
+    any more, without letting go of it, and write once more."""
+    answer, [descriptor] = connection.ask(pb.LaneRequest(begin_write=begin))
+    loan, memory = answer.write.loan, mmap.mmap(descriptor, answer.write.memory.bytes)
+    os.close(descriptor)
+    memory.write(b"\xee" * len(memory))
     if what == "keep":
-        begin = pb.BeginWrite(model=model, number=int(number), rank=int(rank))
-        answer, [descriptor] = connection.ask(pb.LaneRequest(begin_write=begin))
-        memory = mmap.mmap(descriptor, answer.write.memory.bytes)
-        os.close(descriptor)
-        memory.write(b"\xee" * len(memory))
-        connection.ask(pb.LaneRequest(end_write=pb.EndWrite(loan=answer.write.loan, kept=True)))
+        connection.ask(pb.LaneRequest(end_write=pb.EndWrite(loan=loan, kept=True)))
         _say("borrowed")
-    elif what == "leave":
-        begin = pb.BeginWrite(model=model, number=int(number), rank=int(rank))
-        answer, [descriptor] = connection.ask(pb.LaneRequest(begin_write=begin))
-        memory = mmap.mmap(descriptor, answer.write.memory.bytes)
-        os.close(descriptor)
-        _say("borrowed")
+        sys.stdin.readline()
+        return
+    _say("borrowed")
+    if what == "leave":
         connection.close()
         _say("left")
-        memory.write(b"\xdd" * len(memory))
-        _say("wrote")
-    elif what == "write":
-        begin = pb.BeginWrite(model=model, number=int(number), rank=int(rank))
-        answer, [descriptor] = connection.ask(pb.LaneRequest(begin_write=begin))
-        memory = mmap.mmap(descriptor, answer.write.memory.bytes)
-        os.close(descriptor)
-        memory.write(b"\xee" * len(memory))
-        _say("borrowed")
-        end = pb.EndWrite(loan=answer.write.loan, complete=True)
+    else:
         try:
-            connection.ask(pb.LaneRequest(end_write=end))
+            connection.ask(pb.LaneRequest(end_write=pb.EndWrite(loan=loan, complete=True)))
             _say("ended")
         except Exception as error:
             _say(type(error).__name__)
-        memory.seek(0)
-        memory.write(b"\xdd" * len(memory))
-        _say("wrote")
-    else:
-        begin_read = pb.BeginRead(model=model, version=number)
-        begin_read.layout.full.SetInParent()
-        answer, descriptors = connection.ask(pb.LaneRequest(begin_read=begin_read))
-        views = [mmap.mmap(each, 0, prot=mmap.PROT_READ) for each in descriptors]
-        before = rpc.checksum(b"".join(view[:] for view in views))
-        _say("borrowed")
-        if what == "hold":
-            connection.close()
-            _say("left")
-        _say("same" if rpc.checksum(b"".join(view[:] for view in views)) == before else "changed")
+    memory.seek(0)
+    memory.write(b"\xdd" * len(memory))
+    _say("wrote")
+    sys.stdin.readline()  # until then it is mapped
+
+
+def _read(connection: LaneConnection, what: str, begin: pb.BeginRead) -> None:
+    """Borrow a version. ``read``: print whether the memory is still what it was. ``hold``: the same, after ending the connection."""
+    begin.layout.full.SetInParent()
+    _, descriptors = connection.ask(pb.LaneRequest(begin_read=begin))
+    views = [mmap.mmap(each, 0, prot=mmap.PROT_READ) for each in descriptors]
+    before = rpc.checksum(b"".join(view[:] for view in views))
+    _say("borrowed")
+    if what == "hold":
+        connection.close()
+        _say("left")
+    _say("same" if rpc.checksum(b"".join(view[:] for view in views)) == before else "changed")
     sys.stdin.readline()
 
 

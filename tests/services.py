@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.raw_clients import TinyModel
+from weighbridge import TrainerClient
 from weighbridge_service.calls.server import GrpcListener, GrpcServer
 from weighbridge_service.config import ServiceConfig
 from weighbridge_service.health import Health
@@ -62,6 +64,15 @@ def running_service(store: Path | str, **settings: Any) -> Iterator[RunningServi
         yield running
     finally:
         running.stop()
+
+
+@contextmanager
+def lane_service(folder: Path, model: str, source: TinyModel) -> Iterator[RunningService]:
+    """A service with a local lane, where a model is registered."""
+    with running_service(folder / "store", local_socket=str(folder / "lane.sock")) as running:
+        with TrainerClient(running.address) as trainer:
+            trainer.register_files(model, source.files)
+        yield running
 
 
 def eventually(condition: Callable[[], object]) -> None:

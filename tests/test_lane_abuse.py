@@ -24,7 +24,7 @@ import pytest
 
 from tests.lane_client import CLIENT_ID, connected, lane_process
 from tests.raw_clients import RawClient, TinyModel, cut, rows_layout, stream_of, tiny_folder
-from tests.services import RunningService, eventually, running_service
+from tests.services import RunningService, eventually, lane_service, running_service
 from weighbridge import EngineClient, TrainerClient, lane_protocol
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.lane_connection import LaneConnection
@@ -47,9 +47,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[TinyModel]:
 
 @pytest.fixture
 def service(tmp_path: Path, sources: list[TinyModel]) -> Iterator[RunningService]:
-    with running_service(tmp_path / "store", local_socket=str(tmp_path / "lane.sock")) as running:
-        with TrainerClient(running.address) as trainer:
-            trainer.register_files(MODEL, sources[0].files)
+    with lane_service(tmp_path, MODEL, sources[0]) as running:
         yield running
 
 

@@ -23,7 +23,7 @@ import torch
 from tests.lane_client import CLIENT_ID, connected, go_on, lane_process
 from tests.raw_clients import Arrays, RawClient, TinyModel, rows_layout, stream_of, tiny_folder
 from tests.raw_clients import cut as pieces_of
-from tests.services import RunningService, eventually, running_service
+from tests.services import RunningService, eventually, lane_service, running_service
 from weighbridge import Boxes, EngineClient, TensorParallel, TrainerClient, dtypes, lane_protocol, wire
 from weighbridge.boxes import Box
 from weighbridge.errors import (
@@ -58,9 +58,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[TinyModel]:
 
 @pytest.fixture
 def service(tmp_path: Path, sources: list[TinyModel]) -> Iterator[RunningService]:
-    with running_service(tmp_path / "store", local_socket=str(tmp_path / "lane.sock")) as running:
-        with TrainerClient(running.address) as trainer:
-            trainer.register_files(MODEL, sources[0].files)
+    with lane_service(tmp_path, MODEL, sources[0]) as running:
         yield running
 
 

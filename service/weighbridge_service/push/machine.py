@@ -566,7 +566,7 @@ def _still_held(state: PushState, now: Moment) -> _Step:
         return _pause(state, do.ProbeMemory(), now.seconds + _UNMAP_PAUSE), ()
     if state.seal_asked - state.sealed:
         error = VersionFailed(
-            f"{state.name} was given up: a process that was lent its memory can still write to it, and has not said that it writes no more",
+            f"{state.name} was given up: a process can still write to its memory, and is not known to be done with it",
             fix="end the process that lost its connection in the middle of a push, or let it close its client; push the step again",
         )
         return _end(state, Phase.FAILED, error)
