@@ -275,14 +275,21 @@ class ImagePool:
         request = ImageRequest(self, file_sizes, owner, may_spill=False, ahead=True)
         while True:
             with self._changed:
-                self._books.look_again()
-                there = self._books.ahead(request.nbytes, owner.model) + sum(
-                    holding.owner.model == owner.model and holding.in_memory for holding in self._holdings()
-                )
+                there = self._images_of(owner.model, request.nbytes)
                 if there >= count or self._line or not self._memory().has_room_for(request.nbytes):
                     return there
                 self._enter(Make(in_memory=True), request)
             self._image(self._make(request, in_memory=True), file_sizes, owner).release()
+
+    def images_of(self, model: str, file_sizes: Mapping[str, int]) -> int:
+        """How many images of a model there is memory for, those that it has included."""
+        with self._changed:
+            return self._images_of(model, place_files(file_sizes)[1])
+
+    def _images_of(self, model: str, nbytes: int) -> int:
+        self._books.look_again()
+        held = [each for each in self._holdings() if each.owner.model == model and each.in_memory]
+        return self._books.ahead(nbytes, model) + len(held)
 
     def trim(self) -> int:
         """Give all free regions back to the system; returns their bytes."""
@@ -337,10 +344,8 @@ class ImagePool:
         if not request.may_spill or admission.offer(nbytes, memory, in_memory=True):
             return memory, admission.NO_SPACE
         if nbytes <= memory.ceiling and any(making.ahead for making in self._making):
-            return (
-                memory,
-                admission.NO_SPACE,
-            )  # what is made ahead is there in a moment, and can be had or given up
+            # it is there in a moment, and can be had or given up: memory is worth that wait
+            return memory, admission.NO_SPACE
         return memory, self._disk()
 
     def _memory_for(self, request: ImageRequest) -> Space:

@@ -29,7 +29,7 @@ class VersionRequest:
         self._pool = pool
         self._owner = ImageOwner(str(model.name), number)
         self._files = [file for file in model.files.files if file.name in names]
-        self._sizes = {file.name: file.nbytes for file in self._files}
+        self._sizes = _sizes(model, names)
         self._queued: ImageRequest | None = None
         self._left = False
 
@@ -94,11 +94,12 @@ class ImageAllocator:
             model: whose version.
             names: of those of its files that are put together here.
         """
-        sizes = {file.name: file.nbytes for file in model.files.files if file.name in names}
-        return self._pool.make_ahead(sizes, ImageOwner(str(model.name)), IMAGES_OF_A_MODEL)
+        return self._pool.make_ahead(_sizes(model, names), ImageOwner(str(model.name)), IMAGES_OF_A_MODEL)
 
     def begin_ahead(self, model: RegisteredModel, names: Collection[str]) -> None:
-        """`make_ahead`, in the background."""
+        """`make_ahead`, in the background, if there is not enough already."""
+        if self._pool.images_of(str(model.name), _sizes(model, names)) >= IMAGES_OF_A_MODEL:
+            return
         with self._lock:
             if model.name in self._making:
                 return
@@ -119,3 +120,8 @@ class ImageAllocator:
             log.info("no memory was made ahead for %s: %s", model.name, error)
             with self._lock:
                 self._making.discard(model.name)
+
+
+def _sizes(model: RegisteredModel, names: Collection[str]) -> dict[str, int]:
+    """Sizes of some of a model's files."""
+    return {file.name: file.nbytes for file in model.files.files if file.name in names}
