@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from weighbridge.errors import DataLoss
 from weighbridge.layouts import Layout
+from weighbridge.lru import Cache
 
 _MOST_PLACEMENTS = 250_000
 """Over all layouts that are kept; those of a model with 70,000 tensors take some 50 MB."""
@@ -26,33 +25,16 @@ class KnownLayouts:
     """The layouts that were asked for last. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, KnownLayout] = OrderedDict()
-        self._placements = 0
+        self._kept: Cache[KnownLayout] = Cache(_MOST_PLACEMENTS, lambda known: len(known.layout.placements))
 
     def find(self, asked: Hashable) -> KnownLayout | None:
         """What came the last time that this was asked for, if it is still there."""
-        with self._lock:
-            found = self._kept.get(asked)
-            if found is not None:
-                self._kept.move_to_end(asked)
-            return found
+        return self._kept.get(asked)
 
     def keep(self, asked: Hashable, digest: str, layout: Layout) -> None:
         """Have a layout for the next time, unless it has no name, or is too large."""
-        if not digest or len(layout.placements) > _MOST_PLACEMENTS:
-            return
-        with self._lock:
-            self._drop(asked)
-            self._kept[asked] = KnownLayout(digest, layout)
-            self._placements += len(layout.placements)
-            while self._placements > _MOST_PLACEMENTS:
-                self._drop(next(iter(self._kept)))
-
-    def _drop(self, asked: Hashable) -> None:
-        dropped = self._kept.pop(asked, None)
-        if dropped is not None:
-            self._placements -= len(dropped.layout.placements)
+        if digest and len(layout.placements) <= _MOST_PLACEMENTS:
+            self._kept.put(asked, KnownLayout(digest, layout))
 
 
 def same_as(known: KnownLayout | None, digest: str) -> Layout:

@@ -215,7 +215,7 @@ class LocalLane:
         with self._lock:
             there = connection is self._connection and not connection.ended and not self._closed
             if there and self._recalls == recalls:
-                books[key] = memory
+                books.setdefault(key, memory)  # another thread may have mapped it meanwhile
 
     def _connected(self) -> LaneConnection:
         with self._lock:

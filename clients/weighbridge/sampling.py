@@ -35,10 +35,10 @@ def sample_of(
     for index in range(count):
         first, last = index * total // count, (index + 1) * total // count
         at = chance.randint(first, max(last - PIECE_BYTES, first))
-        nbytes = min(PIECE_BYTES, last - at)
+        length = min(PIECE_BYTES, last - at)
         for start, end in there:
             if at < end - start:
-                found.append((start + at, min(start + at + nbytes, end)))
+                found.append((start + at, min(start + at + length, end)))
                 break
             at -= end - start
     return found

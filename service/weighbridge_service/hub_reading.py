@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
+from weighbridge.lru import Cache
 from weighbridge_service.catalog import Catalog
 from weighbridge_service.hub import (
     HubVersion,
@@ -19,7 +20,6 @@ from weighbridge_service.hub import (
 from weighbridge_service.store_readers import StoreReaders, reading_since
 from weighbridge_storage.history import History
 from weighbridge_storage.images import Lease
-from weighbridge_storage.lru import Cache
 from weighbridge_storage.manifest import Manifest
 from weighbridge_storage.names import MANIFEST_FILE, ModelName, version_key
 from weighbridge_storage.version_reading import read_manifest_text

@@ -12,6 +12,7 @@ from typing import Any
 from weighbridge import dtypes
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, LayoutError
 from weighbridge.layouts import Layout, TensorSpec
+from weighbridge.lru import Cache
 from weighbridge.resources import Model
 from weighbridge.safetensors_files import FilesLayout, lay_out_files
 from weighbridge.slices import LayoutRequest
@@ -27,7 +28,6 @@ from weighbridge_service.transfers import Transfer
 from weighbridge_service.weight_maps import derive_weight_map
 from weighbridge_storage.head import Head
 from weighbridge_storage.head_changes import register
-from weighbridge_storage.lru import Cache
 from weighbridge_storage.names import ModelName, check_file_name, shown
 from weighbridge_storage.objects import ObjectStore
 

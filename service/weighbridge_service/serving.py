@@ -12,6 +12,7 @@ from weighbridge import dtypes
 from weighbridge.dtypes import DType
 from weighbridge.errors import FailedPrecondition
 from weighbridge.layouts import Layout, TensorSpec
+from weighbridge.lru import Cache
 from weighbridge.pieces import Buffer
 from weighbridge.resources import REF_LIVE, Version
 from weighbridge.safetensors_files import FilesLayout
@@ -31,7 +32,6 @@ from weighbridge_storage.block_cache import BlockCache
 from weighbridge_storage.file_bytes import FileBytes, Place
 from weighbridge_storage.history import History
 from weighbridge_storage.images import Lease
-from weighbridge_storage.lru import Cache
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.version_reading import open_version
 

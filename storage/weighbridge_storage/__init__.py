@@ -8,7 +8,6 @@ Modules, lowest first; each imports only from those above it and from `weighbrid
 - `breaker`, `call_threads`, `guarded`: that port with deadlines, for what somebody waits for.
 - `strict_json`: how a stored JSON document is read without trusting it.
 - `document_digests`: the digests by which damage to a document is told from what was written.
-- `lru`: a cache of the values used last.
 - `entries`: versions and refs as objects of stored documents.
 - `history_nodes`, `history_tree`: the tree that holds the older versions of a model, its queries and its edits.
 - `head`: a model's `head.json`.

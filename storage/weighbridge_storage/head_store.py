@@ -26,13 +26,13 @@ from weighbridge.errors import (
     Unavailable,
     WeighbridgeError,
 )
+from weighbridge.lru import Cache
 from weighbridge_storage import document_digests
 from weighbridge_storage.head import REMEMBERED_WRITES, Head
 from weighbridge_storage.head_changes import stamp
 from weighbridge_storage.history import MOST_RECENT, History, NodeMissing, settled
 from weighbridge_storage.history_nodes import Node, NodeRef
 from weighbridge_storage.history_store import NodeStore
-from weighbridge_storage.lru import Cache
 from weighbridge_storage.names import ModelName
 from weighbridge_storage.objects import IfMatch, ObjectStore, PutMode
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from weighbridge.errors import NotFound
+from weighbridge.lru import Cache
 from weighbridge_storage import history_nodes
 from weighbridge_storage.history import NodeMissing
 from weighbridge_storage.history_nodes import Node, NodeRef
-from weighbridge_storage.lru import Cache
 from weighbridge_storage.names import ModelName, node_key
 from weighbridge_storage.objects import ObjectStore
 

@@ -166,11 +166,6 @@ class Region:
         with self._asking:
             self._doubted.append(exited)
 
-    @property
-    def in_doubt(self) -> bool:
-        """Whether that was said of it, and not seen to be over: see `may_change`."""
-        return bool(self._doubted)
-
     def may_change(self) -> bool:
         """Whether one of those processes may still write to it: it is there, and somebody has the region open for writing.
 

@@ -37,7 +37,6 @@ class EndedPush:
         clients: who has declared a rank here.
         share_number: which share of the version this process had; None if there never was a plan.
         lengths: of the ranks' streams, in bytes; empty if there never was a plan.
-        files: those that were put together here; None if there never was a plan.
     """
 
     state: PushState
@@ -47,13 +46,12 @@ class EndedPush:
     clients: frozenset[str]
     share_number: int | None
     lengths: Sequence[int]
-    files: frozenset[str] | None
 
     @staticmethod
     def of(session: PushSession) -> EndedPush:
         """What is remembered of a session that is over."""
         state = session.state
-        agreed, share = state.agreed, state.share
+        agreed = state.agreed
         streams = {} if agreed is None else agreed.prepared.streams
         return EndedPush(
             _without_plan(state),
@@ -63,7 +61,6 @@ class EndedPush:
             frozenset(each.client_id for each in state.declarations.here.values()),
             state.share_number,
             array("Q", [streams[rank].nbytes for rank in range(len(streams))]),
-            None if share is None else frozenset(share.files),
         )
 
     @property

@@ -167,12 +167,6 @@ class PushSession:
         """Which share of the version this session has; None before there is a plan."""
         return self._state.share_number
 
-    @property
-    def files(self) -> frozenset[str] | None:
-        """The files that are put together here; None before there is a plan."""
-        share = self._state.share
-        return None if share is None else frozenset(share.files)
-
     def takes_part(self, client_id: str) -> bool:
         """Whether this client has declared a rank of the version."""
         return any(each.client_id == client_id for each in self._state.declarations.here.values())
