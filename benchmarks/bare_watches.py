@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from weighbridge import rpc
+from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2 as pb
 from weighbridge.v1 import model_service_pb2_grpc, resources_pb2
-from weighbridge_service.descriptors import raise_limit
+from weighbridge_service.runtime.descriptors import raise_limit
 
 
 class BareModels(model_service_pb2_grpc.ModelServiceServicer):

@@ -19,7 +19,8 @@ from typing import Any
 import grpc
 import torch
 
-from weighbridge import EngineClient, WeighbridgeError, rpc
+from weighbridge import EngineClient, WeighbridgeError
+from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2, model_service_pb2_grpc
 
 PROBES = ("/livez", "/readyz", "/metrics")
@@ -172,7 +173,7 @@ def _pulls(spec: BystanderSpec) -> list[Repeated]:
     tensors = [torch.empty_like(tensor) for _, tensor in client.pull(spec.model, "live")]
 
     def pull(note: Callable[[int], None]) -> None:
-        for _, tensor in client.pull(spec.model, "live").into(tensors.__getitem__):
+        for _, tensor in client.pull(spec.model, "live").filled(tensors.__getitem__):
             note(tensor.nbytes)
 
     return [Repeated("pulls", pull, _PULL_PAUSE)]

@@ -60,7 +60,8 @@ class Figures:
 
     Attributes:
         case: the case.
-        seconds: by name, one value for each round; of the client that took longest. ``push_processor`` and ``pull_processor`` are
+        seconds: by name, one value for each round; of the client that took longest. ``sealed`` is from the end of the last rank's
+            copy until the version is ready. ``push_processor`` and ``pull_processor`` are
             what the service and all clients computed for a push, until it was durable, and for a pull.
         nbytes: ``model``, ``pushed`` and ``arrived`` of one push, ``asked`` and ``pulled`` of one pull, of all clients together.
         memory: bytes beyond the start: ``service``, ``trainer``, ``engine`` (of a process, the largest) and ``together`` as
@@ -224,6 +225,9 @@ class _Side:
         figures.note("called", _longest(pushed, "called"))
         figures.note("stream", _longest(pushed, "stream"))
         figures.note("ready", min(each["ready"] for each in pushed) - first_byte)
+        if all("last_byte" in each for each in pushed):  # another checkout may not tell
+            last_byte = max(each["last_byte"] for each in pushed)
+            figures.note("sealed", min(each["ready"] for each in pushed) - last_byte)
         figures.note("durable", pushed[0]["durable"] - first_byte)
         figures.note("push_processor", computed)
         if streamed:

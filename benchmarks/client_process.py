@@ -23,10 +23,11 @@ from torch import Tensor
 from benchmarks import cuts, models, raw_grpc
 from benchmarks.memory import HighWaterMark
 from benchmarks.warm_copy import WarmCopy
-from weighbridge import EngineClient, TrainerClient, rpc
-from weighbridge.layouts import Layout
-from weighbridge.push_sources import ShardSource, StagingPool, TensorSource
-from weighbridge.resources import VersionState
+from weighbridge import EngineClient, TrainerClient
+from weighbridge._core.layouts import Layout
+from weighbridge._core.resources import VersionState
+from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge._transport import rpc
 
 MODEL = "bench/model"
 _WAIT_SECONDS = 900.0
@@ -106,8 +107,8 @@ class TrainerProcess:
     def push(self, at: float, step: int) -> dict[str, Any]:
         """Push the shards of a step, whose bits are its own, and wait until the version is durable.
 
-        Moments are Unix times: ``first_byte`` is when the first byte was read, ``ready`` when this rank heard that the
-        version is ready. ``held`` is what the push itself says that it kept the rank for, ``called`` what a stopwatch says.
+        Moments are Unix times: ``first_byte`` is when the first byte was read, ``last_byte`` when all of this rank's were, ``ready``
+        when this rank heard that the version is ready. ``held`` is what the push itself says that it kept the rank for, ``called`` what a stopwatch says.
         """
         tensors = self._bits.of_layout(self._layout, generation=step)
 
@@ -131,6 +132,7 @@ class TrainerProcess:
             "stream": report.stream_seconds,
             "bytes": report.stream_bytes,
             "first_byte": returned - report.copy_seconds,
+            "last_byte": returned,
             "ready": ready,
             "durable": version.durable_time_ms / 1e3,
             "version_bytes": version.received_bytes,
@@ -177,7 +179,7 @@ class EngineProcess:
         """Pull into tensors that are there already; ``seconds`` with planning, and ``bytes`` of the tensors that came."""
         _wait_until(at)
         pull = self._client.pull(MODEL, "live", self._request)
-        came = sum(tensor.nbytes for _, tensor in pull.into(self._tensors.__getitem__))
+        came = sum(tensor.nbytes for _, tensor in pull.filled(self._tensors.__getitem__))
         return {"seconds": time.monotonic() - at, "bytes": came, "lane": pull.lane}
 
     def view(self, at: float) -> dict[str, Any]:

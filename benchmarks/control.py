@@ -26,9 +26,9 @@ from benchmarks.control_verdicts import Case, Figures, Idle, Move, table, verdic
 from benchmarks.history import MODEL, Pushing, Service, Window, serving
 from benchmarks.vital_signs import vital_signs
 from benchmarks.watching import AIO, CLIENTS, Heard, WatcherSpec
-from tests.raw_clients import TinyModel, tiny_folder
-from tests.s3_server import ACCESS_KEY, SECRET_KEY, seaweedfs
-from weighbridge import rpc
+from tests.support.raw_clients import TinyModel, tiny_folder
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, seaweedfs
+from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2 as pb
 from weighbridge.v1 import model_service_pb2_grpc
 

@@ -1,4 +1,4 @@
-"""What watches cost and how soon they hear, next to a bare server: values and decisions, nothing that measures."""
+"""Verdicts on watches next to a bare server: latency and cost. Values and decisions, nothing that measures."""
 
 from __future__ import annotations
 

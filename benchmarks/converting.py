@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks import models
 from benchmarks.memory import Memory, memory_of
-from weighbridge import safetensors_files
+from weighbridge._formats import safetensors_files
 
 _CONVERT = [
     *(sys.executable, "-W", "ignore", "-m", "weighbridge", "convert", "--json"),
@@ -46,6 +46,7 @@ def write_model(gigabytes: float, folder: Path, *, deeper: int = 1) -> int:
     specs = models.hugging_face_specs(models.write_config({**config, "num_hidden_layers": layers}, folder))
     files = safetensors_files.lay_out_files(specs, 2_000_000_000)
     noise = np.random.default_rng(0).integers(0, 256, _AT_ONCE + 1, np.uint8)
+    noise &= 0xBF  # finite, whatever the dtype: see `models.RandomBits`
     for file in files.files:
         with (folder / file.name).open("wb") as out:
             out.write(file.header)

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from weighbridge_service import service
-from weighbridge_storage.objects import Buffer, ObjectStore, PutMode, pieces_of
 from weighbridge_storage.opening import open_store
+from weighbridge_storage.stores.objects import Buffer, ObjectStore, PutMode, pieces_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def main() -> None:
 
     service.open_store = counting  # type: ignore[attr-defined, assignment]
     threading.Thread(target=partial(_answer, stores), daemon=True).start()
-    from weighbridge.cli import main as weighbridge
+    from weighbridge._cli import main as weighbridge
 
     weighbridge()
 

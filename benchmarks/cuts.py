@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from weighbridge import Boxes, TensorParallel, TrainerClient, wire
-from weighbridge.boxes import Box
-from weighbridge.layouts import Layout, Shard, TensorSpec
-from weighbridge.slices import LayoutRequest
-from weighbridge.v1 import resources_pb2
+from weighbridge import Boxes, TensorParallel, TrainerClient
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge._core.megatron_rank import MegatronRank
+from weighbridge._core.slices import LayoutRequest
+from weighbridge._core.tensor_spaces import TensorSpace
 
 CUTS = ("contiguous", "columns", "megatron")
 NODES = 2
@@ -26,7 +27,7 @@ NODES = 2
 
 def trainer_shards(
     cut: str, trainer: TrainerClient, model: str, specs: Iterable[TensorSpec], clients: int, rank: int
-) -> tuple[Layout, resources_pb2.TensorSpace.ValueType]:
+) -> tuple[Layout, TensorSpace]:
     """What one trainer rank holds, and in which space its names are.
 
     Args:
@@ -40,15 +41,10 @@ def trainer_shards(
     if cut in ("megatron", "stages"):
         stages = NODES if cut == "stages" else 1
         tensor_parallel = clients // stages
-        at = {
-            "tensor_parallel_size": tensor_parallel,
-            "tensor_parallel_rank": rank % tensor_parallel,
-            "pipeline_parallel_size": stages,
-            "pipeline_parallel_rank": rank // tensor_parallel,
-        }
-        return trainer.describe_shards(model, at), wire.MEGATRON
+        at = MegatronRank(tp=(rank % tensor_parallel, tensor_parallel), pp=(rank // tensor_parallel, stages))
+        return trainer.describe_shards(model, at), TensorSpace.MEGATRON
     specs = list(specs)
-    return Layout.stream(specs, shards(cut, specs, clients, rank)), wire.HUGGING_FACE
+    return Layout.stream(specs, shards(cut, specs, clients, rank)), TensorSpace.HUGGING_FACE
 
 
 def engine_slices(cut: str, specs: Iterable[TensorSpec], clients: int, rank: int) -> LayoutRequest:

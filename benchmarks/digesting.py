@@ -15,11 +15,12 @@ import numpy as np
 import xxhash
 from blake3 import blake3
 
-from weighbridge.dtypes import parse
-from weighbridge.layouts import TensorSpec
-from weighbridge.safetensors_files import FilesLayout, lay_out_files
-from weighbridge_storage.digests import BLOCK_BYTES, NonfiniteCounter, digest_file
-from weighbridge_storage.objects import ByteArray
+from weighbridge._core.dtypes import parse
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.nonfinite import NonfiniteCounter, encoding_of
+from weighbridge._formats.safetensors_files import FilesLayout, lay_out_files
+from weighbridge_storage.stores.objects import ByteArray
+from weighbridge_storage.versions.digests import BLOCK_BYTES, digest_file
 
 BF16 = parse("bf16")
 _SHAPES = ((1536, 576), (576, 1536), (576,), (576, 576), (576, 192))
@@ -55,7 +56,7 @@ def ways(files: FilesLayout, data: ByteArray, broken: ByteArray) -> dict[str, Ca
             xxhash.xxh3_128_digest(data[place.offset : place.offset + place.nbytes].data)
 
     def finite(values: ByteArray) -> None:
-        NonfiniteCounter(BF16).update(values[len(values) % 2 :])
+        NonfiniteCounter(encoding_of(BF16)).update(values[len(values) % 2 :])
 
     return {
         "XXH3-128": each_block(xxhash.xxh3_128_digest),

@@ -29,8 +29,8 @@ import numpy as np
 from benchmarks import processes, report
 from benchmarks.counted_service import Counts
 from benchmarks.memory import resident
-from tests.raw_clients import RawClient, TinyModel, cut, stream_of, tiny_folder, whole_layout
-from tests.s3_server import ACCESS_KEY, SECRET_KEY, seaweedfs
+from tests.support.raw_clients import RawClient, TinyModel, cut, stream_of, tiny_folder, whole_layout
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, seaweedfs
 from weighbridge import EngineClient, TrainerClient, VersionState
 from weighbridge.v1 import model_service_pb2 as pb
 

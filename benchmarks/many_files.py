@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from weighbridge.cli import main
-from weighbridge.safetensors_files import lay_out_files
+from weighbridge._cli import main
+from weighbridge._formats.safetensors_files import lay_out_files
 
 if __name__ == "__main__":
     lay_out_files.__defaults__ = (int(sys.argv[1]),)

@@ -1,4 +1,4 @@
-"""Models made on the spot for measuring: their size is chosen, their weights are random bits."""
+"""Models made on the spot for measuring: their size is chosen, their weights are random bits of finite numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weighbridge import dtypes
-from weighbridge.layouts import Layout, TensorSpec
+from weighbridge._core import dtypes
+from weighbridge._core.layouts import Layout, TensorSpec
 
 KEY_VALUE_HEADS = 8
 """As many as the ranks that a model can be cut for."""
@@ -70,8 +70,8 @@ def write_config(config: dict[str, object], folder: Path) -> bytes:
 
 def hugging_face_specs(config_json: bytes) -> list[TensorSpec]:
     """The model's tensors in Hugging Face's space, in bf16."""
-    from weighbridge_service.bridges import bridge_for
-    from weighbridge_service.model_tensors import ModelTensors
+    from weighbridge_service.models.bridges import bridge_for
+    from weighbridge_service.models.model_tensors import ModelTensors
 
     return list(ModelTensors(dtypes.parse("bf16")).specs(bridge_for(config_json)).values())
 
@@ -94,8 +94,12 @@ def read_specs(path: Path) -> list[TensorSpec]:
     ]
 
 
+_FINITE = 0xBFBF_BFBF_BFBF_BFBF
+"""Without the highest bit of each exponent no number of any dtype is NaN or infinite: versions with such elements are held."""
+
+
 class RandomBits:
-    """Tensors of random bits, cut out of one buffer that is smaller than all of them together.
+    """Tensors of random bits that are finite numbers, cut out of one buffer that is smaller than all of them together.
 
     So a model of any size costs at most 1 GiB, or its largest tensor, and reading it still goes to memory: the buffer is
     larger than any cache. Each tensor has a storage of its own, as trainers' parameters have.
@@ -110,6 +114,7 @@ class RandomBits:
         all_sizes = list(sizes)
         room = max(min(sum(all_sizes), _POOL_BYTES), max(all_sizes, default=0)) + 2 * _PAGE
         words = np.random.default_rng(seed).integers(0, 2**64, room // 8 + 1, np.uint64)
+        words &= np.uint64(_FINITE)
         self._pool: NDArray[np.uint8] = words.view(np.uint8)
         self._on_device = None if device == "cpu" else torch.from_numpy(self._pool).to(device)
 

@@ -23,7 +23,7 @@ from benchmarks.client_process import MODEL, ClientSpec
 from benchmarks.clients import ClientError, Clients, clients
 from benchmarks.cuts import NODES
 from weighbridge import Retention, TrainerClient
-from weighbridge.local_lane import GRPC, LOCAL
+from weighbridge._lane.local_lane import GRPC, LOCAL
 
 FILES = 16
 """In which the model is laid out."""

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import models, processes, raw_grpc
-from weighbridge import rpc
-from weighbridge.boxes import Box
-from weighbridge.layouts import TensorSpec
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._transport import rpc
 
 if TYPE_CHECKING:
     import grpc
@@ -75,11 +75,12 @@ class Work:
         """The same model as Megatron-core's sharded state dict of a single rank."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-        from weighbridge_service.bridges import bridge_for
-        from weighbridge_service.megatron_layouts import TrainerRank, megatron_layout
+        from weighbridge._core.megatron_rank import MegatronRank
+        from weighbridge_service.models.bridges import bridge_for
+        from weighbridge_service.models.megatron_layouts import megatron_layout
 
         bridge = bridge_for((self.model / "config.json").read_bytes())
-        layout = megatron_layout(bridge, {spec.name: spec for spec in self.specs}, TrainerRank())
+        layout = megatron_layout(bridge, {spec.name: spec for spec in self.specs}, MegatronRank())
         held = models.RandomBits(p.nbytes for p in layout.placements).of_layout(layout)
         shards = {}
         for index, (placement, tensor) in enumerate(zip(layout.placements, held, strict=True)):
@@ -219,7 +220,7 @@ def _join_megatron(work: Work) -> object:
     import torch.distributed as dist
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from weighbridge.demo.megatron_cpu import Parallel, init_rank, patch_for_cpu
+    from weighbridge_demo.megatron_cpu import Parallel, init_rank, patch_for_cpu
 
     if not dist.is_initialized():
         threads = torch.get_num_threads()

@@ -54,19 +54,19 @@ T = TypeVar("T")
 
 def plan(name: str) -> dict[str, Any]:
     """Plan one model in this process; the figures."""
-    from weighbridge import dtypes
-    from weighbridge.safetensors_files import lay_out_files
-    from weighbridge.slices import ExpertParallel, TensorParallel
-    from weighbridge_service.bridges import bridge_for
-    from weighbridge_service.engine_layouts import EngineLayouts
-    from weighbridge_service.megatron_layouts import Stages, all_ranks
-    from weighbridge_service.model_tensors import ModelTensors
-    from weighbridge_service.planning import make_plan
-    from weighbridge_service.process_memory import collect_rarely
-    from weighbridge_service.push.push_plan import prepare_push
-    from weighbridge_service.relations import identity_links
-    from weighbridge_service.transfers import Transfer
-    from weighbridge_service.weight_maps import derive_weight_map
+    from weighbridge._core import dtypes
+    from weighbridge._core.slices import ExpertParallel, TensorParallel
+    from weighbridge._formats.safetensors_files import lay_out_files
+    from weighbridge_service.models.bridges import bridge_for
+    from weighbridge_service.models.engine_layouts import EngineLayouts
+    from weighbridge_service.models.megatron_layouts import Stages, all_ranks
+    from weighbridge_service.models.model_tensors import ModelTensors
+    from weighbridge_service.models.weight_maps import derive_weight_map
+    from weighbridge_service.plan.planning import make_plan
+    from weighbridge_service.plan.push_plan import prepare_push
+    from weighbridge_service.plan.relations import identity_links
+    from weighbridge_service.plan.transfers import Transfer
+    from weighbridge_service.runtime.process_memory import collect_rarely
 
     collect_rarely()  # as the service does
     case = MODELS[name]
@@ -95,7 +95,7 @@ def plan(name: str) -> dict[str, Any]:
         ),
     )
     tp, ep = case["engine"]["tp"], case["engine"]["ep"]
-    engines = EngineLayouts(bridge, tensors)
+    engines = EngineLayouts(tensors, lambda: bridge)
     pulled: list[int] = []
     copies = 0
 

@@ -1,4 +1,4 @@
-"""What do the figures look like? Needs matplotlib, which ``weighbridge[bench]`` brings."""
+"""Plots of the figures. Needs matplotlib, which ``weighbridge[bench]`` brings."""
 
 from __future__ import annotations
 

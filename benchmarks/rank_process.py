@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cuts, models
-from weighbridge import TrainerClient, wire
-from weighbridge.layouts import Layout
-from weighbridge.push_sources import StagingPool, StreamSource
-from weighbridge.resources import VersionState
+from weighbridge import TrainerClient
+from weighbridge._core.layouts import Layout
+from weighbridge._core.resources import VersionState
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats.push_sources import StagingPool, StreamSource
 
 MODEL = "bench/ranks"
 _WAIT_SECONDS = 600.0
@@ -80,7 +81,7 @@ class Rank:
 
         time.sleep(max(push.at - time.time(), 0.0))
         handle = self._client.push_shards(
-            MODEL, self._layout, wire.HUGGING_FACE, stage, step=push.step, rank=self._rank, world_size=self._ranks
+            MODEL, self._layout, TensorSpace.HUGGING_FACE, stage, step=push.step, rank=self._rank, world_size=self._ranks
         )  # fmt: skip
         declared = time.time()
         handle.report()

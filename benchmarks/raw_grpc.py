@@ -1,4 +1,4 @@
-"""The yardstick: grpcio streaming the very same messages, with nothing done to them on either side.
+"""Yardstick: grpcio streaming the same messages, with nothing done to them on either side.
 
 ``python -m benchmarks.raw_grpc`` serves any number of bytes. Messages are ready made and hold random bytes, 64 MiB of them over
 and over again: more than caches hold.
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import numpy as np
 
-from weighbridge import rpc
+from weighbridge._transport import rpc
 from weighbridge.v1 import (
     checkpoint_service_pb2,
     checkpoint_service_pb2_grpc,

@@ -24,26 +24,27 @@ import torch
 
 from benchmarks import models, processes
 from benchmarks.client_process import MODEL
-from tests.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, seaweedfs
-from weighbridge import Boxes, EngineClient, FullTensors, TensorParallel, TrainerClient, wire
-from weighbridge.boxes import Box
-from weighbridge.engine import Pull
-from weighbridge.layouts import Layout, Shard
-from weighbridge.push_sources import StagingPool, StreamSource
-from weighbridge.slices import LayoutRequest
-from weighbridge_storage.s3_settings import parse_location
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, seaweedfs
+from weighbridge import Boxes, EngineClient, FullTensors, TensorParallel, TrainerClient
+from weighbridge._clients.engine import Pull
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard
+from weighbridge._core.slices import LayoutRequest
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats.push_sources import StagingPool, StreamSource
+from weighbridge_storage.stores.s3.settings import parse_location
 
 FULL = FullTensors()
 _SERVE = """
 import sys, time
-from weighbridge_storage.s3_client import S3Client
+from weighbridge_storage.stores.s3.client import S3Client
 latency, get_range = float(sys.argv.pop(1)), S3Client.get_range
 def late(*arguments):
     time.sleep(latency)
     return get_range(*arguments)
 if latency:
     S3Client.get_range = late
-from weighbridge.cli import main
+from weighbridge._cli import main
 main()
 """
 
@@ -138,7 +139,9 @@ def push(store: str, folder: Path, gigabytes: float) -> dict[str, torch.Tensor]:
 
     with serving(store, folder / "writer") as service, TrainerClient(service.address) as trainer:
         trainer.register_model(MODEL, folder / "hf")
-        handle = trainer.push_shards(MODEL, layout, wire.HUGGING_FACE, stage, step=1, rank=0, world_size=1)
+        handle = trainer.push_shards(
+            MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=1, rank=0, world_size=1
+        )
         handle.wait(timeout=600)
     return {spec.name: tensor for spec, tensor in zip(specs, held, strict=True)}
 

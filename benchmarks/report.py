@@ -20,6 +20,7 @@ _COLUMNS = (
     ("/copy", "held_to_copy"),
     ("ready s", "ready"),
     ("/copy", "ready_to_copy"),
+    ("sealed s", "sealed"),
     ("stream s", "stream"),
     ("/raw", "stream_to_raw"),
     ("durable s", "durable"),

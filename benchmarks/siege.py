@@ -29,10 +29,11 @@ from benchmarks.bystander_process import BystanderSpec, Window
 from benchmarks.held_connections import Counts
 from benchmarks.siege_verdicts import GIVEN_BACK_SECONDS, LEFT_MEMORY, MOST_MEMORY, Outcome, table, verdicts
 from benchmarks.vital_signs import VitalSigns, forget_most, vital_signs
-from weighbridge import TrainerClient, bulk_entry, rpc
-from weighbridge.transport import find_lane
+from weighbridge import TrainerClient
+from weighbridge._clients.transport import find_lane
+from weighbridge._transport import bulk_entry, rpc
 from weighbridge_service.admission.tickets import Tickets, ticket_key
-from weighbridge_storage.local import LocalStore
+from weighbridge_storage.stores.local import LocalStore
 
 MODEL = "siege/model"
 _GIGABYTES = 0.2
@@ -40,7 +41,7 @@ _LOOK_SECONDS = 0.25
 _WARM_SECONDS = 2.0
 _LIMITED = (
     "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); "
-    "from weighbridge.cli import main; main()"
+    "from weighbridge._cli import main; main()"
 )
 
 

@@ -1,4 +1,4 @@
-"""What a service under attack owes to others, and whether it has held: values and decisions, nothing that measures."""
+"""Verdicts on a service under attack: what it owes to others, and whether it has held. Values and decisions, nothing that measures."""
 
 from __future__ import annotations
 

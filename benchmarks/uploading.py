@@ -25,9 +25,9 @@ import numpy as np
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 
-from tests.s3_server import ACCESS_KEY, SECRET_KEY, seaweedfs
-from weighbridge_storage.s3 import S3Store
-from weighbridge_storage.s3_settings import S3Settings
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, seaweedfs
+from weighbridge_storage.stores.s3.settings import S3Settings
+from weighbridge_storage.stores.s3.store import S3Store
 
 _PIECE = 16 << 20
 _SETTLE_SECONDS = 2.0

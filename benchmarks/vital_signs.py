@@ -1,4 +1,4 @@
-"""What a process holds now: memory, threads and descriptors, as the kernel counts them."""
+"""Resources that a process holds: memory, threads and descriptors, as the kernel counts them."""
 
 from __future__ import annotations
 

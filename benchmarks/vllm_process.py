@@ -58,7 +58,7 @@ def main(job: Job) -> dict[str, list[float]]:
     from weighbridge import EngineClient
     from weighbridge.integrations.vllm import layers
     from weighbridge.integrations.vllm.loader import WeighbridgeLoader
-    from weighbridge.integrations.vllm.serving import ServingRank
+    from weighbridge.integrations.vllm.model import vllm_rank
     from weighbridge.integrations.vllm.settings import Settings
 
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // job.ranks, 1))
@@ -86,8 +86,8 @@ def main(job: Job) -> dict[str, list[float]]:
         WeighbridgeLoader(config.load_config).load_weights(model, config.model_config)
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
 
-    serving = ServingRank(model, config)
-    serving.connect(settings)
+    serving = vllm_rank(model, config)
+    serving.connect(settings.source)
     client = EngineClient(job.server, lane=job.lane)
     found: dict[str, list[float]] = {}
 
@@ -108,12 +108,8 @@ def main(job: Job) -> dict[str, list[float]]:
 
     def prepare(version: int) -> None:
         serving.prepare(version)
-        while serving.status()["preparing"]:
+        while serving.status().preparing:
             time.sleep(0.001)
-
-    def apply(version: int) -> None:
-        with set_current_vllm_config(config):
-            serving.apply(version)
 
     for number in range(job.rounds + 1):
         version = 1 + number % 2
@@ -121,7 +117,7 @@ def main(job: Job) -> dict[str, list[float]]:
         timed("loader pause", partial(load, tensors))
         del tensors
         timed("recorded bytes", partial(prepare, 3 - version))
-        timed("recorded pause", partial(apply, 3 - version))
+        timed("recorded pause", partial(serving.apply, 3 - version))
     serving.close()
     client.close()
     return {name: seconds[1:] for name, seconds in found.items()}  # the first round warms up

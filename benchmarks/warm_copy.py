@@ -1,4 +1,4 @@
-"""The yardstick of everything on one host: copying the same tensors once within memory, or between a GPU and pinned memory."""
+"""Yardstick of everything on one host: copies of the same tensors within memory, or between a GPU and pinned memory."""
 
 from __future__ import annotations
 

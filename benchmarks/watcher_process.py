@@ -23,9 +23,9 @@ import grpc.aio
 
 from benchmarks.frame_watchers import FrameWatchers
 from benchmarks.watching import FRAMES, START_SECONDS, WATCH, Heard, WatcherSpec, watched
-from weighbridge import rpc
+from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2
-from weighbridge_service.descriptors import raise_limit
+from weighbridge_service.runtime.descriptors import raise_limit
 
 _AT_ONCE = 64
 """Watches that begin at one time: a thousand engines do not start in the same millisecond, and a full backlog costs a second."""

@@ -14,9 +14,10 @@ import pytest
 from _pytest.nodeid import NodeId
 from hypothesis import settings
 
-from tests.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, seaweedfs
-from weighbridge_storage.objects import ObjectStore
+from tests.support.fast import is_fast, is_fast_file
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, seaweedfs
 from weighbridge_storage.opening import open_store
+from weighbridge_storage.stores.objects import ObjectStore
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -26,8 +27,28 @@ settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make test-fast`."""
+    parser.addoption(
+        "--fast", action="store_true", help="only tests that start neither services nor processes"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files whose tests are not fast, before they import what they need."""
+    is_test = collection_path.name.startswith("test_")
+    return True if config.getoption("fast") and is_test and not is_fast_file(collection_path) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep groups of tests in one worker: pytest-xdist 3.8 tells of them in a field that pytest 9 does not read any more."""
+    """Leave out tests that are not fast, if asked to, and keep groups of tests in one worker.
+
+    pytest-xdist 3.8 tells of groups in a field that pytest 9 does not read any more.
+    """
+    if config.getoption("fast"):
+        slow = [item for item in items if not is_fast(item)]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if is_fast(item)]
     if getattr(config.option, "loadgroup", False):
         for item in items:
             groups = [mark.args[0] for mark in item.iter_markers("xdist_group")]

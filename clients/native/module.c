@@ -1,4 +1,4 @@
-/* The extension module weighbridge._native: strided_copy.h for Python. */
+/* The extension module weighbridge._memory._native: strided_copy.h and nonfinite.h for Python. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -6,6 +6,9 @@
 #include <stdlib.h>
 
 #include "strided_copy.h"
+
+#define WORDS_PER_ENCODING 3
+_Static_assert(sizeof(Encoding) == WORDS_PER_ENCODING * sizeof(int64_t), "an encoding is not three words");
 
 /* Whole int64 words, or -1 with ValueError set. */
 static int64_t words_of(const Py_buffer *buffer, int64_t group) {
@@ -19,10 +22,31 @@ static int64_t words_of(const Py_buffer *buffer, int64_t group) {
 
 static Region region(const int64_t *pair) { return (Region){(uint8_t *)(uintptr_t)pair[0], pair[1]}; }
 
+/* The encodings of so many parts, NULL if none is counted; -1 with ValueError set if `found` has no room for as many counts. */
+static int encodings_of(const Py_buffer *words, const Py_buffer *found, Py_ssize_t parts, const Encoding **encodings) {
+    int64_t given = words_of(words, WORDS_PER_ENCODING), room = words_of(found, 1);
+    *encodings = NULL;
+    if (given < 0 || room < 0 || given == 0) {
+        return given < 0 || room < 0 ? -1 : 0;
+    }
+    if (given != WORDS_PER_ENCODING * (int64_t)parts || room != (int64_t)parts) {
+        PyErr_SetString(PyExc_ValueError, "there is not one encoding, and room for one count, for each part");
+        return -1;
+    }
+    *encodings = words->buf;
+    for (Py_ssize_t i = 0; i < parts; i++) {
+        if ((*encodings)[i].itemsize && !is_encoding(&(*encodings)[i])) {
+            PyErr_SetString(PyExc_ValueError, "an encoding is not one that can be counted");
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* The copies of all plans, checked; *found is how many. NULL with an error set. */
 static Copy *parse(
     const Py_buffer *plans, Py_ssize_t plan_count, const Py_buffer *shards, const Py_buffer *memories, int into_memory,
-    int64_t *found) {
+    const Encoding *encodings, int64_t *nonfinite, int narrowed, int64_t *found) {
     const char *error = NULL;
     int64_t shard_words = words_of(shards, 2), memory_words = words_of(memories, 2), total = 0;
     if (shard_words < 0 || memory_words < 0) {
@@ -51,9 +75,15 @@ static Copy *parse(
     }
     *found = 0;
     for (Py_ssize_t i = 0; i < plan_count && *found >= 0; i++) {
+        int counted = encodings != NULL && encodings[i].itemsize != 0;
+        Work work = {counted ? &encodings[i] : NULL, counted ? &nonfinite[i] : NULL, narrowed};
+        if (narrowed && (!counted || element_bytes(&encodings[i]) != 2 || !into_memory)) {
+            error = "only elements that are counted, of 2 bytes, are narrowed, and only into memory";
+            goto failed;
+        }
         *found = parse_copies(
             plans[i].buf, plans[i].len / (Py_ssize_t)sizeof(int64_t), region((const int64_t *)shards->buf + 2 * i), regions,
-            memory_words / 2, into_memory, copies, *found, &error);
+            memory_words / 2, into_memory, work, copies, *found, &error);
     }
     if (*found >= 0) {
         PyMem_Free(regions);
@@ -71,17 +101,22 @@ refused:
 
 PyDoc_STRVAR(
     copy_doc,
-    "copy(plans, shards, memories, into_memory, threads)\n--\n\n"
+    "copy(plans, shards, memories, into_memory, threads, encodings, found, narrowed)\n--\n\n"
     "Carry out packed plans, one for each shard, without the interpreter's lock; all bounds are checked before.\n\n"
-    "Used by weighbridge.native_copies, which says what a plan is. Shards and memories are pairs of address and bytes.\n"
+    "Used by weighbridge._memory.native_copies, which says what a plan is. Shards and memories are pairs of address and bytes.\n"
+    "Unless empty, encodings has itemsize, mask and width for each shard, an itemsize of 0 if it is not counted; its number of\n"
+    "non-finite elements is added to found. If narrowed, shards are of float32 and memories of bfloat16; a shard of which found grows\n"
+    "was not narrowed right.\n"
     "Raises ValueError if a plan is malformed or goes beyond a region, or a copy's two sides overlap.");
 
 static PyObject *copy(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *sequence, *result = NULL;
-    Py_buffer shards, memories;
-    int into_memory, threads;
-    if (!PyArg_ParseTuple(arguments, "Oy*y*pi:copy", &sequence, &shards, &memories, &into_memory, &threads)) {
+    Py_buffer shards, memories, encodings, nonfinite;
+    int into_memory, threads, narrowed;
+    if (!PyArg_ParseTuple(
+            arguments, "Oy*y*piy*w*p:copy", &sequence, &shards, &memories, &into_memory, &threads, &encodings, &nonfinite,
+            &narrowed)) {
         return NULL;
     }
     Py_ssize_t held = 0, count = PySequence_Size(sequence);
@@ -104,7 +139,11 @@ static PyObject *copy(PyObject *module, PyObject *arguments) {
         }
     }
     int64_t found;
-    Copy *copies = parse(plans, count, &shards, &memories, into_memory, &found);
+    const Encoding *counted;
+    if (encodings_of(&encodings, &nonfinite, count, &counted) != 0) {
+        goto release;
+    }
+    Copy *copies = parse(plans, count, &shards, &memories, into_memory, counted, nonfinite.buf, narrowed, &found);
     if (copies != NULL) {
         Py_BEGIN_ALLOW_THREADS
         run_copies(copies, found, threads);
@@ -119,17 +158,62 @@ release:
     PyMem_Free(plans);
     PyBuffer_Release(&shards);
     PyBuffer_Release(&memories);
+    PyBuffer_Release(&encodings);
+    PyBuffer_Release(&nonfinite);
     return result;
 }
 
-static PyMethodDef methods[] = {{"copy", copy, METH_VARARGS, copy_doc}, {NULL, NULL, 0, NULL}};
+PyDoc_STRVAR(
+    count_doc,
+    "count(parts, encodings, found, threads)\n--\n\n"
+    "Add to found how many elements of each part are non-finite, without the interpreter's lock.\n\n"
+    "Parts are pairs of address and bytes; encodings as for copy.");
+
+static PyObject *count(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *result = NULL;
+    Py_buffer parts, encodings, found;
+    int threads;
+    if (!PyArg_ParseTuple(arguments, "y*y*w*i:count", &parts, &encodings, &found, &threads)) {
+        return NULL;
+    }
+    const Encoding *counted;
+    int64_t words = words_of(&parts, 2);
+    if (words >= 0 && encodings_of(&encodings, &found, (Py_ssize_t)(words / 2), &counted) == 0) {
+        int64_t count = counted == NULL ? 0 : words / 2;
+        CountedPart *each = PyMem_Malloc((size_t)(count + 1) * sizeof(CountedPart));
+        if (each == NULL) {
+            PyErr_NoMemory();
+        } else {
+            for (int64_t i = 0; i < count; i++) {
+                Region part = region((const int64_t *)parts.buf + 2 * i);
+                each[i] = (CountedPart){part.start, part.nbytes, &counted[i], (int64_t *)found.buf + i};
+            }
+            Py_BEGIN_ALLOW_THREADS
+            count_parts(each, count, threads);
+            Py_END_ALLOW_THREADS
+            PyMem_Free(each);
+            result = Py_BuildValue("");
+        }
+    }
+    PyBuffer_Release(&parts);
+    PyBuffer_Release(&encodings);
+    PyBuffer_Release(&found);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"copy", copy, METH_VARARGS, copy_doc},
+    {"count", count, METH_VARARGS, count_doc},
+    {NULL, NULL, 0, NULL},
+};
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};
 
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "_native",
-    .m_doc = "Strided copies of whole plans, in C.",
+    .m_doc = "Strided copies of whole plans, and counts of non-finite elements, in C.",
     .m_methods = methods,
     .m_slots = slots,
 };

@@ -1,7 +1,22 @@
 """Weighbridge moves model weights from the machines that train to the machines that serve.
 
-This package is all that trainers and engines install: the vocabulary (tensors, boxes, layouts), `TrainerClient`,
-`EngineClient`, `AsyncEngineClient` and the command line. Names are imported when first used, so that ``import weighbridge`` costs nothing.
+This package is all that trainers and engines install. Its public surface is ``__all__`` here, `weighbridge.errors`, `weighbridge.aio`,
+`weighbridge.follow` and `weighbridge.integrations`; `weighbridge.v1` is the wire contract. What begins with an underscore is private to
+this distribution and may change at any time. Names are imported when first used, so that ``import weighbridge`` costs nothing.
+
+May import: neither storage nor service. A folder imports only folders above it here:
+
+- `errors`: what can go wrong, named by what the caller can do about it; `_version` is this distribution's.
+- `_core`: the vocabulary: boxes, layouts, dtypes, resources.
+- `_transport`: messages, channels and streams on the wire.
+- `_memory`: memory that is shared with the service, and copies.
+- `_formats`: files and processes in which weights lie, as streams.
+- `_lane`: the local lane's client.
+- `_clients`: clients, pushes and pulls.
+- `aio`, `_lazy`: the asyncio client; lazy tensors.
+- `integrations`: Megatron, transformers, vLLM, SGLang.
+- `follow`: the agent beside an engine.
+- `_cli`: the command line.
 """
 
 from __future__ import annotations
@@ -9,64 +24,190 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from weighbridge.aio import AsyncEngineClient
-    from weighbridge.boxes import Box
-    from weighbridge.collection import Collection
-    from weighbridge.engine import EngineClient
-    from weighbridge.errors import WeighbridgeError
-    from weighbridge.layouts import Layout, Shard, TensorSpec
-    from weighbridge.push_handle import PushHandle
-    from weighbridge.resources import Model, Retention, Version, VersionState
-    from weighbridge.slices import Boxes, ExpertParallel, FullTensors, TensorParallel
-    from weighbridge.trainer import TrainerClient
+from weighbridge._version import VERSION
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from weighbridge._clients.client import Client
+    from weighbridge._clients.engine import EngineClient, Pull
+    from weighbridge._clients.filling import Filled
+    from weighbridge._clients.push_handle import PushHandle, PushReport
+    from weighbridge._clients.push_options import PushOptions
+    from weighbridge._clients.trainer import TrainerClient
+    from weighbridge._core.boxes import Box
+    from weighbridge._core.collection import (
+        Collection,
+        DeletedVersion,
+        KeptVersion,
+        SweptVersion,
+        WaitingVersion,
+    )
+    from weighbridge._core.dtypes import DType
+    from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
+    from weighbridge._core.megatron_rank import MegatronRank
+    from weighbridge._core.resources import (
+        DeletedModel,
+        Gate,
+        Model,
+        Retention,
+        Verification,
+        Version,
+        VersionState,
+        WarmMemory,
+    )
+    from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
+    from weighbridge._core.tensor_spaces import TensorSpace
+    from weighbridge._formats.host_slices import HostSlices, Slices
+    from weighbridge._formats.push_sources import ShardSource, StreamSource
+    from weighbridge.aio.client import AsyncEngineClient
+    from weighbridge.aio.pulls import AsyncPull
+    from weighbridge.errors import (
+        AlreadyExists,
+        Conflict,
+        DataLoss,
+        DeadlineExceeded,
+        FailedPrecondition,
+        InvalidArgument,
+        LayoutError,
+        NotFound,
+        ResourceExhausted,
+        Unavailable,
+        VersionFailed,
+        WeighbridgeError,
+    )
+
+__version__ = VERSION
 __all__ = [
+    "AlreadyExists",
     "AsyncEngineClient",
+    "AsyncPull",
     "Box",
     "Boxes",
+    "Client",
     "Collection",
+    "Conflict",
+    "DType",
+    "DataLoss",
+    "DeadlineExceeded",
+    "DeletedModel",
+    "DeletedVersion",
     "EngineClient",
     "ExpertParallel",
+    "FailedPrecondition",
+    "Filled",
     "FullTensors",
+    "Gate",
+    "HostSlices",
+    "InvalidArgument",
+    "KeptVersion",
     "Layout",
+    "LayoutError",
+    "LayoutRequest",
+    "MegatronRank",
     "Model",
+    "NotFound",
+    "Placement",
+    "Pull",
     "PushHandle",
+    "PushOptions",
+    "PushReport",
+    "ResourceExhausted",
     "Retention",
     "Shard",
+    "ShardSource",
+    "Slices",
+    "StreamSource",
+    "SweptVersion",
     "TensorParallel",
+    "TensorSpace",
     "TensorSpec",
     "TrainerClient",
+    "Unavailable",
+    "Verification",
     "Version",
+    "VersionFailed",
     "VersionState",
+    "WaitingVersion",
+    "WarmMemory",
     "WeighbridgeError",
 ]
 
 _MODULES = {
-    "AsyncEngineClient": "aio",
-    "Box": "boxes",
-    "Boxes": "slices",
-    "Collection": "collection",
-    "EngineClient": "engine",
-    "ExpertParallel": "slices",
-    "FullTensors": "slices",
-    "Layout": "layouts",
-    "Model": "resources",
-    "PushHandle": "push_handle",
-    "Retention": "resources",
-    "Shard": "layouts",
-    "TensorParallel": "slices",
-    "TensorSpec": "layouts",
-    "TrainerClient": "trainer",
-    "Version": "resources",
-    "VersionState": "resources",
-    "WeighbridgeError": "errors",
+    "_clients.client": ("Client",),
+    "_clients.engine": (
+        "EngineClient",
+        "Pull",
+    ),
+    "_clients.filling": ("Filled",),
+    "_clients.push_handle": (
+        "PushHandle",
+        "PushReport",
+    ),
+    "_clients.push_options": ("PushOptions",),
+    "_clients.trainer": ("TrainerClient",),
+    "_core.boxes": ("Box",),
+    "_core.collection": (
+        "Collection",
+        "DeletedVersion",
+        "KeptVersion",
+        "SweptVersion",
+        "WaitingVersion",
+    ),
+    "_core.dtypes": ("DType",),
+    "_core.layouts": (
+        "Layout",
+        "Placement",
+        "Shard",
+        "TensorSpec",
+    ),
+    "_core.megatron_rank": ("MegatronRank",),
+    "_core.resources": (
+        "DeletedModel",
+        "Gate",
+        "Model",
+        "Retention",
+        "Verification",
+        "Version",
+        "VersionState",
+        "WarmMemory",
+    ),
+    "_core.slices": (
+        "Boxes",
+        "ExpertParallel",
+        "FullTensors",
+        "LayoutRequest",
+        "TensorParallel",
+    ),
+    "_core.tensor_spaces": ("TensorSpace",),
+    "_formats.host_slices": (
+        "HostSlices",
+        "Slices",
+    ),
+    "_formats.push_sources": (
+        "ShardSource",
+        "StreamSource",
+    ),
+    "aio.client": ("AsyncEngineClient",),
+    "aio.pulls": ("AsyncPull",),
+    "errors": (
+        "AlreadyExists",
+        "Conflict",
+        "DataLoss",
+        "DeadlineExceeded",
+        "FailedPrecondition",
+        "InvalidArgument",
+        "LayoutError",
+        "NotFound",
+        "ResourceExhausted",
+        "Unavailable",
+        "VersionFailed",
+        "WeighbridgeError",
+    ),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULES.get(name)
+    module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'weighbridge' has no attribute {name!r}")
     return getattr(importlib.import_module(f"weighbridge.{module}"), name)

@@ -2,6 +2,6 @@
 
 import sys
 
-from weighbridge.cli import main
+from weighbridge._cli import main
 
 sys.exit(main())

@@ -1,4 +1,4 @@
-"""What can go wrong, named by what the caller can do about it.
+"""Errors, named by what the caller can do about them.
 
 ::
 
@@ -23,7 +23,7 @@ names and boxes in `details`. The same tree is used on both sides of the wire: h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class WeighbridgeError(Exception):
@@ -52,6 +52,10 @@ class WeighbridgeError(Exception):
         if self.fix:
             text += f"\n  What to do: {self.fix}"
         return text
+
+    def anew(self) -> Self:
+        """The same error without its traceback, which leads to all that was in use when it was raised, for another thread to raise."""
+        return type(self)(self.message, fix=self.fix, details=self.details)
 
 
 class InvalidArgument(WeighbridgeError):

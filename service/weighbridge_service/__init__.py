@@ -1,1 +1,17 @@
-"""The service: weight maps, planning, the life of versions, and its gRPC and HTTP faces."""
+"""Weighbridge service. `server` is the process, `service` wires its parts, `exports` writes versions as folders in the background.
+
+May import: `weighbridge_storage`, `weighbridge`. A folder imports only folders above it here:
+
+- `runtime`: settings, limits and clock of the process.
+- `admission`: who asks, what they may have, and whose turn it is.
+- `plan`: which bytes go where.
+- `families`: families of models, a file each.
+- `models`: registered models, their weight maps and layouts.
+- `converting`, `fsck`: conversion of folders, and the check of a store; neither needs a running service.
+- `catalog`: models, versions and refs.
+- `push`: a version from its opening to its being durable.
+- `replicas`: replicas of the service among each other.
+- `pull`: the bytes of a version.
+- `health`: named checks, probes and ``weighbridge doctor``.
+- `api`: the faces: gRPC, HTTP, local lane.
+"""

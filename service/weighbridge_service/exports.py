@@ -1,4 +1,4 @@
-"""Exports: versions written as Hugging Face folders beside the store, in the background."""
+"""Exports: versions written as Hugging Face folders in the folder of exports, in the background."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weighbridge import dtypes
-from weighbridge.dtypes import DType
+from weighbridge._core import dtypes
+from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._core.dtypes import DType
+from weighbridge._core.layouts import Placement, TensorSpec
+from weighbridge._formats.hf_folder import write_hf_folder
+from weighbridge._formats.safetensors_files import DEFAULT_SHARD_BYTES
 from weighbridge.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -29,16 +33,13 @@ from weighbridge.errors import (
     Unavailable,
     WeighbridgeError,
 )
-from weighbridge.hf_folder import write_hf_folder
-from weighbridge.layouts import Placement, TensorSpec
-from weighbridge.safetensors_files import DEFAULT_SHARD_BYTES
-from weighbridge_service.clock import unix_ms
-from weighbridge_service.read_ahead import STEP_BYTES, Need, ReadAhead, Step
-from weighbridge_service.reading import OpenVersion
+from weighbridge_service.plan.transfers import Bytes
+from weighbridge_service.pull.read_ahead import STEP_BYTES, ReadAhead, ReadStep
+from weighbridge_service.pull.reading import OpenedVersion
+from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_service.service import Weighbridge
-from weighbridge_service.transfers import Bytes
-from weighbridge_storage.names import check_version_file_name, shown
-from weighbridge_storage.objects import error_for
+from weighbridge_storage.documents.names import check_version_file_name, shown
+from weighbridge_storage.stores.objects import error_for
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +159,7 @@ class Exports:
         cast = dtypes.parse(dtype) if dtype is not None else None
         if max_shard_bytes is not None and max_shard_bytes <= 0:
             raise InvalidArgument(f"the maximum shard size must be positive, not {max_shard_bytes}")
-        with self._service.serving.open(model, version).closing() as opened:
+        with contextlib.closing(self._service.serving.open(model, version)) as opened:
             found = opened.version
             if cast is not None:  # what cannot be cast is refused now, not in the job
                 self._service.serving.cast(model, opened.files.layout.tensors.values(), cast)
@@ -292,7 +293,7 @@ class Exports:
         target = Path(job.folder)
         self._root.mkdir(parents=True, exist_ok=True)
         with (
-            self._service.serving.open(job.model, str(job.number)).closing() as opened,
+            contextlib.closing(self._service.serving.open(job.model, str(job.number))) as opened,
             _partial_folder(self._root / f"{_PARTIAL}{job.id}") as partial,
         ):
             specs: Iterable[TensorSpec] = opened.files.layout.tensors.values()
@@ -355,7 +356,9 @@ def _free_name(root: Path, name: str, taken: set[str]) -> Path:
     return next(path for path in candidates if str(path) not in taken and not os.path.lexists(path))
 
 
-def _tensors_of(opened: OpenVersion) -> Callable[[Sequence[TensorSpec]], Iterable[tuple[str, torch.Tensor]]]:
+def _tensors_of(
+    opened: OpenedVersion,
+) -> Callable[[Sequence[TensorSpec]], Iterable[tuple[str, torch.Tensor]]]:
     placements = {placement.shard.tensor: placement for placement in opened.files.layout.placements}
 
     def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -372,14 +375,15 @@ def _tensors_of(opened: OpenVersion) -> Callable[[Sequence[TensorSpec]], Iterabl
     return tensors
 
 
-def _steps(wanted: Iterable[Placement]) -> Iterator[Step]:
+def _steps(wanted: Iterable[Placement]) -> Iterator[ReadStep]:
     """Whole tensors one behind the other, for reading ahead."""
     position = 0
     for placement in wanted:
         for start in range(0, placement.nbytes, STEP_BYTES):
             length = min(STEP_BYTES, placement.nbytes - start)
             position += length
-            yield Step(position, [Need(placement.buffer, placement.offset + start, (length,), (1,))])
+            copy = ByteCopy((length,), start, (1,), placement.buffer, placement.offset + start, (1,))
+            yield ReadStep(position, [copy])
 
 
 def _tensor(spec: TensorSpec, data: Bytes) -> torch.Tensor:

@@ -1,10 +1,9 @@
-"""The service as a process: both faces over one store, from the ready line to the last drained push."""
+"""Process of the service: all faces over one store, from the ready line to the last drained push."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import logging
 import os
 import re
@@ -21,18 +20,20 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
-from weighbridge_service.bridges import bridge_for
-from weighbridge_service.calls.server import GrpcListener, GrpcServer
-from weighbridge_service.config import ServiceConfig
-from weighbridge_service.descriptors import Descriptors, raise_limit
+from weighbridge_service.api.grpc.server import GrpcListener, GrpcServer
+from weighbridge_service.api.http.app import create_app
+from weighbridge_service.api.http.connections import connections
+from weighbridge_service.api.http.metrics import Metrics
+from weighbridge_service.api.lane.server import LaneServer
 from weighbridge_service.exports import Exports
 from weighbridge_service.health import Health
-from weighbridge_service.http_app import create_app
-from weighbridge_service.http_connections import connections
-from weighbridge_service.lane_server import LaneServer
-from weighbridge_service.metrics import Metrics
-from weighbridge_service.process_memory import collect_rarely, keep_freed_memory, settle
+from weighbridge_service.models.bridge_process import BridgeProcess
+from weighbridge_service.models.bridges import made_by
+from weighbridge_service.runtime.config import ServiceConfig
+from weighbridge_service.runtime.descriptors import Descriptors, raise_limit
+from weighbridge_service.runtime.process_memory import collect_rarely, keep_freed_memory, settle
 from weighbridge_service.service import Weighbridge
+from weighbridge_storage.stores.objects import error_for
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,6 @@ _GRPC_GRACE_SECONDS = 10.0
 """How long pulls may go on; after a drain that did not end in time they get no more of it."""
 _HTTP_GRACE_SECONDS = 5
 _REQUEST_SECONDS = 10.0
-"""How long a client may take to say what it wants."""
 _SWITCH_SECONDS = 0.0005
 """How long a thread that computes in Python keeps the interpreter from others that ask for it. Digests ask about twice for each MiB:
 with Python's own 5 ms, one such thread made them take 12 s/GB instead of 0.3."""
@@ -52,15 +52,6 @@ _BACKLOG = 4096
 _ACCEPTED_AT_ONCE = 64
 """Connections that asyncio accepts before it looks at any of them: each takes a descriptor, also one that is refused then."""
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,200}")
-_WARM_UP_CONFIG = {
-    "model_type": "llama",
-    "num_hidden_layers": 1,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "vocab_size": 8,
-}
 
 
 class HttpServer:
@@ -69,14 +60,16 @@ class HttpServer:
     Args:
         address: ``host:port``; port 0 takes a free one.
         most: connections at one time.
+        request_seconds: how long a client may take to say what it wants.
 
     Raises:
         InvalidArgument: that is no address.
         Unavailable: the address cannot be bound.
     """
 
-    def __init__(self, address: str, most: int) -> None:
+    def __init__(self, address: str, most: int, request_seconds: float = _REQUEST_SECONDS) -> None:
         self._most = most
+        self._request_seconds = request_seconds
         host, port = _host_and_port(address)
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -101,7 +94,7 @@ class HttpServer:
         """Begin to answer; returns once it does."""
         config = uvicorn.Config(
             app,
-            http=connections(self._most, _REQUEST_SECONDS),
+            http=connections(self._most, self._request_seconds),
             backlog=_ACCEPTED_AT_ONCE,
             lifespan="off",
             ws="none",
@@ -177,6 +170,12 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             _host_and_port(grpc)
             if config.advertise:
                 _check_advertised(config.advertise)
+            bridges = BridgeProcess()
+            # a process forked from one that has imported it makes bridges itself
+            elsewhere = "mbridge" not in sys.modules
+            if elsewhere:
+                stack.enter_context(made_by(bridges.bridge))
+            stack.callback(bridges.close)
             http_server = HttpServer(http, shares.http)
             stack.callback(http_server.stop)
             listener = GrpcListener(grpc, shares.grpc, config.bulk_port)
@@ -192,7 +191,12 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             health = Health.of(service)
             stack.callback(health.close)
         except (WeighbridgeError, OSError) as error:
-            sys.stderr.write(f"weighbridge cannot start: {error}\n")
+            known = (
+                error_for(error, f"opening {error.filename or config.store}")
+                if isinstance(error, OSError)
+                else error
+            )
+            sys.stderr.write(f"weighbridge cannot start: {known}\n")
             return 1
         health.start()
         grpc_server.start()
@@ -204,19 +208,22 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
         sys.stdout.flush()
         if listener.bulk is not None:
             log.info("streams of weights go in at port %d", listener.bulk.port)
-        warming = threading.Thread(target=_warm_up, name="warm-up", daemon=True)
-        warming.start()
+        if elsewhere:
+            try:
+                bridges.start()
+            except WeighbridgeError as error:  # the first model tries again
+                log.warning("%s", error)
+        settle()
 
         name = signal.Signals(wait_for_signal()).name
         log.info("%s: draining for at most %g s; once more ends at once", name, config.drain_seconds)
         grpc_server.refuse()
         clean = service.drain()
         exports.close()
+        bridges.close()
         time.sleep(_LINGER_SECONDS)
         grpc_server.stop(_GRPC_GRACE_SECONDS if clean else 0.0)
         http_server.stop()
-        # the interpreter cannot be taken down in the middle of an import
-        warming.join()
         log.log(
             logging.INFO if clean else logging.WARNING,
             "drained%s",
@@ -275,12 +282,3 @@ def _first_signal() -> Iterator[Callable[[], int]]:
         writer.close()
         watching.join()
         reader.close()
-
-
-def _warm_up() -> None:
-    """Import what the first registration needs, which takes seconds, so that nobody waits for it."""
-    try:
-        bridge_for(json.dumps(_WARM_UP_CONFIG).encode())
-    except Exception:
-        log.exception("warming up failed; the first registration will try again")
-    settle()

@@ -1,4 +1,4 @@
-"""The service: what there is, what comes in, what goes out. The gRPC and HTTP faces translate to it and decide nothing."""
+"""Service object: what there is, what comes in, what goes out. The faces translate to it and decide nothing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ import socket
 import threading
 import uuid
 
-from weighbridge.checks import CheckStatus
-from weighbridge_service.byte_budget import ByteBudget
-from weighbridge_service.catalog import Catalog
-from weighbridge_service.collecting import Collecting
-from weighbridge_service.config import ServiceConfig
-from weighbridge_service.memory_plan import (
+from weighbridge._core.checks import CheckStatus
+from weighbridge_service.admission.byte_budget import ByteBudget
+from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.catalog.collection_loop import Collecting
+from weighbridge_service.catalog.gate import Gates
+from weighbridge_service.plan.declarations import Home
+from weighbridge_service.pull.serving import Serving
+from weighbridge_service.push.intake import Intake
+from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.registry import Registry
+from weighbridge_service.replicas.directory import Directory
+from weighbridge_service.replicas.heartbeat import Heartbeat
+from weighbridge_service.replicas.links import Links
+from weighbridge_service.replicas.peer_files import PeerFiles
+from weighbridge_service.replicas.sessions import SharedSessions
+from weighbridge_service.replicas.takeovers import KnownReplicas, Takeovers
+from weighbridge_service.runtime.config import ServiceConfig
+from weighbridge_service.runtime.memory_plan import (
     PROCESS_BYTES,
     MemoryReport,
     Needs,
@@ -21,25 +33,15 @@ from weighbridge_service.memory_plan import (
     choose_budget,
     room_for_images,
 )
-from weighbridge_service.push.declarations import Home
-from weighbridge_service.push.intake import Intake
-from weighbridge_service.push.mappings import Mappings
-from weighbridge_service.push.registry import Registry
-from weighbridge_service.replicas.directory import Directory
-from weighbridge_service.replicas.handover import KnownReplicas, Takeovers
-from weighbridge_service.replicas.heartbeat import Heartbeat
-from weighbridge_service.replicas.links import Links
-from weighbridge_service.replicas.peer_files import PeerFiles
-from weighbridge_service.replicas.sessions import SharedSessions
-from weighbridge_service.serving import Serving
-from weighbridge_storage.block_cache import BlockCache
-from weighbridge_storage.block_file import check_holes
-from weighbridge_storage.guarded import GuardedStore
-from weighbridge_storage.image_pool import ImagePool
-from weighbridge_storage.memory_limits import UNLIMITED, read_disk, read_memory
-from weighbridge_storage.opening import open_store
-from weighbridge_storage.probe import probe
-from weighbridge_storage.s3_settings import is_s3
+from weighbridge_storage.cache.block_cache import BlockCache
+from weighbridge_storage.cache.block_file import check_holes
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.history import History
+from weighbridge_storage.memory.image_pool import ImagePool
+from weighbridge_storage.memory.memory_limits import UNLIMITED, read_disk, read_memory
+from weighbridge_storage.opening import is_remote, open_store
+from weighbridge_storage.stores.guarded import GuardedStore
+from weighbridge_storage.stores.probe import probe
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class Weighbridge:
         intake: versions on their way in.
         serving: versions on their way out.
         collecting: which versions are kept.
+        gates: which versions are held.
         images: where versions are put together.
         memory_budget: how much memory these may take.
         mappings: which processes of this machine have them mapped.
@@ -89,7 +92,7 @@ class Weighbridge:
         scratch.mkdir(parents=True, exist_ok=True)
         self.read_cache = BlockCache(scratch, config.read_cache)
         # files of a remote store go through it, and those of other replicas
-        self._uses_cache = is_s3(config.store) or bool(config.advertise)
+        self._uses_cache = is_remote(config.store) or bool(config.advertise)
         self._cache_in_memory = self._uses_cache and read_disk(scratch).in_memory
         if self._uses_cache:
             check_holes(scratch)
@@ -120,9 +123,9 @@ class Weighbridge:
         self.catalog = Catalog(self._store, grace, self._guarded)
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
         news = threading.Event()
-        registry = Registry(self.catalog, news)
-        self._links = Links(home)
-        self.directory = Directory(self._store, home, self._links.greet)
+        registry = self._registry = Registry(self.catalog, news)
+        self._links = links = Links(home)
+        self.directory = Directory(self._store, home, lambda other: links.exchange(other, ()))
         successors = KnownReplicas(self.directory, self._links)
         self.intake = Intake(self.catalog, registry, self.images, self.mappings, config, home, successors)
         self.takeovers = Takeovers(self.intake, self._links)
@@ -136,7 +139,12 @@ class Weighbridge:
         self.serving = Serving(
             self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files
         )
-        self.collecting = Collecting(self.catalog, config.collect_every, self.serving.forget_deleted)
+        self.gates = Gates(self.catalog, registry.approved)
+        self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
+
+    def _on_collected(self, name: ModelName, history: History) -> None:
+        self._registry.forget_deleted(name, history.head.first_version)
+        self.serving.forget_deleted(name, history)
 
     def _needs(self) -> Needs:
         """What this service needs of memory besides images."""

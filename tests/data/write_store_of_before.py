@@ -23,12 +23,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from tests.raw_clients import RawClient
-from tests.services import RunningService
-from weighbridge.client import Client
-from weighbridge.safetensors_files import lay_out_files
-from weighbridge.trainer import TrainerClient
-from weighbridge_service import models
+from tests.support.raw_clients import RawClient
+from tests.support.services import RunningService
+from weighbridge._clients.client import Client
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge._formats.safetensors_files import lay_out_files
+from weighbridge_service.models import registered_model
 
 CONFIG = LlamaConfig(
     num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=16,
@@ -57,7 +57,7 @@ def folder(place: Path, seed: int, *, infinite: bool = False) -> Path:
 
 def main() -> None:
     """Write it."""
-    models.lay_out_files = partial(lay_out_files, max_shard_bytes=1000)
+    registered_model.lay_out_files = partial(lay_out_files, max_shard_bytes=1000)
     with tempfile.TemporaryDirectory() as name:
         temporary = Path(name)
         running = RunningService(temporary / "store")

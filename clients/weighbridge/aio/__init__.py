@@ -1,5 +1,11 @@
-"""The asyncio client: `client` makes control calls on the event loop, `pulls` brings weights, `threads` keeps the loop free of both
-copies and waits. Decisions are those of the blocking client: `control_calls`, `pulling`, `bulk`, `backoff`.
+"""Asyncio client: control calls on the event loop, copies and waits in threads. Decisions are those of the blocking client.
+
+May import: `_clients` and folders below it.
+
+- `client`: models, versions, refs, pulls.
+- `connection`: control calls with retries and failover.
+- `pulls`: a pull, ended when its task is cancelled.
+- `threads`: threads for what would hold up the loop.
 """
 
 from weighbridge.aio.client import AsyncEngineClient

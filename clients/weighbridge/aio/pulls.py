@@ -1,21 +1,26 @@
-"""A pull on an event loop: planned, then carried out in threads, and ended when its task is cancelled."""
+"""Pull on an event loop: planned, carried out in threads, and ended when its task is cancelled."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from weighbridge._clients.filling import Filled, fill_tensors, fit
+from weighbridge._clients.pulling import PullPlan, PullRun
+from weighbridge._clients.transport import Transport
+from weighbridge._core.slices import Boxes
+from weighbridge._formats.host_slices import Slices
 from weighbridge.aio.threads import Threads
-from weighbridge.host_slices import Slices
-from weighbridge.pulling import PullPlan, Transfer
-from weighbridge.transport import Transport
 
 if TYPE_CHECKING:
     import torch
+
+    from weighbridge._clients.filling import FilledTensors
 
 
 class Carrier:
@@ -28,12 +33,12 @@ class Carrier:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.threads = Threads()
-        self._running: WeakSet[Transfer] = WeakSet()
+        self._running: WeakSet[PullRun] = WeakSet()
 
     @contextmanager
-    def transfer(self, plan: PullPlan) -> Iterator[Transfer]:
+    def transfer(self, plan: PullPlan) -> Iterator[PullRun]:
         """One run of a pull, stopped in the end."""
-        transfer = Transfer(self.transport, plan)
+        transfer = PullRun(self.transport, plan)
         self._running.add(transfer)
         try:
             yield transfer
@@ -52,7 +57,7 @@ class Carrier:
 class AsyncPull:
     """A pull that is about to begin: ``async for name, tensor in pull`` gives each tensor as soon as it is complete.
 
-    The tensors are those of `weighbridge.engine.Pull`. Iterating again pulls the same version again. If the task is cancelled, or the
+    The tensors are those of `weighbridge.Pull`. Iterating again pulls the same version again. If the task is cancelled, or the
     iteration is closed, calls under way are cancelled, what was borrowed goes back, and nothing is written to any tensor any more.
 
     Attributes:
@@ -60,10 +65,16 @@ class AsyncPull:
         lane_reason: why they did not come by ``local``, if that was wanted.
     """
 
-    def __init__(self, carrier: Carrier, make_plan: Callable[[], Awaitable[PullPlan]]) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        make_plan: Callable[[], Awaitable[PullPlan]],
+        replan: Callable[[PullPlan, Boxes], Awaitable[PullPlan]],
+    ) -> None:
         self.lane = self.lane_reason = ""
         self._carrier = carrier
         self._make_plan = make_plan
+        self._replan = replan
         self._plan: PullPlan | None = None
 
     async def plan(self) -> PullPlan:
@@ -85,20 +96,40 @@ class AsyncPull:
                     for each in filled:
                         yield each
 
-    async def into(self, tensor_for: Callable[[int], torch.Tensor]) -> None:
+    async def into(
+        self,
+        target: torch.nn.Module | Mapping[str, torch.Tensor],
+        *,
+        cast: str = "exact",
+        strict: bool = True,
+    ) -> Filled:
+        """Fill a model in place, as `weighbridge.Pull.into` does: nothing of it is changed unless all of it fits."""
+        plan = await self.plan()
+        found = await self._carrier.threads.run(
+            partial(fit, plan, target, cast=cast, strict=strict), lambda: None
+        )
+        if found.boxes is not None:
+            plan = await self._replan(plan, found.boxes)
+        if found.tensors:
+            await self._fill(plan, partial(fill_tensors, plan.layout, found.tensors))
+        return found.report
+
+    async def fill(self, tensor_for: Callable[[int], torch.Tensor]) -> None:
         """Pull into tensors that the caller makes.
 
         Args:
             tensor_for: gives the tensor for a placement of the plan's layout, by index; any device. Is called from other threads,
                 one call at a time.
         """
-        async with self._transfer() as transfer:
+        await self._fill(await self.plan(), lambda filled: deque(filled(tensor_for), maxlen=0))
 
-            def fill() -> None:
-                for step in transfer.into(tensor_for):
-                    deque(step, maxlen=0)
+    async def _fill(self, plan: PullPlan, fill: Callable[[FilledTensors], object]) -> None:
+        async with self._transfer(plan) as transfer:
 
-            await self._carrier.threads.run(fill, transfer.stop)
+            def filled(tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+                return chain.from_iterable(transfer.filled(tensor_for))
+
+            await self._carrier.threads.run(partial(fill, filled), transfer.stop)
 
     async def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> Slices:
         """Bring all slices to this machine, and read them later, in any order.
@@ -113,15 +144,15 @@ class AsyncPull:
             return await self._carrier.threads.run(partial(transfer.bring, buffer, pin=pin), transfer.stop)
 
     @asynccontextmanager
-    async def _transfer(self) -> AsyncIterator[Transfer]:
-        with self._carrier.transfer(await self.plan()) as transfer:
+    async def _transfer(self, plan: PullPlan | None = None) -> AsyncIterator[PullRun]:
+        with self._carrier.transfer(plan or await self.plan()) as transfer:
             # what is borrowed when the task is gone goes back at once
             await self._carrier.threads.run_or_leave(transfer.borrow)
             self.lane, self.lane_reason = transfer.lane, transfer.lane_reason
             yield transfer
 
 
-def _filled(transfer: Transfer) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
+def _filled(transfer: PullRun) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
     """What each step gives, if anything; the first step imports torch."""
     for step in transfer.tensors():
         if filled := list(step):

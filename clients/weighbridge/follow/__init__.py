@@ -1,4 +1,9 @@
-"""``weighbridge follow``: an agent beside a running engine that takes it along with a ref.
+"""Agent beside a running engine, ``weighbridge follow``: keeps it on a ref.
 
-`agent` decides, `engines` says what an engine must be able to do, and each engine's own way of doing it has a module of its own.
+May import: `integrations`, `_clients` and folders below.
+
+- `agent`: what is done when the ref moves.
+- `engines`: what an engine must be able to do.
+- `vllm`: vLLM over HTTP.
+- `sglang`: SGLang over HTTP.
 """

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
-from weighbridge.engine import EngineClient
-from weighbridge.errors import WeighbridgeError
+from weighbridge._clients.engine import EngineClient
+from weighbridge._core.json_values import JsonValue
+from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.follow.engines import Engine, Prepared
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ _ASK_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class Followed(JsonValue):
     """One update, or an attempt at one.
 
     Attributes:
@@ -42,10 +43,6 @@ class Followed:
     pause_seconds: float = 0.0
     error: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
-
 
 class Follower:
     """Takes one engine along with one ref.
@@ -55,6 +52,7 @@ class Follower:
         model: ``namespace/name``.
         engine: the engine.
         ref: which ref to follow.
+        force: whether the engine may be serving another model.
         retry_seconds: pause before a version is tried again, twice as long each time.
     """
 
@@ -65,20 +63,25 @@ class Follower:
         engine: Engine,
         ref: str = "latest",
         retry_seconds: float = 2.0,
+        *,
+        force: bool = False,
     ) -> None:
         self._client = client
         self._model = model
         self._engine = engine
         self._ref = ref
         self._retry_seconds = retry_seconds
+        self._force = force
 
     def run(self) -> Iterator[Followed]:
         """Follow for ever. Gives the version that the engine has at the start, if that is the ref's, and then each update or failure.
 
         Raises:
             NotFound: the model is not registered.
+            FailedPrecondition: the engine says that it serves another model.
             WeighbridgeError: the engine cannot be reached, or takes no updates.
         """
+        self._check_model()
         self._engine.connect()
         for version in self._client.watch(self._model, self._ref):
             if self._engine_has(version.number):
@@ -87,6 +90,15 @@ class Follower:
                 yield Followed(self._model, version.number, version.number)
                 continue
             yield from self._insist(version.number)
+
+    def _check_model(self) -> None:
+        """Refuse an engine of another model: its clients would be answered by that one's weights, or none would fit."""
+        serving = None if self._force else self._quietly(self._engine.serving)
+        if serving is not None and serving.model not in ("", self._model):
+            raise FailedPrecondition(
+                f"the engine serves {serving.model}, and not {self._model}",
+                fix=f"follow {serving.model}, name another engine with --url, or use --force",
+            )
 
     def _insist(self, number: int) -> Iterator[Followed]:
         """Try a version until the engine has it, it is no longer the one to have, or it has failed too often."""
@@ -138,7 +150,7 @@ class Follower:
         return problem
 
     def _let_go_on(self, *, failed: bool) -> str:
-        """End the pause, unless the engine has half of one version and half of another, or may have: that shall not answer anybody."""
+        """Resume, unless weights may be mixed."""
         if failed:
             serving = None
             for again in (True, True, False):

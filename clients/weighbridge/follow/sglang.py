@@ -5,17 +5,16 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
-from weighbridge.follow.engines import Prepared, Serving
-from weighbridge.integrations.sglang.wanted import DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted, label
+from weighbridge.follow.engines import Prepared, Serving, serving_of, wait_prepared
+from weighbridge.integrations.engine_rank.status import Status
+from weighbridge.integrations.sglang.wanted import DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted
 
-_POLL_SECONDS = 0.2
 PAUSE_MODES = ("retract", "in_place", "abort")
 
 
@@ -27,7 +26,7 @@ class SglangServer:
         service: ``host:port`` of the service's gRPC face, as the engine reaches it.
         model: ``namespace/name``.
         api_key: the server's admin key, if it wants one.
-        lane: how weights travel to the engine's ranks, as for `weighbridge.client.Client`; None leaves it to their environment.
+        lane: how weights travel to the engine's ranks, as for `weighbridge.Client`; None leaves it to their environment.
         pause_mode: what happens to requests under way. ``retract`` lets them wait, and computes what they have so far again, by the new
             weights; ``in_place`` lets them go on from what the old weights have computed; ``abort`` ends them.
         timeout: seconds for each call; for `prepare`, for all of it.
@@ -71,13 +70,7 @@ class SglangServer:
             FailedPrecondition: the server has no plug-in.
             Unavailable: it cannot be reached.
         """
-        ranks = self._ranks()
-        found = {rank["served"] for rank in ranks}
-        broken = next((rank["broken"] for rank in ranks if rank["broken"]), "")
-        if len(found) != 1:
-            return Serving(None, broken or f"the ranks serve different versions: {', '.join(sorted(found))}")
-        model, _, number = found.pop().rpartition("@")
-        return Serving(int(number) if model == self.model else None, broken)
+        return serving_of(self._ranks(), self.model)
 
     def prepare(self, version: int) -> Prepared:
         """Bring a version to the engine's machines while it serves; returns when it is there.
@@ -87,26 +80,9 @@ class SglangServer:
             DeadlineExceeded: not in time.
             Unavailable: the server cannot be reached.
         """
-        started = time.monotonic()
         self._request(version)
         self._control(PREPARE, [self._order(version)])
-        while True:
-            ranks = self._ranks()
-            errors = [f"rank {i}: {rank['error']}" for i, rank in enumerate(ranks) if rank["error"]]
-            if errors:
-                raise FailedPrecondition(
-                    f"{self.url} could not prepare {label(self.model, version)}: {'; '.join(errors)}"
-                )
-            seconds = time.monotonic() - started
-            if all(rank["prepared"] == label(self.model, version) for rank in ranks):
-                return Prepared(sum(int(rank["nbytes"]) for rank in ranks), seconds)
-            if not any(rank["preparing"] for rank in ranks):
-                raise FailedPrecondition(f"{self.url} has been told to prepare something else meanwhile")
-            if seconds > self.timeout:
-                raise DeadlineExceeded(
-                    f"{label(self.model, version)} was not prepared within {self.timeout} s"
-                )
-            time.sleep(_POLL_SECONDS)
+        return wait_prepared(self._ranks, self.model, version, self.timeout)
 
     def discard(self) -> None:
         """Let the engine forget what has been prepared."""
@@ -157,9 +133,8 @@ class SglangServer:
         wanted = self._wanted
         return Wanted(wanted.server, wanted.model, str(version), wanted.lane, wanted.retry_seconds).to_json()
 
-    def _ranks(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._control(STATUS, [])["ranks"]
-        return found
+    def _ranks(self) -> list[Status]:
+        return [Status.from_json(found) for found in self._control(STATUS, [])["ranks"]]
 
     def _control(self, action: str, said: Sequence[str]) -> Any:
         message = self._call("/weights_checker", {"action": action, "skip_tensor_list": list(said)})[
@@ -181,6 +156,11 @@ class SglangServer:
                 text = response.read()
         except urllib.error.HTTPError as error:
             said = error.read()
+            if error.code == 404:
+                raise FailedPrecondition(
+                    f"the engine at {self.url} has no {path}",
+                    fix="if it is a vLLM, say so: --engine vllm; else install a release of SGLang that weighbridge supports",
+                ) from error
             raise FailedPrecondition(f"{self.url}{path}: {_message(said) or error}") from error
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.url}{path} did not answer within {self.timeout} s") from error

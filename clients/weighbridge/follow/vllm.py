@@ -1,20 +1,19 @@
-"""A vLLM server, over the routes that it has with ``VLLM_SERVER_DEV_MODE=1``."""
+"""Driver of a vLLM server, over the routes that it has with ``VLLM_SERVER_DEV_MODE=1``."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from weighbridge.errors import FailedPrecondition
-from weighbridge.follow.engines import EngineFailed, Prepared, Serving
+from weighbridge.follow.engines import EngineFailed, Prepared, Serving, serving_of, wait_prepared
+from weighbridge.integrations.engine_rank.status import Status
 
 PauseMode = Literal["wait", "keep", "abort"]
-_POLL_SECONDS = 0.1
 _PREPARE_SECONDS = 3600.0
 
 
@@ -42,6 +41,7 @@ class VllmServer:
         timeout: float = 600.0,
     ) -> None:
         self.url = url.rstrip("/")
+        self._model = model
         self._init_info = {"server": server, "model": model} | ({"lane": lane} if lane else {})
         self._pause_mode = pause_mode
         self._timeout = timeout
@@ -52,32 +52,14 @@ class VllmServer:
 
     def serving(self) -> Serving:
         """What all workers say they have."""
-        workers = self._ask_workers("weighbridge_status")
-        versions = {worker["serving"] for worker in workers}
-        return Serving(
-            versions.pop() if len(versions) == 1 else None,
-            next((w["broken"] for w in workers if w["broken"]), ""),
-        )
+        return serving_of(self._ask_workers("weighbridge_status"), self._model)
 
     def prepare(self, version: int) -> Prepared:
         """Ask all workers to prepare, and wait until they have."""
-        deadline = time.monotonic() + _PREPARE_SECONDS
-        workers = self._ask_workers("weighbridge_prepare", str(version))
-        while True:
-            problems = [f"rank {rank}: {w['problem']}" for rank, w in enumerate(workers) if w["problem"]]
-            if problems:
-                raise FailedPrecondition(f"version {version} could not be prepared", details=problems)
-            if all(worker["prepared"] == version for worker in workers):
-                return Prepared(sum(w["nbytes"] for w in workers), max(w["seconds"] for w in workers))
-            if any(worker["preparing"] != version != worker["prepared"] for worker in workers):
-                raise FailedPrecondition(
-                    f"someone else has asked this engine for another version than {version}",
-                    fix="let one agent update an engine",
-                )
-            if time.monotonic() > deadline:
-                raise EngineFailed(f"version {version} was not prepared within {_PREPARE_SECONDS:g} s")
-            time.sleep(_POLL_SECONDS)
-            workers = self._ask_workers("weighbridge_status")
+        self._ask_workers("weighbridge_prepare", str(version))
+        return wait_prepared(
+            lambda: self._ask_workers("weighbridge_status"), self._model, version, _PREPARE_SECONDS
+        )
 
     def discard(self) -> None:
         """Ask all workers to give back what they have prepared."""
@@ -101,8 +83,8 @@ class VllmServer:
         if self._call("/weight_info").get("weight_version") != label:
             self._post("/update_weight_version", {"new_version": label})
 
-    def _ask_workers(self, method: str, *arguments: str) -> list[Any]:
-        """All workers' answers.
+    def _ask_workers(self, method: str, *arguments: str) -> list[Status]:
+        """What all workers answer.
 
         Raises:
             FailedPrecondition: a worker could not do it; says why.
@@ -113,7 +95,7 @@ class VllmServer:
         problems = list(dict.fromkeys(worker["failed"] for worker in found if worker["failed"]))
         if problems:
             raise FailedPrecondition(problems[0], details=problems[1:])
-        return found
+        return [Status.from_json(worker) for worker in found]
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return self._call(path, body or {})
@@ -139,7 +121,10 @@ class VllmServer:
 
 def _refused(path: str, status: int, body: bytes) -> EngineFailed:
     if status == 404:
-        return EngineFailed(f"the engine has no {path}", fix="start it with VLLM_SERVER_DEV_MODE=1")
+        return EngineFailed(
+            f"the engine has no {path}",
+            fix="start it with VLLM_SERVER_DEV_MODE=1; if it is an SGLang, say so: --engine sglang",
+        )
     text = body.decode(errors="replace")
     with contextlib.suppress(ValueError):
         said = json.loads(text)

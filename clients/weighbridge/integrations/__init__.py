@@ -1,1 +1,13 @@
-"""Where Weighbridge meets other libraries, one module each; none is imported unless it is used."""
+"""Adapters to other libraries, none of which is imported unless it is used; `engine_rank` is what the adapters to engines share.
+
+May import: `_lazy`, `_clients` and folders below, and each the library that it is for.
+
+- `engine_rank`: the contract between engines and the service, shared by all adapters to engines.
+- `vllm`: load format and weight-transfer engine of vLLM.
+- `sglang`: plug-in of SGLang.
+- `transformers`: models of transformers that start from the service and follow it.
+- `megatron_saving`: Megatron's save, with a push.
+- `torch`: storage of torch.distributed.checkpoint.
+- `guarded_pushes`: pushes from hooks, which must not harm training.
+- `checkpoint_names`: what names of checkpoints say.
+"""

@@ -9,26 +9,23 @@ loops make their strategies themselves.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import re
-import threading
 from collections.abc import Callable, Mapping
-from pathlib import PurePath
 from types import TracebackType
 from typing import Any, Self
 
-from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
-from weighbridge.integrations.megatron import sharded_tensors
-from weighbridge.push_handle import PushHandle
-from weighbridge.resources import Version, VersionState
-from weighbridge.trainer import TrainerClient
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.push_options import PushOptions
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge._core.resources import Version, VersionState
+from weighbridge._formats.megatron_state import sharded_tensors
+from weighbridge.errors import InvalidArgument
+from weighbridge.integrations.checkpoint_names import step_named
+from weighbridge.integrations.guarded_pushes import GuardedPushes
 
 logger = logging.getLogger(__name__)
-
-_DURABLE_SECONDS = 60.0
-"""How long a version's way into the store is watched, so that the log can tell of its end."""
 
 
 def push_on_save(
@@ -42,6 +39,8 @@ def push_on_save(
     strict: bool = False,
     lane: str | None = None,
     retry_seconds: float = 60.0,
+    allow_nonfinite: bool = False,
+    candidate: bool = False,
 ) -> PushOnSave:
     """Push the model's weights whenever a distributed checkpoint is saved. All ranks call it, before the first save.
 
@@ -60,12 +59,14 @@ def push_on_save(
         strict: a push that fails, or a version that cannot be completed, raises before anything is saved, and each save waits
             until its version is ready. Otherwise it is logged, and the save goes on.
         lane, retry_seconds: as for `TrainerClient`.
+        allow_nonfinite, candidate: as for `TrainerClient.push`. A version that is held is logged.
 
     Returns:
         The hook; close it, or use it as a context manager, to undo it.
     """
     client = TrainerClient(server, run=run, retry_seconds=retry_seconds, lane=lane)
-    return PushOnSave(client, model, hf_dir, step, weights or model_weights, strict=strict)
+    options = PushOptions(allow_nonfinite=allow_nonfinite, candidate=candidate)
+    return PushOnSave(client, model, hf_dir, step, weights or model_weights, strict=strict, options=options)
 
 
 def model_weights(state_dict: Mapping[str, Any]) -> Any:
@@ -79,7 +80,6 @@ class PushOnSave:
 
     Attributes:
         model: the model.
-        last: this rank's newest push, or None.
     """
 
     def __init__(
@@ -91,18 +91,18 @@ class PushOnSave:
         weights: Callable[[Mapping[str, Any]], Any],
         *,
         strict: bool,
+        options: PushOptions | None = None,
     ) -> None:
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing import serialization
 
         self.model = model
-        self.last: PushHandle | None = None
         self._client = client
-        self._hf_dir = hf_dir
         self._step = step
         self._weights = weights
-        self._strict = strict
-        self._pushed_step: int | None = None
+        self._options = options or {}
+        register = None if hf_dir is None else functools.partial(client.register_model, model, hf_dir)
+        self._pushes = GuardedPushes(client, model, register, strict=strict, logger=logger)
         self._in_place = True
         self._places = (dist_checkpointing, serialization)
         self._original = dist_checkpointing.save
@@ -116,7 +116,12 @@ class PushOnSave:
         for module in self._places:
             if module.save is self._wrapper:
                 module.save = self._original
-        self._client.close()
+        self._pushes.close()
+
+    @property
+    def last(self) -> PushHandle | None:
+        """This rank's newest push, or None."""
+        return self._pushes.last
 
     def __enter__(self) -> Self:
         return self
@@ -134,9 +139,7 @@ class PushOnSave:
         Raises:
             FailedPrecondition: it has pushed nothing.
         """
-        if self.last is None:
-            raise FailedPrecondition(f"nothing of {self.model} has been pushed", fix="the log says why")
-        return self.last.wait(until, timeout=timeout)
+        return self._pushes.wait(until, timeout=timeout)
 
     def _wrapped(self) -> Callable[..., Any]:
         original = self._original
@@ -144,63 +147,24 @@ class PushOnSave:
         @functools.wraps(original)
         def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
             if self._in_place:
-                self._push_or_log(sharded_state_dict, str(checkpoint_dir))
+                self._push(sharded_state_dict, str(checkpoint_dir))
             return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
         return save
 
-    def _push_or_log(self, state_dict: Mapping[str, Any], folder: str) -> None:
-        try:
-            self._push(state_dict, folder)
-        except Exception as error:
-            if self._strict:
-                raise
-            logger.error(
-                "%s: what is saved in %s was not pushed; the save goes on. %s", self.model, folder, error
-            )
-
     def _push(self, state_dict: Mapping[str, Any], folder: str) -> None:
-        rank, world_size = _rank_and_size()
-        step, weights = self._prepare(state_dict, folder, rank, world_size)
-        if (
-            step == self._pushed_step
-        ):  # Megatron-LM may save one iteration twice, to be kept and not to be kept
-            return
-        handle = self._client.push(self.model, weights, step=step, rank=rank, world_size=world_size)
-        self.last, self._pushed_step = handle, step
-        if self._strict:
-            handle.wait(VersionState.READY)
-        # not a daemon: a trainer that ends after its last save must still say that it was not pushed
-        threading.Thread(target=follow, args=(handle, step, rank), name=f"follow-{handle.number}").start()
-
-    def _prepare(
-        self, state_dict: Mapping[str, Any], folder: str, rank: int, world_size: int
-    ) -> tuple[int, Any]:
-        """What to push, once every rank can: if one could not, the others would wait for it, and training with them."""
-        problem, step, weights = "", 0, None
-        try:
+        def prepare() -> tuple[int, Any]:
             step = step_of(state_dict, folder) if self._step is None else self._step()
             weights = self._weights(state_dict)
             sharded_tensors(weights)
-            self._reach(rank)
-        except Exception as error:
-            problem = f"rank {rank}: {error}"
-        problems = _of_all_ranks(problem, world_size)
-        if any(problems):
-            raise FailedPrecondition(
-                "not all ranks can push", details=[line for line in problems if line][:5]
-            )
-        return step, weights
+            return step, weights
 
-    def _reach(self, rank: int) -> None:
-        if rank:
-            with contextlib.suppress(NotFound):  # rank 0 may be registering it
-                self._client.model(self.model)
-        elif self._hf_dir is None:
-            self._client.model(self.model)
-        else:
-            self._client.register_model(self.model, self._hf_dir)
-            self._hf_dir = None
+        def push(weights: Any, step: int, rank: int, world_size: int) -> PushHandle:
+            return self._client.push(
+                self.model, weights, step=step, rank=rank, world_size=world_size, **self._options
+            )
+
+        self._pushes.push(f"what is saved in {folder}", "the save", prepare, push)
 
 
 def step_of(state_dict: Mapping[str, Any], folder: str) -> int:
@@ -208,37 +172,10 @@ def step_of(state_dict: Mapping[str, Any], folder: str) -> int:
     iteration = state_dict.get("iteration")
     if isinstance(iteration, int):
         return iteration
-    number = re.search(r"\d+$", PurePath(folder).name)
-    if number is None:
+    step = step_named(folder)
+    if step is None:
         raise InvalidArgument(
             f"neither the state dict ('iteration') nor the name of {folder} says which step this is",
             fix="give push_on_save a function that does: step=lambda: trainer.step",
         )
-    return int(number[0])
-
-
-def _rank_and_size() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _of_all_ranks(value: str, world_size: int) -> list[str]:
-    import torch.distributed as dist
-
-    values = [value] * world_size
-    if world_size > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def follow(handle: PushHandle, step: int, rank: int) -> None:
-    """Say in the log what became of a push: each rank of its own part, rank 0 of the version."""
-    what = f"{handle.model}@{handle.number} (step {step})"
-    try:
-        handle.report()
-        if rank == 0:
-            handle.wait(VersionState.DURABLE, timeout=_DURABLE_SECONDS)
-            logger.info("%s is in the store", what)
-    except WeighbridgeError as error:
-        logger.error("rank %s: the push of %s has failed: %s", rank, what, error)
+    return step

@@ -23,12 +23,36 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class OpenVersionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _resources_pb2.MetadataValue: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _resources_pb2.MetadataValue | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    CANDIDATE_FIELD_NUMBER: _builtins.int
+    ALLOW_NONFINITE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     step: _builtins.int
     run: _builtins.str
@@ -37,6 +61,16 @@ class OpenVersionRequest(_message.Message):
     request_id: _builtins.str
     client_id: _builtins.str
     """Identity of the calling process: a fresh one for each start."""
+    candidate: _builtins.bool
+    """The version is held until it is approved, if any rank says so."""
+    allow_nonfinite: _builtins.bool
+    """The version is not held for elements that are NaN or infinite, if any rank says so."""
+    @_builtins.property
+    def metadata(self) -> _containers.MessageMap[_builtins.str, _resources_pb2.MetadataValue]:
+        """Kept with the version: at most 32 values, 64 characters a key and 4 KiB in all. All ranks of a push give the same, or only some of
+        them any; others are refused.
+        """
+
     def __init__(
         self,
         *,
@@ -46,10 +80,13 @@ class OpenVersionRequest(_message.Message):
         ranks: _builtins.int = ...,
         request_id: _builtins.str = ...,
         client_id: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _resources_pb2.MetadataValue] | None = ...,
+        candidate: _builtins.bool = ...,
+        allow_nonfinite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "model", b"model", "ranks", b"ranks", "request_id", b"request_id", "run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_nonfinite", b"allow_nonfinite", "candidate", b"candidate", "client_id", b"client_id", "metadata", b"metadata", "model", b"model", "ranks", b"ranks", "request_id", b"request_id", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -122,6 +159,8 @@ class DeclareLayoutResponse(_message.Message):
     ABSENT_RANKS_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
+    PLACED_FIELD_NUMBER: _builtins.int
     layout_needed: _builtins.bool
     """The service does not know this digest: call again with the layout."""
     stream_bytes: _builtins.int
@@ -144,6 +183,16 @@ class DeclareLayoutResponse(_message.Message):
         files. A part may be wanted by several. If there are none, all of it is pushed to the replica that has answered.
         """
 
+    @_builtins.property
+    def shared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indexes into the layout's shards: those whose box other ranks hold, too, in a tensor space in which nobody knows whether they are
+        replicas. Whoever seals says what they hold.
+        """
+
+    @_builtins.property
+    def placed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedRange]:
+        """The parts of the stream whose elements do not lie in exactly one place of the version's files; sorted and disjoint."""
+
     def __init__(
         self,
         *,
@@ -154,14 +203,43 @@ class DeclareLayoutResponse(_message.Message):
         absent_ranks: _abc.Iterable[_builtins.int] | None = ...,
         routes: _abc.Iterable[Global___PushRoute] | None = ...,
         claim: _builtins.str = ...,
+        shared: _abc.Iterable[_builtins.int] | None = ...,
+        placed: _abc.Iterable[Global___PlacedRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_ranks", b"absent_ranks", "assigned", b"assigned", "claim", b"claim", "layout_needed", b"layout_needed", "retry_after_ms", b"retry_after_ms", "routes", b"routes", "stream_bytes", b"stream_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_ranks", b"absent_ranks", "assigned", b"assigned", "claim", b"claim", "layout_needed", b"layout_needed", "placed", b"placed", "retry_after_ms", b"retry_after_ms", "routes", b"routes", "shared", b"shared", "stream_bytes", b"stream_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeclareLayoutResponse: _TypeAlias = DeclareLayoutResponse  # noqa: Y015
+
+@_typing.final
+class PlacedRange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Bytes of the stream, whole elements."""
+    end: _builtins.int
+    places: _builtins.int
+    """In how many places of the files each lies: 0 for padding, 2 or more for tensors that a checkpoint has several times."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        places: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "places", b"places", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedRange: _TypeAlias = PlacedRange  # noqa: Y015
 
 @_typing.final
 class PushRoute(_message.Message):
@@ -357,10 +435,20 @@ class SealRankRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    NONFINITE_ELEMENTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     rank: _builtins.int
     client_id: _builtins.str
+    nonfinite_elements: _builtins.int
+    """How many of the elements that the rank has pushed are NaN or infinite, in the model's dtypes, as often as they lie in the version's
+    files. Absent if the rank has not counted them: then the service does, when the version is ready.
+    """
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaChecksum]:
+        """Parts of shards that were said to be shared. Ranks that hold different bytes under one box are refused."""
+
     def __init__(
         self,
         *,
@@ -368,14 +456,49 @@ class SealRankRequest(_message.Message):
         number: _builtins.int = ...,
         rank: _builtins.int = ...,
         client_id: _builtins.str = ...,
+        replicas: _abc.Iterable[Global___ReplicaChecksum] | None = ...,
+        nonfinite_elements: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_nonfinite_elements", b"_nonfinite_elements", "nonfinite_elements", b"nonfinite_elements"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nonfinite_elements", b"_nonfinite_elements", "client_id", b"client_id", "model", b"model", "nonfinite_elements", b"nonfinite_elements", "number", b"number", "rank", b"rank", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__nonfinite_elements: _TypeAlias = _typing.Literal["nonfinite_elements"]  # noqa: Y015
+    _WhichOneofArgType__nonfinite_elements: _TypeAlias = _typing.Literal["_nonfinite_elements", b"_nonfinite_elements"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nonfinite_elements) -> _WhichOneofReturnType__nonfinite_elements | None: ...
+
+Global___SealRankRequest: _TypeAlias = SealRankRequest  # noqa: Y015
+
+@_typing.final
+class ReplicaChecksum(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    shard: _builtins.int
+    """Index into the rank's layout."""
+    start: _builtins.int
+    """Bytes of the shard, as they are pushed."""
+    end: _builtins.int
+    checksum: _builtins.int
+    """XXH3, 64 bits."""
+    def __init__(
+        self,
+        *,
+        shard: _builtins.int = ...,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "model", b"model", "number", b"number", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "end", b"end", "shard", b"shard", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SealRankRequest: _TypeAlias = SealRankRequest  # noqa: Y015
+Global___ReplicaChecksum: _TypeAlias = ReplicaChecksum  # noqa: Y015
 
 @_typing.final
 class SealRankResponse(_message.Message):
@@ -581,6 +704,7 @@ class DescribeShardsRequest(_message.Message):
     EXPERT_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     EXPERT_TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     EXPERT_TENSOR_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
+    SPACE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tensor_parallel_size: _builtins.int
     tensor_parallel_rank: _builtins.int
@@ -591,6 +715,8 @@ class DescribeShardsRequest(_message.Message):
     expert_parallel_rank: _builtins.int
     expert_tensor_parallel_size: _builtins.int
     expert_tensor_parallel_rank: _builtins.int
+    space: _resources_pb2.TensorSpace.ValueType
+    """Whose tensors. Unspecified stands for Megatron-core's; with Hugging Face's, sizes and ranks mean nothing."""
     def __init__(
         self,
         *,
@@ -603,10 +729,11 @@ class DescribeShardsRequest(_message.Message):
         expert_parallel_rank: _builtins.int = ...,
         expert_tensor_parallel_size: _builtins.int = ...,
         expert_tensor_parallel_rank: _builtins.int = ...,
+        space: _resources_pb2.TensorSpace.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_parallel_rank", b"expert_parallel_rank", "expert_parallel_size", b"expert_parallel_size", "expert_tensor_parallel_rank", b"expert_tensor_parallel_rank", "expert_tensor_parallel_size", b"expert_tensor_parallel_size", "model", b"model", "pipeline_parallel_rank", b"pipeline_parallel_rank", "pipeline_parallel_size", b"pipeline_parallel_size", "tensor_parallel_rank", b"tensor_parallel_rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_parallel_rank", b"expert_parallel_rank", "expert_parallel_size", b"expert_parallel_size", "expert_tensor_parallel_rank", b"expert_tensor_parallel_rank", "expert_tensor_parallel_size", b"expert_tensor_parallel_size", "model", b"model", "pipeline_parallel_rank", b"pipeline_parallel_rank", "pipeline_parallel_size", b"pipeline_parallel_size", "space", b"space", "tensor_parallel_rank", b"tensor_parallel_rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

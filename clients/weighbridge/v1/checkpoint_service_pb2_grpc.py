@@ -135,7 +135,8 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeShards(self, request, context):
-        """The shards that a rank of the given parallelism holds, as Megatron-core would cut them.
+        """The shards that a rank of the given parallelism holds, as Megatron-core would cut them; or all whole tensors of the model, by
+        their names in its safetensors files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

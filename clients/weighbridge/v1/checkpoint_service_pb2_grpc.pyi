@@ -57,7 +57,9 @@ class CheckpointServiceStub:
     The request comes in parts.
     """
     DescribeShards: _grpc.UnaryUnaryMultiCallable[_checkpoint_service_pb2.DescribeShardsRequest, _checkpoint_service_pb2.DescribeShardsResponse]
-    """The shards that a rank of the given parallelism holds, as Megatron-core would cut them."""
+    """The shards that a rank of the given parallelism holds, as Megatron-core would cut them; or all whole tensors of the model, by
+    their names in its safetensors files.
+    """
 
 @_typing.type_check_only
 class CheckpointServiceAsyncStub(CheckpointServiceStub):
@@ -88,7 +90,9 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     The request comes in parts.
     """
     DescribeShards: _aio.UnaryUnaryMultiCallable[_checkpoint_service_pb2.DescribeShardsRequest, _checkpoint_service_pb2.DescribeShardsResponse]  # type: ignore[assignment]
-    """The shards that a rank of the given parallelism holds, as Megatron-core would cut them."""
+    """The shards that a rank of the given parallelism holds, as Megatron-core would cut them; or all whole tensors of the model, by
+    their names in its safetensors files.
+    """
 
 class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -164,6 +168,8 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _checkpoint_service_pb2.DescribeShardsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_service_pb2.DescribeShardsResponse, _abc.Awaitable[_checkpoint_service_pb2.DescribeShardsResponse]]:
-        """The shards that a rank of the given parallelism holds, as Megatron-core would cut them."""
+        """The shards that a rank of the given parallelism holds, as Megatron-core would cut them; or all whole tensors of the model, by
+        their names in its safetensors files.
+        """
 
 def add_CheckpointServiceServicer_to_server(servicer: CheckpointServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,7 +4,7 @@ isort:skip_file
 The lane for bytes between processes of one machine. A client finds the service's Unix socket by LocalLaneService, and
 speaks a protocol of its own on it, because gRPC cannot hand over descriptors: each message is a LaneRequest or a
 LaneResponse behind its length in bytes, 4 bytes, little-endian. The descriptors that a LaneResponse mentions come with its
-first bytes, as SCM_RIGHTS. The connection is the client's word that it lives: all it holds ends with it.
+first bytes, as SCM_RIGHTS. The connection is the client's liveness lease: all it holds ends with it.
 """
 
 from collections import abc as _abc

@@ -32,10 +32,13 @@ class RegisterModelRequest(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    NO_WEIGHT_MAP_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dtype: _builtins.str
     """Element type of the weights; empty takes what config.json says."""
     request_id: _builtins.str
+    no_weight_map: _builtins.bool
+    """Register the model by its tensors alone, although there may be a weight map for its model type."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.ModelFile]:
         """config.json must be among them."""
@@ -43,7 +46,7 @@ class RegisterModelRequest(_message.Message):
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorSpec]:
         """The tensors of the folder's files, if it has weights: they are compared with config.json, and say which dtype each
-        one has and which optional parts the model lacks.
+        one has and which optional parts the model lacks. Of a model type without a weight map they are all that is known.
         """
 
     def __init__(
@@ -54,10 +57,11 @@ class RegisterModelRequest(_message.Message):
         dtype: _builtins.str = ...,
         request_id: _builtins.str = ...,
         tensors: _abc.Iterable[_resources_pb2.TensorSpec] | None = ...,
+        no_weight_map: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "files", b"files", "model", b"model", "request_id", b"request_id", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "files", b"files", "model", b"model", "no_weight_map", b"no_weight_map", "request_id", b"request_id", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -265,11 +269,16 @@ class ListVersionsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     INCLUDE_INVISIBLE_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     page_size: _builtins.int
     page_token: _builtins.str
     include_invisible: _builtins.bool
     """Versions still being received and failed ones as well."""
+    @_builtins.property
+    def where(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only versions of whose metadata all of these are true: comparisons such as reward>=0.7, with = != < <= > or >=."""
+
     def __init__(
         self,
         *,
@@ -277,10 +286,11 @@ class ListVersionsRequest(_message.Message):
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         include_invisible: _builtins.bool = ...,
+        where: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_invisible", b"include_invisible", "model", b"model", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_invisible", b"include_invisible", "model", b"model", "page_size", b"page_size", "page_token", b"page_token", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -554,9 +564,12 @@ class VerifyVersionResponse(_message.Message):
     TENSORS_CHECKED_FIELD_NUMBER: _builtins.int
     BYTES_CHECKED_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
+    NONFINITE_ELEMENTS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     tensors_checked: _builtins.int
     bytes_checked: _builtins.int
+    nonfinite_elements: _builtins.int
+    """Elements of all tensors that are NaN or infinite, by the manifest. That is no problem of the files."""
     @_builtins.property
     def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """One line for each tensor or file that differs; empty if all is well."""
@@ -568,10 +581,11 @@ class VerifyVersionResponse(_message.Message):
         tensors_checked: _builtins.int = ...,
         bytes_checked: _builtins.int = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
+        nonfinite_elements: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_checked", b"bytes_checked", "number", b"number", "problems", b"problems", "tensors_checked", b"tensors_checked"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_checked", b"bytes_checked", "nonfinite_elements", b"nonfinite_elements", "number", b"number", "problems", b"problems", "tensors_checked", b"tensors_checked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -662,6 +676,146 @@ class SetRetentionResponse(_message.Message):
 Global___SetRetentionResponse: _TypeAlias = SetRetentionResponse  # noqa: Y015
 
 @_typing.final
+class GetGateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGateRequest: _TypeAlias = GetGateRequest  # noqa: Y015
+
+@_typing.final
+class GetGateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def gate(self) -> _resources_pb2.Gate: ...
+    def __init__(
+        self,
+        *,
+        gate: _resources_pb2.Gate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGateResponse: _TypeAlias = GetGateResponse  # noqa: Y015
+
+@_typing.final
+class SetGateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    @_builtins.property
+    def gate(self) -> _resources_pb2.Gate:
+        """Replaces all that was said; unset holds versions with elements that are NaN or infinite, and no others."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        gate: _resources_pb2.Gate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetGateRequest: _TypeAlias = SetGateRequest  # noqa: Y015
+
+@_typing.final
+class SetGateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def gate(self) -> _resources_pb2.Gate: ...
+    def __init__(
+        self,
+        *,
+        gate: _resources_pb2.Gate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetGateResponse: _TypeAlias = SetGateResponse  # noqa: Y015
+
+@_typing.final
+class ApproveVersionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    number: _builtins.int
+    note: _builtins.str
+    """Printable, 256 characters at most."""
+    by: _builtins.str
+    """Who approves it, in their own words; empty is the address of the caller."""
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """For which of the reasons it is held for; empty is all of them. Who repeats a call names them: others may have been found since."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        number: _builtins.int = ...,
+        note: _builtins.str = ...,
+        by: _builtins.str = ...,
+        reasons: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "model", b"model", "note", b"note", "number", b"number", "reasons", b"reasons"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApproveVersionRequest: _TypeAlias = ApproveVersionRequest  # noqa: Y015
+
+@_typing.final
+class ApproveVersionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def version(self) -> _resources_pb2.Version: ...
+    def __init__(
+        self,
+        *,
+        version: _resources_pb2.Version | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApproveVersionResponse: _TypeAlias = ApproveVersionResponse  # noqa: Y015
+
+@_typing.final
 class DeleteVersionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -702,6 +856,49 @@ class DeleteVersionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteVersionResponse: _TypeAlias = DeleteVersionResponse  # noqa: Y015
+
+@_typing.final
+class DeleteModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    request_id: _builtins.str
+    """The same in each repetition of a call: what was deleted by it already is not deleted again, whoever has registered the name since."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteModelRequest: _TypeAlias = DeleteModelRequest  # noqa: Y015
+
+@_typing.final
+class DeleteModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    versions: _builtins.int
+    """How many versions were part of its history."""
+    def __init__(
+        self,
+        *,
+        versions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteModelResponse: _TypeAlias = DeleteModelResponse  # noqa: Y015
 
 @_typing.final
 class CollectVersionsRequest(_message.Message):

@@ -99,10 +99,30 @@ class ModelServiceStub(object):
                 request_serializer=weighbridge_dot_v1_dot_model__service__pb2.SetRetentionRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.SetRetentionResponse.FromString,
                 _registered_method=True)
+        self.GetGate = channel.unary_unary(
+                '/weighbridge.v1.ModelService/GetGate',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.GetGateRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.GetGateResponse.FromString,
+                _registered_method=True)
+        self.SetGate = channel.unary_unary(
+                '/weighbridge.v1.ModelService/SetGate',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.SetGateRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.SetGateResponse.FromString,
+                _registered_method=True)
+        self.ApproveVersion = channel.unary_unary(
+                '/weighbridge.v1.ModelService/ApproveVersion',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.ApproveVersionRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.ApproveVersionResponse.FromString,
+                _registered_method=True)
         self.DeleteVersion = channel.unary_unary(
                 '/weighbridge.v1.ModelService/DeleteVersion',
                 request_serializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionResponse.FromString,
+                _registered_method=True)
+        self.DeleteModel = channel.unary_unary(
+                '/weighbridge.v1.ModelService/DeleteModel',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteModelRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteModelResponse.FromString,
                 _registered_method=True)
         self.CollectVersions = channel.unary_unary(
                 '/weighbridge.v1.ModelService/CollectVersions',
@@ -203,8 +223,36 @@ class ModelServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetGate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetGate(self, request, context):
+        """Says which versions are held from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApproveVersion(self, request, context):
+        """Holds a version no longer: `live` and `latest` may name it, if it is newer than what they name. Approving one that is not held
+        changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteVersion(self, request, context):
         """Takes a version out of history that no ref names; its objects go with a collection after the grace time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteModel(self, request, context):
+        """Takes a model away with all of its versions and refs. The name may be registered again at once; numbers go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -292,10 +340,30 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.SetRetentionRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_model__service__pb2.SetRetentionResponse.SerializeToString,
             ),
+            'GetGate': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetGate,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.GetGateRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.GetGateResponse.SerializeToString,
+            ),
+            'SetGate': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetGate,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.SetGateRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.SetGateResponse.SerializeToString,
+            ),
+            'ApproveVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApproveVersion,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.ApproveVersionRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.ApproveVersionResponse.SerializeToString,
+            ),
             'DeleteVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteVersion,
                     request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionResponse.SerializeToString,
+            ),
+            'DeleteModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteModel,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteModelRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteModelResponse.SerializeToString,
             ),
             'CollectVersions': grpc.unary_unary_rpc_method_handler(
                     servicer.CollectVersions,
@@ -670,6 +738,87 @@ class ModelService(object):
             _registered_method=True)
 
     @staticmethod
+    def GetGate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/GetGate',
+            weighbridge_dot_v1_dot_model__service__pb2.GetGateRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.GetGateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetGate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/SetGate',
+            weighbridge_dot_v1_dot_model__service__pb2.SetGateRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.SetGateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApproveVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/ApproveVersion',
+            weighbridge_dot_v1_dot_model__service__pb2.ApproveVersionRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.ApproveVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def DeleteVersion(request,
             target,
             options=(),
@@ -686,6 +835,33 @@ class ModelService(object):
             '/weighbridge.v1.ModelService/DeleteVersion',
             weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionRequest.SerializeToString,
             weighbridge_dot_v1_dot_model__service__pb2.DeleteVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/DeleteModel',
+            weighbridge_dot_v1_dot_model__service__pb2.DeleteModelRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.DeleteModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

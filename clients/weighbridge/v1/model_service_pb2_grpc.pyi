@@ -55,8 +55,17 @@ class ModelServiceStub:
     GetRetention: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetRetentionRequest, _model_service_pb2.GetRetentionResponse]
     SetRetention: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.SetRetentionRequest, _model_service_pb2.SetRetentionResponse]
     """Says which versions are kept; the others go with the next collection."""
+    GetGate: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetGateRequest, _model_service_pb2.GetGateResponse]
+    SetGate: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.SetGateRequest, _model_service_pb2.SetGateResponse]
+    """Says which versions are held from now on."""
+    ApproveVersion: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ApproveVersionRequest, _model_service_pb2.ApproveVersionResponse]
+    """Holds a version no longer: `live` and `latest` may name it, if it is newer than what they name. Approving one that is not held
+    changes nothing.
+    """
     DeleteVersion: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.DeleteVersionRequest, _model_service_pb2.DeleteVersionResponse]
     """Takes a version out of history that no ref names; its objects go with a collection after the grace time."""
+    DeleteModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.DeleteModelRequest, _model_service_pb2.DeleteModelResponse]
+    """Takes a model away with all of its versions and refs. The name may be registered again at once; numbers go on."""
     CollectVersions: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.CollectVersionsRequest, _model_service_pb2.CollectVersionsResponse]
     """Carries the retention out now, without waiting for the service to do so by itself."""
     WarmModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.WarmModelRequest, _model_service_pb2.WarmModelResponse]
@@ -85,8 +94,17 @@ class ModelServiceAsyncStub(ModelServiceStub):
     GetRetention: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetRetentionRequest, _model_service_pb2.GetRetentionResponse]  # type: ignore[assignment]
     SetRetention: _aio.UnaryUnaryMultiCallable[_model_service_pb2.SetRetentionRequest, _model_service_pb2.SetRetentionResponse]  # type: ignore[assignment]
     """Says which versions are kept; the others go with the next collection."""
+    GetGate: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetGateRequest, _model_service_pb2.GetGateResponse]  # type: ignore[assignment]
+    SetGate: _aio.UnaryUnaryMultiCallable[_model_service_pb2.SetGateRequest, _model_service_pb2.SetGateResponse]  # type: ignore[assignment]
+    """Says which versions are held from now on."""
+    ApproveVersion: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ApproveVersionRequest, _model_service_pb2.ApproveVersionResponse]  # type: ignore[assignment]
+    """Holds a version no longer: `live` and `latest` may name it, if it is newer than what they name. Approving one that is not held
+    changes nothing.
+    """
     DeleteVersion: _aio.UnaryUnaryMultiCallable[_model_service_pb2.DeleteVersionRequest, _model_service_pb2.DeleteVersionResponse]  # type: ignore[assignment]
     """Takes a version out of history that no ref names; its objects go with a collection after the grace time."""
+    DeleteModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.DeleteModelRequest, _model_service_pb2.DeleteModelResponse]  # type: ignore[assignment]
+    """Takes a model away with all of its versions and refs. The name may be registered again at once; numbers go on."""
     CollectVersions: _aio.UnaryUnaryMultiCallable[_model_service_pb2.CollectVersionsRequest, _model_service_pb2.CollectVersionsResponse]  # type: ignore[assignment]
     """Carries the retention out now, without waiting for the service to do so by itself."""
     WarmModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.WarmModelRequest, _model_service_pb2.WarmModelResponse]  # type: ignore[assignment]
@@ -192,12 +210,45 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         """Says which versions are kept; the others go with the next collection."""
 
     @_abc_1.abstractmethod
+    def GetGate(
+        self,
+        request: _model_service_pb2.GetGateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.GetGateResponse, _abc.Awaitable[_model_service_pb2.GetGateResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def SetGate(
+        self,
+        request: _model_service_pb2.SetGateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.SetGateResponse, _abc.Awaitable[_model_service_pb2.SetGateResponse]]:
+        """Says which versions are held from now on."""
+
+    @_abc_1.abstractmethod
+    def ApproveVersion(
+        self,
+        request: _model_service_pb2.ApproveVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.ApproveVersionResponse, _abc.Awaitable[_model_service_pb2.ApproveVersionResponse]]:
+        """Holds a version no longer: `live` and `latest` may name it, if it is newer than what they name. Approving one that is not held
+        changes nothing.
+        """
+
+    @_abc_1.abstractmethod
     def DeleteVersion(
         self,
         request: _model_service_pb2.DeleteVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.DeleteVersionResponse, _abc.Awaitable[_model_service_pb2.DeleteVersionResponse]]:
         """Takes a version out of history that no ref names; its objects go with a collection after the grace time."""
+
+    @_abc_1.abstractmethod
+    def DeleteModel(
+        self,
+        request: _model_service_pb2.DeleteModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.DeleteModelResponse, _abc.Awaitable[_model_service_pb2.DeleteModelResponse]]:
+        """Takes a model away with all of its versions and refs. The name may be registered again at once; numbers go on."""
 
     @_abc_1.abstractmethod
     def CollectVersions(

@@ -10,6 +10,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from weighbridge.v1 import resources_pb2 as _resources_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -148,6 +149,7 @@ class VersionProgress(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
     HANDOVERS_FIELD_NUMBER: _builtins.int
+    NONFINITE_ELEMENTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     claim: _builtins.str
@@ -161,6 +163,10 @@ class VersionProgress(_message.Message):
     """Which part: the number of the replica whose part it was at first, in the order of the lowest rank that pushes to each."""
     handovers: _builtins.int
     """How often that part was handed over from one replica to another. Who has heard of a later handover passes this by."""
+    nonfinite_elements: _builtins.int
+    """With PUSH_STAGE_COMPLETE and PUSH_STAGE_WRITTEN: elements that are NaN or infinite, as ranks of this replica have counted them, or its
+    digests have found them; 0 if none are known of.
+    """
     def __init__(
         self,
         *,
@@ -172,10 +178,11 @@ class VersionProgress(_message.Message):
         error: _builtins.str = ...,
         share: _builtins.int = ...,
         handovers: _builtins.int = ...,
+        nonfinite_elements: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "error", b"error", "handovers", b"handovers", "model", b"model", "number", b"number", "share", b"share", "stage", b"stage", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "error", b"error", "handovers", b"handovers", "model", b"model", "nonfinite_elements", b"nonfinite_elements", "number", b"number", "share", b"share", "stage", b"stage", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -258,6 +265,7 @@ class TakeOverRequest(_message.Message):
     REGISTRATION_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
     MEMORY_WAIT_MS_FIELD_NUMBER: _builtins.int
+    NONFINITE_ELEMENTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     entry: _builtins.bytes
     """The version's entry in head.json, as when it was opened: a JSON object (docs/formats.md)."""
@@ -267,6 +275,8 @@ class TakeOverRequest(_message.Message):
     """When it became ready, in milliseconds since 1970 UTC."""
     memory_wait_ms: _builtins.int
     """How long memory may be waited for."""
+    nonfinite_elements: _builtins.int
+    """Elements of the version that are known to be NaN or infinite."""
     @_builtins.property
     def sender(self) -> Global___Replica:
         """Who leaves, and gives the files."""
@@ -293,10 +303,11 @@ class TakeOverRequest(_message.Message):
         registration: Global___ModelRegistration | None = ...,
         share: Global___HandedShare | None = ...,
         memory_wait_ms: _builtins.int = ...,
+        nonfinite_elements: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration", "sender", b"sender", "share", b"share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "entry", b"entry", "memory_wait_ms", b"memory_wait_ms", "model", b"model", "ranks", b"ranks", "ready_time_ms", b"ready_time_ms", "registration", b"registration", "sender", b"sender", "share", b"share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "entry", b"entry", "memory_wait_ms", b"memory_wait_ms", "model", b"model", "nonfinite_elements", b"nonfinite_elements", "ranks", b"ranks", "ready_time_ms", b"ready_time_ms", "registration", b"registration", "sender", b"sender", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -438,6 +449,7 @@ class ModelRegistration(_message.Message):
     FILES_ID_FIELD_NUMBER: _builtins.int
     SIDE_FILES_FIELD_NUMBER: _builtins.int
     FILES_DIGEST_FIELD_NUMBER: _builtins.int
+    LISTED_FIELD_NUMBER: _builtins.int
     config_json: _builtins.bytes
     tensors: _builtins.bytes
     """What the config leaves open about the tensors: a JSON object, as in the registration in head.json."""
@@ -448,6 +460,10 @@ class ModelRegistration(_message.Message):
     def side_files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the files besides the weights."""
 
+    @_builtins.property
+    def listed(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorSpec]:
+        """The list of tensors, if the registration names one: the store may be away."""
+
     def __init__(
         self,
         *,
@@ -456,10 +472,11 @@ class ModelRegistration(_message.Message):
         files_id: _builtins.str = ...,
         side_files: _abc.Iterable[_builtins.str] | None = ...,
         files_digest: _builtins.str = ...,
+        listed: _abc.Iterable[_resources_pb2.TensorSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "files_digest", b"files_digest", "files_id", b"files_id", "side_files", b"side_files", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "files_digest", b"files_digest", "files_id", b"files_id", "listed", b"listed", "side_files", b"side_files", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

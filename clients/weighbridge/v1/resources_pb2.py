@@ -24,19 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweighbridge/v1/resources.proto\x12\x0eweighbridge.v1\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"H\n\x05Shard\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x03(\x03\x12\x0e\n\x06\x65xtent\x18\x03 \x03(\x03\x12\x0f\n\x07replica\x18\x04 \x01(\x08\"\x88\x01\n\x06Layout\x12*\n\x05space\x18\x01 \x01(\x0e\x32\x1b.weighbridge.v1.TensorSpace\x12+\n\x07tensors\x18\x02 \x03(\x0b\x32\x1a.weighbridge.v1.TensorSpec\x12%\n\x06shards\x18\x03 \x03(\x0b\x32\x15.weighbridge.v1.Shard\"\xe7\x02\n\x07Version\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12+\n\x05state\x18\x03 \x01(\x0e\x32\x1c.weighbridge.v1.VersionState\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0b\n\x03run\x18\x05 \x01(\t\x12\r\n\x05ranks\x18\x06 \x01(\r\x12\x14\n\x0ctensor_bytes\x18\x07 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x08 \x01(\x04\x12\x16\n\x0e\x63reate_time_ms\x18\t \x01(\x03\x12\x15\n\rready_time_ms\x18\n \x01(\x03\x12\x17\n\x0f\x64urable_time_ms\x18\x0b \x01(\x03\x12\r\n\x05\x65rror\x18\x0c \x01(\t\x12\x15\n\rerror_details\x18\r \x03(\t\x12\x14\n\x0csealed_ranks\x18\x0e \x01(\r\x12\x18\n\x10verified_time_ms\x18\x0f \x01(\x03\x12\x1a\n\x12nonfinite_elements\x18\x10 \x01(\x04\"\xcf\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0ctensor_count\x18\x04 \x01(\x04\x12\x14\n\x0ctensor_bytes\x18\x05 \x01(\x04\x12\r\n\x05\x66iles\x18\x06 \x03(\t\x12-\n\x04refs\x18\x07 \x03(\x0b\x32\x1f.weighbridge.v1.Model.RefsEntry\x1a+\n\tRefsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"J\n\tRetention\x12\x11\n\tkeep_last\x18\x01 \x01(\x04\x12\x12\n\nkeep_every\x18\x02 \x01(\x04\x12\x16\n\x0ekeep_younger_s\x18\x03 \x01(\x04\"\xce\x02\n\nCollection\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\x12)\n\x04kept\x18\x03 \x03(\x0b\x32\x1b.weighbridge.v1.KeptVersion\x12\x0f\n\x07retired\x18\x04 \x03(\x04\x12/\n\x07waiting\x18\x05 \x03(\x0b\x32\x1e.weighbridge.v1.WaitingVersion\x12/\n\x07\x64\x65leted\x18\x06 \x03(\x0b\x32\x1e.weighbridge.v1.DeletedVersion\x12\x10\n\x08given_up\x18\x07 \x03(\x04\x12+\n\x05swept\x18\x08 \x03(\x0b\x32\x1c.weighbridge.v1.SweptVersion\x12\x19\n\x11uploads_discarded\x18\t \x01(\x04\x12\x16\n\x0eleases_removed\x18\n \x01(\x04\x12\x10\n\x08problems\x18\x0b \x03(\t\":\n\x0bKeptVersion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05rules\x18\x02 \x03(\t\x12\x0c\n\x04refs\x18\x03 \x03(\t\"C\n\x0eWaitingVersion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x10\n\x08until_ms\x18\x02 \x01(\x03\x12\x0f\n\x07readers\x18\x03 \x01(\r\"0\n\x0e\x44\x65letedVersion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"/\n\x0cSweptVersion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07objects\x18\x02 \x01(\x04\"*\n\tModelFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c*e\n\x0bTensorSpace\x12\x1c\n\x18TENSOR_SPACE_UNSPECIFIED\x10\x00\x12\x19\n\x15TENSOR_SPACE_MEGATRON\x10\x01\x12\x1d\n\x19TENSOR_SPACE_HUGGING_FACE\x10\x02*\x82\x02\n\x0cVersionState\x12\x1d\n\x19VERSION_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12VERSION_STATE_OPEN\x10\x01\x12\x1b\n\x17VERSION_STATE_RECEIVING\x10\x02\x12\x17\n\x13VERSION_STATE_READY\x10\x03\x12\x1a\n\x16VERSION_STATE_VERIFIED\x10\x04\x12\x19\n\x15VERSION_STATE_DURABLE\x10\x05\x12\x18\n\x14VERSION_STATE_FAILED\x10\x06\x12\x19\n\x15VERSION_STATE_ABORTED\x10\x07\x12\x19\n\x15VERSION_STATE_RETIRED\x10\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweighbridge/v1/resources.proto\x12\x0eweighbridge.v1\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"H\n\x05Shard\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x03(\x03\x12\x0e\n\x06\x65xtent\x18\x03 \x03(\x03\x12\x0f\n\x07replica\x18\x04 \x01(\x08\"\x88\x01\n\x06Layout\x12*\n\x05space\x18\x01 \x01(\x0e\x32\x1b.weighbridge.v1.TensorSpace\x12+\n\x07tensors\x18\x02 \x03(\x0b\x32\x1a.weighbridge.v1.TensorSpec\x12%\n\x06shards\x18\x03 \x03(\x0b\x32\x15.weighbridge.v1.Shard\"\xf1\x04\n\x07Version\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12+\n\x05state\x18\x03 \x01(\x0e\x32\x1c.weighbridge.v1.VersionState\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0b\n\x03run\x18\x05 \x01(\t\x12\r\n\x05ranks\x18\x06 \x01(\r\x12\x14\n\x0ctensor_bytes\x18\x07 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x08 \x01(\x04\x12\x16\n\x0e\x63reate_time_ms\x18\t \x01(\x03\x12\x15\n\rready_time_ms\x18\n \x01(\x03\x12\x17\n\x0f\x64urable_time_ms\x18\x0b \x01(\x03\x12\r\n\x05\x65rror\x18\x0c \x01(\t\x12\x15\n\rerror_details\x18\r \x03(\t\x12\x14\n\x0csealed_ranks\x18\x0e \x01(\r\x12\x18\n\x10verified_time_ms\x18\x0f \x01(\x03\x12\x1a\n\x12nonfinite_elements\x18\x10 \x01(\x04\x12\x0c\n\x04held\x18\x11 \x03(\t\x12\x18\n\x10\x61pproved_reasons\x18\x12 \x03(\t\x12\x13\n\x0b\x61pproved_by\x18\x13 \x01(\t\x12\x18\n\x10\x61pproved_time_ms\x18\x14 \x01(\x03\x12\x15\n\rapproved_note\x18\x15 \x01(\t\x12\x37\n\x08metadata\x18\x16 \x03(\x0b\x32%.weighbridge.v1.Version.MetadataEntry\x12\x11\n\twaits_for\x18\x17 \x03(\t\x1aN\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x05value\x18\x02 \x01(\x0b\x32\x1d.weighbridge.v1.MetadataValue:\x02\x38\x01\"]\n\rMetadataValue\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x11\n\x07integer\x18\x02 \x01(\x12H\x00\x12\x10\n\x06number\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x04 \x01(\x08H\x00\x42\x07\n\x05value\"\xf7\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0ctensor_count\x18\x04 \x01(\x04\x12\x14\n\x0ctensor_bytes\x18\x05 \x01(\x04\x12\r\n\x05\x66iles\x18\x06 \x03(\t\x12-\n\x04refs\x18\x07 \x03(\x0b\x32\x1f.weighbridge.v1.Model.RefsEntry\x12\x17\n\nweight_map\x18\x08 \x01(\x08H\x00\x88\x01\x01\x1a+\n\tRefsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\r\n\x0b_weight_map\"J\n\tRetention\x12\x11\n\tkeep_last\x18\x01 \x01(\x04\x12\x12\n\nkeep_every\x18\x02 \x01(\x04\x12\x16\n\x0ekeep_younger_s\x18\x03 \x01(\x04\":\n\x04Gate\x12\x19\n\x11\x61pproval_required\x18\x01 \x01(\x08\x12\x17\n\x0f\x61llow_nonfinite\x18\x02 \x01(\x08\"\xce\x02\n\nCollection\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\x12)\n\x04kept\x18\x03 \x03(\x0b\x32\x1b.weighbridge.v1.KeptVersion\x12\x0f\n\x07retired\x18\x04 \x03(\x04\x12/\n\x07waiting\x18\x05 \x03(\x0b\x32\x1e.weighbridge.v1.WaitingVersion\x12/\n\x07\x64\x65leted\x18\x06 \x03(\x0b\x32\x1e.weighbridge.v1.DeletedVersion\x12\x10\n\x08given_up\x18\x07 \x03(\x04\x12+\n\x05swept\x18\x08 \x03(\x0b\x32\x1c.weighbridge.v1.SweptVersion\x12\x19\n\x11uploads_discarded\x18\t \x01(\x04\x12\x16\n\x0eleases_removed\x18\n \x01(\x04\x12\x10\n\x08problems\x18\x0b \x03(\t\":\n\x0bKeptVersion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05rules\x18\x02 \x03(\t\x12\x0c\n\x04refs\x18\x03 \x03(\t\"C\n\x0eWaitingVersion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x10\n\x08until_ms\x18\x02 \x01(\x03\x12\x0f\n\x07readers\x18\x03 \x01(\r\"0\n\x0e\x44\x65letedVersion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"/\n\x0cSweptVersion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07objects\x18\x02 \x01(\x04\"*\n\tModelFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c*e\n\x0bTensorSpace\x12\x1c\n\x18TENSOR_SPACE_UNSPECIFIED\x10\x00\x12\x19\n\x15TENSOR_SPACE_MEGATRON\x10\x01\x12\x1d\n\x19TENSOR_SPACE_HUGGING_FACE\x10\x02*\x82\x02\n\x0cVersionState\x12\x1d\n\x19VERSION_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12VERSION_STATE_OPEN\x10\x01\x12\x1b\n\x17VERSION_STATE_RECEIVING\x10\x02\x12\x17\n\x13VERSION_STATE_READY\x10\x03\x12\x1a\n\x16VERSION_STATE_VERIFIED\x10\x04\x12\x19\n\x15VERSION_STATE_DURABLE\x10\x05\x12\x18\n\x14VERSION_STATE_FAILED\x10\x06\x12\x19\n\x15VERSION_STATE_ABORTED\x10\x07\x12\x19\n\x15VERSION_STATE_RETIRED\x10\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weighbridge.v1.resources_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_VERSION_METADATAENTRY']._loaded_options = None
+  _globals['_VERSION_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_MODEL_REFSENTRY']._loaded_options = None
   _globals['_MODEL_REFSENTRY']._serialized_options = b'8\001'
-  _globals['_TENSORSPACE']._serialized_start=1578
-  _globals['_TENSORSPACE']._serialized_end=1679
-  _globals['_VERSIONSTATE']._serialized_start=1682
-  _globals['_VERSIONSTATE']._serialized_end=1940
+  _globals['_TENSORSPACE']._serialized_start=2039
+  _globals['_TENSORSPACE']._serialized_end=2140
+  _globals['_VERSIONSTATE']._serialized_start=2143
+  _globals['_VERSIONSTATE']._serialized_end=2401
   _globals['_TENSORSPEC']._serialized_start=50
   _globals['_TENSORSPEC']._serialized_end=106
   _globals['_SHARD']._serialized_start=108
@@ -44,23 +46,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LAYOUT']._serialized_start=183
   _globals['_LAYOUT']._serialized_end=319
   _globals['_VERSION']._serialized_start=322
-  _globals['_VERSION']._serialized_end=681
-  _globals['_MODEL']._serialized_start=684
-  _globals['_MODEL']._serialized_end=891
-  _globals['_MODEL_REFSENTRY']._serialized_start=848
-  _globals['_MODEL_REFSENTRY']._serialized_end=891
-  _globals['_RETENTION']._serialized_start=893
-  _globals['_RETENTION']._serialized_end=967
-  _globals['_COLLECTION']._serialized_start=970
-  _globals['_COLLECTION']._serialized_end=1304
-  _globals['_KEPTVERSION']._serialized_start=1306
-  _globals['_KEPTVERSION']._serialized_end=1364
-  _globals['_WAITINGVERSION']._serialized_start=1366
-  _globals['_WAITINGVERSION']._serialized_end=1433
-  _globals['_DELETEDVERSION']._serialized_start=1435
-  _globals['_DELETEDVERSION']._serialized_end=1483
-  _globals['_SWEPTVERSION']._serialized_start=1485
-  _globals['_SWEPTVERSION']._serialized_end=1532
-  _globals['_MODELFILE']._serialized_start=1534
-  _globals['_MODELFILE']._serialized_end=1576
+  _globals['_VERSION']._serialized_end=947
+  _globals['_VERSION_METADATAENTRY']._serialized_start=869
+  _globals['_VERSION_METADATAENTRY']._serialized_end=947
+  _globals['_METADATAVALUE']._serialized_start=949
+  _globals['_METADATAVALUE']._serialized_end=1042
+  _globals['_MODEL']._serialized_start=1045
+  _globals['_MODEL']._serialized_end=1292
+  _globals['_MODEL_REFSENTRY']._serialized_start=1234
+  _globals['_MODEL_REFSENTRY']._serialized_end=1277
+  _globals['_RETENTION']._serialized_start=1294
+  _globals['_RETENTION']._serialized_end=1368
+  _globals['_GATE']._serialized_start=1370
+  _globals['_GATE']._serialized_end=1428
+  _globals['_COLLECTION']._serialized_start=1431
+  _globals['_COLLECTION']._serialized_end=1765
+  _globals['_KEPTVERSION']._serialized_start=1767
+  _globals['_KEPTVERSION']._serialized_end=1825
+  _globals['_WAITINGVERSION']._serialized_start=1827
+  _globals['_WAITINGVERSION']._serialized_end=1894
+  _globals['_DELETEDVERSION']._serialized_start=1896
+  _globals['_DELETEDVERSION']._serialized_end=1944
+  _globals['_SWEPTVERSION']._serialized_start=1946
+  _globals['_SWEPTVERSION']._serialized_end=1993
+  _globals['_MODELFILE']._serialized_start=1995
+  _globals['_MODELFILE']._serialized_end=2037
 # @@protoc_insertion_point(module_scope)

@@ -188,6 +188,27 @@ Global___Layout: _TypeAlias = Layout  # noqa: Y015
 class Version(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___MetadataValue: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___MetadataValue | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -204,6 +225,13 @@ class Version(_message.Message):
     SEALED_RANKS_FIELD_NUMBER: _builtins.int
     VERIFIED_TIME_MS_FIELD_NUMBER: _builtins.int
     NONFINITE_ELEMENTS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    APPROVED_REASONS_FIELD_NUMBER: _builtins.int
+    APPROVED_BY_FIELD_NUMBER: _builtins.int
+    APPROVED_TIME_MS_FIELD_NUMBER: _builtins.int
+    APPROVED_NOTE_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     state: Global___VersionState.ValueType
@@ -226,9 +254,30 @@ class Version(_message.Message):
     verified_time_ms: _builtins.int
     """Unset until then."""
     nonfinite_elements: _builtins.int
-    """Elements of all tensors that are NaN or infinite; 0 until the version is verified."""
+    """Elements of all tensors that are NaN or infinite; until the version is verified, those that its ranks have counted."""
+    approved_by: _builtins.str
+    approved_time_ms: _builtins.int
+    approved_note: _builtins.str
     @_builtins.property
     def error_details(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why `live` and `latest` pass the version by: "nonfinite" (elements are NaN or infinite), "candidate" (who pushed it said so, or the
+        model wants approval), or what a later release adds. Empty if they do not.
+        """
+
+    @_builtins.property
+    def approved_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The reasons that were approved, by whom in their own words, when, and with which note; unset if none was."""
+
+    @_builtins.property
+    def metadata(self) -> _containers.MessageMap[_builtins.str, Global___MetadataValue]:
+        """What was pushed with it."""
+
+    @_builtins.property
+    def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of one that is being received, what it waits for, such as the ranks that have not declared or sealed."""
+
     def __init__(
         self,
         *,
@@ -248,14 +297,54 @@ class Version(_message.Message):
         sealed_ranks: _builtins.int = ...,
         verified_time_ms: _builtins.int = ...,
         nonfinite_elements: _builtins.int = ...,
+        held: _abc.Iterable[_builtins.str] | None = ...,
+        approved_reasons: _abc.Iterable[_builtins.str] | None = ...,
+        approved_by: _builtins.str = ...,
+        approved_time_ms: _builtins.int = ...,
+        approved_note: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, Global___MetadataValue] | None = ...,
+        waits_for: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time_ms", b"create_time_ms", "durable_time_ms", b"durable_time_ms", "error", b"error", "error_details", b"error_details", "model", b"model", "nonfinite_elements", b"nonfinite_elements", "number", b"number", "ranks", b"ranks", "ready_time_ms", b"ready_time_ms", "received_bytes", b"received_bytes", "run", b"run", "sealed_ranks", b"sealed_ranks", "state", b"state", "step", b"step", "tensor_bytes", b"tensor_bytes", "verified_time_ms", b"verified_time_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved_by", b"approved_by", "approved_note", b"approved_note", "approved_reasons", b"approved_reasons", "approved_time_ms", b"approved_time_ms", "create_time_ms", b"create_time_ms", "durable_time_ms", b"durable_time_ms", "error", b"error", "error_details", b"error_details", "held", b"held", "metadata", b"metadata", "model", b"model", "nonfinite_elements", b"nonfinite_elements", "number", b"number", "ranks", b"ranks", "ready_time_ms", b"ready_time_ms", "received_bytes", b"received_bytes", "run", b"run", "sealed_ranks", b"sealed_ranks", "state", b"state", "step", b"step", "tensor_bytes", b"tensor_bytes", "verified_time_ms", b"verified_time_ms", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Version: _TypeAlias = Version  # noqa: Y015
+
+@_typing.final
+class MetadataValue(_message.Message):
+    """A value of a version's metadata."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    INTEGER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    FLAG_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    integer: _builtins.int
+    number: _builtins.float
+    """Finite."""
+    flag: _builtins.bool
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        integer: _builtins.int = ...,
+        number: _builtins.float = ...,
+        flag: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["flag", b"flag", "integer", b"integer", "number", b"number", "text", b"text", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flag", b"flag", "integer", b"integer", "number", b"number", "text", b"text", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["text", "integer", "number", "flag"]  # noqa: Y015
+    _WhichOneofArgType_value: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_value) -> _WhichOneofReturnType_value | None: ...
+
+Global___MetadataValue: _TypeAlias = MetadataValue  # noqa: Y015
 
 @_typing.final
 class Model(_message.Message):
@@ -288,6 +377,7 @@ class Model(_message.Message):
     TENSOR_BYTES_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     REFS_FIELD_NUMBER: _builtins.int
+    WEIGHT_MAP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """namespace/name."""
     model_type: _builtins.str
@@ -296,6 +386,8 @@ class Model(_message.Message):
     """Element type of the weights."""
     tensor_count: _builtins.int
     tensor_bytes: _builtins.int
+    weight_map: _builtins.bool
+    """Whether its tensors have Megatron-core's names, too; otherwise they have those of its files alone. Absent means that they have."""
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the files that belong to it besides the weights."""
@@ -314,12 +406,15 @@ class Model(_message.Message):
         tensor_bytes: _builtins.int = ...,
         files: _abc.Iterable[_builtins.str] | None = ...,
         refs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        weight_map: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight_map", b"_weight_map", "weight_map", b"weight_map"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "files", b"files", "model_type", b"model_type", "name", b"name", "refs", b"refs", "tensor_bytes", b"tensor_bytes", "tensor_count", b"tensor_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight_map", b"_weight_map", "dtype", b"dtype", "files", b"files", "model_type", b"model_type", "name", b"name", "refs", b"refs", "tensor_bytes", b"tensor_bytes", "tensor_count", b"tensor_count", "weight_map", b"weight_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__weight_map: _TypeAlias = _typing.Literal["weight_map"]  # noqa: Y015
+    _WhichOneofArgType__weight_map: _TypeAlias = _typing.Literal["_weight_map", b"_weight_map"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_map) -> _WhichOneofReturnType__weight_map | None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
 
@@ -352,6 +447,32 @@ class Retention(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Retention: _TypeAlias = Retention  # noqa: Y015
+
+@_typing.final
+class Gate(_message.Message):
+    """What versions of a model have to pass before `live` and `latest` may name them. It goes for versions that are opened from then on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    APPROVAL_REQUIRED_FIELD_NUMBER: _builtins.int
+    ALLOW_NONFINITE_FIELD_NUMBER: _builtins.int
+    approval_required: _builtins.bool
+    """Each is held as a candidate until it is approved."""
+    allow_nonfinite: _builtins.bool
+    """Versions with elements that are NaN or infinite are not held for that."""
+    def __init__(
+        self,
+        *,
+        approval_required: _builtins.bool = ...,
+        allow_nonfinite: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_nonfinite", b"allow_nonfinite", "approval_required", b"approval_required"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Gate: _TypeAlias = Gate  # noqa: Y015
 
 @_typing.final
 class Collection(_message.Message):

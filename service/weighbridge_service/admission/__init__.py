@@ -1,4 +1,12 @@
 """Admission: who asks, what they may have, and whose turn it is, before any work is done for them.
 
-Decisions are pure or need a lock at most; nothing here knows of gRPC, HTTP or the store.
+May import: `runtime`, `weighbridge_storage`, `weighbridge`; nothing here knows of gRPC or HTTP.
+
+- `peer`: who asks, and what they may: the place of access control.
+- `quotas`: quotas of hosts in what is limited.
+- `turns`: whose turn is next.
+- `rates`: calls that a host may begin in a second.
+- `tickets`: tickets for streams of weights.
+- `message_waits`: how long a message may take to come.
+- `byte_budget`: bytes in flight.
 """

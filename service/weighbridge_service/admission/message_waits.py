@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from weighbridge_service import process_memory
+from weighbridge_service.runtime import process_memory
 
 log = logging.getLogger(__name__)
 

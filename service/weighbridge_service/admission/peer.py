@@ -45,16 +45,18 @@ class Verb(StrEnum):
     """Look at models, versions and refs, and pull them."""
     PUSH = "push"
     """Bring a version, or give one up."""
+    APPROVE = "approve"
+    """Hold versions no longer that are held."""
     MANAGE = "manage"
-    """Register models, move tags, and say what is kept."""
+    """Register models, move tags, and say what is kept and what is held."""
     REPLICATE = "replicate"
     """Take part in the service as a replica."""
 
 
 def authorize(peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:
-    """Raise if a peer may not do something. Every door asks here before it does anything else.
+    """Access control: allows everything today. Every face asks here before it does what it was asked for.
 
-    Who reaches the service may do everything: it belongs in a network of its own.
+    Whoever reaches the service may do everything: it belongs in a network of its own.
 
     Args:
         peer: who asks.

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from weighbridge.errors import ResourceExhausted
 
 _MOST_HOSTS = 10_000
-"""Hosts that are remembered; the one that has called longest ago is forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +37,20 @@ class Rates:
         rate: calls a second.
         burst: calls at once, after a pause.
         clock: seconds.
+        most_hosts: hosts that are remembered; the one that has called longest ago is forgotten first.
     """
 
-    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        rate: float,
+        burst: float,
+        clock: Callable[[], float] = time.monotonic,
+        most_hosts: int = _MOST_HOSTS,
+    ) -> None:
         self._rate = rate
         self._burst = burst
         self._clock = clock
+        self._most_hosts = most_hosts
         self._lock = threading.Lock()
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
@@ -55,7 +62,7 @@ class Rates:
             allowed = bucket.calls >= 1
             self._buckets[host] = Bucket(bucket.calls - 1, now) if allowed else bucket
             self._buckets.move_to_end(host)
-            if len(self._buckets) > _MOST_HOSTS:
+            if len(self._buckets) > self._most_hosts:
                 self._buckets.popitem(last=False)
         if not allowed:
             raise ResourceExhausted(

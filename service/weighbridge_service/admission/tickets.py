@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from weighbridge.errors import Conflict, DataLoss, NotFound, Unavailable
-from weighbridge_service.clock import unix_ms
-from weighbridge_storage.objects import ObjectStore
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.stores.objects import ObjectStore
 
 VALID_SECONDS = 3600
 _KEY = "service/ticket-key"

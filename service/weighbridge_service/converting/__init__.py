@@ -1,6 +1,6 @@
 """Conversion of folders, with no service running: Hugging Face folders to torch_dist checkpoints of Megatron-core, and back.
 
-It is the mechanism of everything else here, a plan between two layouts, carried out from files to files.
+May import: `models`, `plan`, `weighbridge_storage`, `weighbridge`.
 
 - `convert`: the whole of it, `convert_folder`.
 - `conversions`: which bytes of which file go where, and what is left out.
@@ -9,5 +9,6 @@ It is the mechanism of everything else here, a plan between two layouts, carried
 - `units`: the plan as pieces of work that can be done in any order.
 - `working_folder`: what an interrupted conversion leaves, so that the next run goes on.
 - `pushing`: a checkpoint as a version of a model, which does need a service.
-- `workers`: processes that do the work; `worker` is what runs in them.
+- `workers`: processes that do the work.
+- `worker`: what runs in them.
 """

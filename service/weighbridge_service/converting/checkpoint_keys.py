@@ -1,4 +1,4 @@
-"""Which keys, chunks and objects a checkpoint of a model has that Megatron-core is to load.
+"""Keys, chunks and objects of a checkpoint that Megatron-core is to load.
 
 Keys are those of `sharded_state_dict()` of megatron-core 0.16: with the layer as first axis of one tensor for all layers where
 these are alike (`homogeneous` in transformer_block.py), or with a key for each layer; a layer's experts always are an axis of one
@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from weighbridge.boxes import Box
-from weighbridge.dtypes import DType
+from weighbridge._core.boxes import Box
+from weighbridge._core.dtypes import DType
+from weighbridge._core.layouts import Shard, TensorSpec
 from weighbridge.errors import InvalidArgument
-from weighbridge.layouts import Shard, TensorSpec
-from weighbridge_service.bridges import Bridge, Entry
+from weighbridge_service.models.bridges import Bridge, MegatronTensor
 
 KeyForm = Literal["auto", "stacked", "per-layer"]
 LayerSpec = Literal["te", "local"]
@@ -57,7 +57,7 @@ class CheckpointTensors:
 class _Placed:
     """A tensor of one layer and expert, and where it belongs: a key, and an index of its leading axes."""
 
-    entry: Entry
+    entry: MegatronTensor
     dtype: DType
     key: str
     leading: tuple[int, ...]
@@ -124,7 +124,7 @@ def empty_object() -> bytes:
     return stream.getvalue()
 
 
-def _named(bridge: Bridge, spec: LayerSpec) -> Iterator[tuple[str, Entry]]:
+def _named(bridge: Bridge, spec: LayerSpec) -> Iterator[tuple[str, MegatronTensor]]:
     """The model's tensors with the names that a layer spec gives them."""
     own_names = {theirs: ours for ours, theirs in _LATENT_NORMS.items()}
     for name, entry in bridge.megatron.items():
@@ -169,7 +169,7 @@ def _stacked(placed: Sequence[_Placed], *, must: bool) -> list[_Placed]:
     return made
 
 
-def _chunks(entry: Entry, shape: tuple[int, ...], dtype: DType) -> Iterator[Box]:
+def _chunks(entry: MegatronTensor, shape: tuple[int, ...], dtype: DType) -> Iterator[Box]:
     """A tensor's chunks: halves apart, because tensor parallelism cuts each by itself, and none too large."""
     if not shape or 0 in shape:
         yield Box.whole(shape)

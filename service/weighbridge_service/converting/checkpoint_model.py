@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from weighbridge import hf_folder
-from weighbridge.dtypes import DType
+from weighbridge._core.dtypes import DType
+from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._formats import hf_folder
 from weighbridge.errors import LayoutError, NotFound
-from weighbridge.layouts import Layout, TensorSpec
-from weighbridge_service.bridges import Bridge, bridge_for, parse_config
-from weighbridge_service.relations import WeightMap
-from weighbridge_service.weight_maps import derive_weight_map
-from weighbridge_storage.torch_dist import TorchDistCheckpoint
-from weighbridge_storage.torch_dist_metadata import CONFIG_FILE
+from weighbridge_service.models.bridges import Bridge, bridge_for
+from weighbridge_service.models.weight_maps import derive_weight_map
+from weighbridge_service.plan.relations import WeightMap
+from weighbridge_storage.torch_dist.folder import TorchDistCheckpoint
+from weighbridge_storage.torch_dist.metadata import CONFIG_FILE
 
 SIDE_FOLDER = "hf"
 """Folder inside of a checkpoint in which the model's config, tokenizer and so on are kept."""
@@ -111,7 +111,6 @@ def checkpoint_model(config_json: bytes, there: Layout) -> tuple[dict[str, Tenso
         InvalidArgument: the config has no map.
         LayoutError: a tensor is unknown, or has another shape than the model's; names them all.
     """
-    parse_config(config_json)
     absent: tuple[str, ...] = ()
     while True:
         bridge = bridge_for(config_json, absent)

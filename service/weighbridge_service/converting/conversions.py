@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from weighbridge import hf_folder, safetensors_files
-from weighbridge.block_scales import SCALE_SUFFIX
+from weighbridge._core.block_scales import SCALE_SUFFIX
+from weighbridge._core.layouts import Layout, Placement, TensorSpec
+from weighbridge._core.slices import MAX_VOCAB_MULTIPLE
+from weighbridge._formats import hf_folder, safetensors_files
+from weighbridge._formats.folder_weights import tied_copies
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
-from weighbridge.folder_weights import tied_copies
-from weighbridge.layouts import Layout, Placement, TensorSpec
-from weighbridge.slices import MAX_VOCAB_MULTIPLE
-from weighbridge_service.bridges import Bridge, bridge_for, parse_config
 from weighbridge_service.converting.checkpoint_keys import (
     KeyForm,
     LayerSpec,
@@ -32,18 +31,19 @@ from weighbridge_service.converting.checkpoint_model import (
     model_part,
     side_files_of,
 )
-from weighbridge_service.model_tensors import tensors_found
-from weighbridge_service.planning import Plan, make_plan
-from weighbridge_service.relations import Link, WeightMap
-from weighbridge_service.weight_maps import derive_weight_map
-from weighbridge_storage.names import BLOCKS_SUFFIX, MANIFEST_FILE
-from weighbridge_storage.torch_dist import (
+from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
+from weighbridge_service.models.model_tensors import tensors_found
+from weighbridge_service.models.weight_maps import derive_weight_map
+from weighbridge_service.plan.planning import Plan, make_plan
+from weighbridge_service.plan.relations import Link, WeightMap
+from weighbridge_storage.documents.names import BLOCKS_SUFFIX, MANIFEST_FILE
+from weighbridge_storage.torch_dist.folder import (
     FramedFile,
     iterations_in,
     lay_out_torch_dist,
     read_torch_dist,
 )
-from weighbridge_storage.torch_dist_metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE
+from weighbridge_storage.torch_dist.metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE
 
 Kind = Literal["hugging_face", "torch_dist"]
 

@@ -9,10 +9,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from weighbridge._core.json_values import JsonValue
 from weighbridge.errors import AlreadyExists, DataLoss, InvalidArgument, ResourceExhausted
 from weighbridge_service.converting.conversions import (
     Conversion,
@@ -36,7 +36,7 @@ _LEAST_GATHER, _MOST_GATHER = 1 << 20, 8 << 20
 
 
 @dataclass(frozen=True)
-class ConvertReport:
+class ConvertReport(JsonValue):
     """What a conversion has done.
 
     Attributes:
@@ -62,10 +62,6 @@ class ConvertReport:
     resumed_bytes: int
     workers: int
     left_out: dict[str, int]
-
-    def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        return {**asdict(self), "files": list(self.files)}
 
 
 def convert_folder(

@@ -6,19 +6,22 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Unpack
 
-from weighbridge import safetensors_files, wire
-from weighbridge.layouts import Layout, Placement, TensorSpec
-from weighbridge.push_handle import PushHandle
-from weighbridge.push_sources import MappedSource, StreamSource
-from weighbridge.trainer import TrainerClient
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.push_options import PushOptions
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge._core.layouts import Layout, Placement, TensorSpec
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats import safetensors_files
+from weighbridge._formats.push_sources import MappedSource
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
     in_dtype_of,
     model_part,
     side_files_of,
 )
-from weighbridge_storage.torch_dist import read_torch_dist
+from weighbridge_storage.torch_dist.folder import read_torch_dist
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,10 @@ class CheckpointToPush:
         specs = tuple(tensors.values())
         return CheckpointToPush(folder, in_dtype_of(specs, side_files), specs, layout, left_out)
 
-    def push(self, client: TrainerClient, model: str, *, step: int, run: str) -> PushHandle:
-        """Register the model and push the weights as a new version, from where they lie.
+    def push(
+        self, client: TrainerClient, model: str, *, step: int, run: str, **options: Unpack[PushOptions]
+    ) -> PushHandle:
+        """Register the model and push the weights as a new version, from where they lie. ``options`` are as for `TrainerClient.push`.
 
         Raises:
             LayoutError: a tensor is missing, or there twice; names it.
@@ -69,13 +74,10 @@ class CheckpointToPush:
         placements = self.layout.placements
         names = dict.fromkeys(placement.buffer for placement in placements)
         files = {name: safetensors_files.map_file(self.folder / name) for name in names}
-
-        def mapped(indexes: Sequence[int], stream: Layout) -> StreamSource:
-            return MappedSource(stream, [placements[i] for i in indexes], files)
-
+        mapped = MappedSource.opener(placements, files)
         return client.push_shards(
-            model, _stream(self.layout.tensors, placements), wire.MEGATRON, mapped, step=step, rank=0,
-            world_size=1, run=run, request_id=str(uuid.uuid4()),
+            model, _stream(self.layout.tensors, placements), TensorSpace.MEGATRON, mapped, step=step, rank=0,
+            world_size=1, run=run, request_id=str(uuid.uuid4()), **options,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A conversion as units of work that can be done in any order, by any process, and again."""
+"""Units of work of a conversion, which can be done in any order, by any process, and again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from weighbridge.layouts import Placement
+from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._core.layouts import Placement
 from weighbridge_service.converting.conversions import Conversion
-from weighbridge_service.converting.worker import Gather, Same, Strided, Unit
-from weighbridge_service.transfers import Piece, Transfer
+from weighbridge_service.converting.worker import Gather, Same, Unit
+from weighbridge_service.plan.transfers import Transfer
 
 UNIT_BYTES = 256 << 20
 """About how much is done before it is written down that it is done."""
@@ -105,7 +106,7 @@ class Units:
             files = self._files[copy.buffer], self._files[original.buffer]
             same = Same(twin.name, files[0], copy.offset, files[1], original.offset, copy.nbytes)
             return Unit(covered.number, "", same=(same,))
-        runs: list[Strided] = []
+        runs: list[ByteCopy[int]] = []
         gathers: list[Gather] = []
         placements = self._placements[covered.file]
         first = bisect.bisect_right(self._starts[covered.file], covered.start) - 1
@@ -117,7 +118,7 @@ class Units:
                     break
                 continue
             pieces = self._transfer.pieces(start, stop, covered.file)
-            if all(piece.shape[-1] >= _LONG for piece in pieces):
+            if all(piece.extent[-1] >= _LONG for piece in pieces):
                 # what no piece covers stays as a new file is: zero
                 runs += [self._strided(piece, start) for piece in pieces]
             else:
@@ -130,9 +131,9 @@ class Units:
             pieces = self._transfer.pieces(position, end, file)
             yield Gather(position, end - position, tuple(self._strided(piece, 0) for piece in pieces))
 
-    def _strided(self, piece: Piece, base: int) -> Strided:
-        return Strided(
-            piece.shape,
+    def _strided(self, piece: ByteCopy[str], base: int) -> ByteCopy[int]:
+        return ByteCopy(
+            piece.extent,
             base + piece.stream_offset,
             piece.stream_strides,
             self._files[piece.file],

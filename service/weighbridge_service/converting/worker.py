@@ -1,4 +1,4 @@
-"""What runs in a process that converts: it is told which bytes to copy, and copies them from file to file.
+"""Worker process of a conversion: copies the bytes that it is told to, from file to file.
 
 It knows nothing of tensors. It imports numpy only when bytes have to be picked together, so that it starts at once.
 
@@ -23,6 +23,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import product
 from typing import IO, TYPE_CHECKING, Any
+
+from weighbridge._core.byte_copies import ByteCopy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,39 +56,18 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
-    """Bytes at regular distances on both sides; all numbers are bytes.
-
-    Attributes:
-        shape: how many on each axis; those of the last one are next to each other on both sides.
-        to: first byte in the target.
-        to_strides: distances there.
-        file: index of the source file.
-        at: first byte in it.
-        strides: distances there.
-    """
-
-    shape: tuple[int, ...]
-    to: int
-    to_strides: tuple[int, ...]
-    file: int
-    at: int
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Gather:
     """A range of the target that is picked together in memory.
 
     Attributes:
         to: its first byte.
         length: its bytes; those that no part covers are zero.
-        parts: where they come from. Their `Strided.to` counts from the range's first byte.
+        parts: where they come from. Their streams' offsets count from the range's first byte.
     """
 
     to: int
     length: int
-    parts: tuple[Strided, ...]
+    parts: tuple[ByteCopy[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +105,7 @@ class Unit:
 
     number: int
     file: str
-    runs: tuple[Strided, ...] = ()
+    runs: tuple[ByteCopy[int], ...] = ()
     gathers: tuple[Gather, ...] = ()
     same: tuple[Same, ...] = ()
 
@@ -217,10 +198,12 @@ class Worker:
     def do(self, unit: Unit) -> None:
         """Do one, and say so when it is on the disk."""
         for run in unit.runs:
-            for index in product(*map(range, run.shape[:-1])):
-                at = run.at + sum(i * step for i, step in zip(index, run.strides, strict=False))
-                to = run.to + sum(i * step for i, step in zip(index, run.to_strides, strict=False))
-                self._copy(run.file, at, unit.file, to, run.shape[-1])
+            for index in product(*map(range, run.extent[:-1])):
+                at = run.file_offset + sum(i * step for i, step in zip(index, run.file_strides, strict=False))
+                to = run.stream_offset + sum(
+                    i * step for i, step in zip(index, run.stream_strides, strict=False)
+                )
+                self._copy(run.file, at, unit.file, to, run.extent[-1])
         for gather in unit.gathers:
             self._gather(gather, unit.file)
         for same in unit.same:
@@ -244,17 +227,19 @@ class Worker:
 
         room = self._room(gather.to, gather.length)
         buffer = np.frombuffer(room, np.uint8)
-        if sum(_volume(part.shape) for part in gather.parts) < gather.length:
+        if sum(_volume(part.extent) for part in gather.parts) < gather.length:
             buffer[:] = 0
         for part in gather.parts:
             mapped = self._files.mapped(part.file)
-            last = part.at + sum((n - 1) * step for n, step in zip(part.shape, part.strides, strict=True))
+            last = part.file_offset + sum(
+                (n - 1) * step for n, step in zip(part.extent, part.file_strides, strict=True)
+            )
             if last >= len(mapped) or last >= os.fstat(self._files.source(part.file)).st_size:
                 # reading behind the end of a mapped file would end this process
                 raise _Failed(TOO_SHORT, self._job.source[part.file])
             np.copyto(
-                np.ndarray(part.shape, np.uint8, buffer, part.to, part.to_strides),
-                np.ndarray(part.shape, np.uint8, mapped, part.at, part.strides),
+                np.ndarray(part.extent, np.uint8, buffer, part.stream_offset, part.stream_strides),
+                np.ndarray(part.extent, np.uint8, mapped, part.file_offset, part.file_strides),
             )
         self._files.write(name, room, gather.to)
         self._files.let_go()

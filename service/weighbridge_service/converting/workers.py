@@ -174,8 +174,15 @@ class _Running:
                 covered = self._waiting.take(covered.file)
             requests.close()
         except BrokenPipeError as error:
-            raise self._died(process) from error
+            raise self._last_words(process) from error
         process.wait()
+
+    def _last_words(self, process: subprocess.Popen[bytes]) -> WeighbridgeError:
+        """Why a process has ended that takes no more requests: what it said last, if anything."""
+        for line in cast("IO[bytes]", process.stdout):
+            if line.endswith(b"\n") and "error" in (answer := json.loads(line)):
+                return self._problem(answer)
+        return self._died(process)
 
     def _await(self, process: subprocess.Popen[bytes], covered: Range) -> None:
         answers = cast("IO[bytes]", process.stdout)

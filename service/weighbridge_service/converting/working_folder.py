@@ -1,4 +1,4 @@
-"""What lies beside the target while a conversion runs, so that an interrupted one goes on where it stopped.
+"""Working folder beside the target while a conversion runs, from which an interrupted one goes on.
 
 ``TARGET.converting/`` has ``files/``, which becomes TARGET in the end, ``journal``, and ``lock``, which a running conversion and
 its workers hold. The journal's first line is the identity of the conversion, each further line the number of a unit whose bytes

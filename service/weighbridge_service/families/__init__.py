@@ -1,4 +1,21 @@
-"""The families of models that have a weight map: one file for each, found by entry points."""
+"""Families of models that have a weight map: one file each, found by their ``model_type``. Packages bring further ones by entry
+points.
+
+May import: `weighbridge.errors`; nothing of the service.
+
+- `family`: what a family has to say.
+- `rules`: rules that relate tensors of both sides.
+- `shapes`: shapes by a model's config.
+- `from_mbridge`: families that mbridge describes.
+- `dense`: llama, qwen2, qwen3.
+- `moe`: mixtral, qwen2_moe, qwen3_moe.
+- `deepseek_v3`: deepseek_v3, kimi_k2.
+- `glm4_moe`: glm4_moe.
+- `mimo`: mimo.
+- `gemma3`: gemma3, gemma3_text.
+- `qwen2_5_vl`: qwen2_5_vl.
+- `llama4`: llama4, llama4_text.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +31,38 @@ from weighbridge_service.families.rules import Rule
 GROUP = "weighbridge.families"
 """Entry points of this group name a `Family` for a ``model_type``."""
 
-__all__ = ["GROUP", "Family", "Rule", "family_of", "model_types"]
+_DISTRIBUTION = "weighbridge"
+_BUILT_IN = {
+    "llama": "dense:Llama",
+    "qwen2": "dense:Qwen2",
+    "qwen3": "dense:Qwen3",
+    "mixtral": "moe:Mixtral",
+    "qwen2_moe": "moe:Qwen2Moe",
+    "qwen3_moe": "moe:Qwen3Moe",
+    "deepseek_v3": "deepseek_v3:DeepseekV3",
+    "kimi_k2": "deepseek_v3:DeepseekV3",
+    "glm4_moe": "glm4_moe:Glm4Moe",
+    "mimo": "mimo:Mimo",
+    "gemma3": "gemma3:Gemma3",
+    "gemma3_text": "gemma3:Gemma3Text",
+    "qwen2_5_vl": "qwen2_5_vl:Qwen25VL",
+    "llama4_text": "llama4:Llama4",
+    "llama4": "llama4:Llama4",
+}
+"""Modules of this package and their classes, by ``model_type``: there whether or not Weighbridge is installed, as from a source tree."""
+
+__all__ = ["GROUP", "Family", "Rule", "family_of", "has_weight_map", "model_types", "no_weight_map"]
 
 
 @functools.cache
 def _registered() -> Mapping[str, metadata.EntryPoint]:
-    found: dict[str, metadata.EntryPoint] = {}
+    found = {
+        model_type: metadata.EntryPoint(model_type, f"{__name__}.{where}", GROUP)
+        for model_type, where in _BUILT_IN.items()
+    }
     for entry in metadata.entry_points(group=GROUP):
+        if entry.dist is not None and entry.dist.name == _DISTRIBUTION:
+            continue  # an installation of another release, beside the code that is running
         there = found.setdefault(entry.name, entry)
         if there.value != entry.value:  # an editable installation may be listed twice
             raise FailedPrecondition(
@@ -35,6 +77,28 @@ def model_types() -> list[str]:
     return sorted(_registered())
 
 
+def has_weight_map(config: Mapping[str, Any]) -> bool:
+    """Whether there is a family for a config's model type. Imports none."""
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in _registered()
+
+
+def no_weight_map(model_type: object, problem: str = "", fix: str = "") -> InvalidArgument:
+    """The error that there is no weight map for a model type; lists those that have one.
+
+    Args:
+        model_type: of the config.
+        problem: what follows from it.
+        fix: what to do instead; by default, bring a map.
+    """
+    return InvalidArgument(
+        f"there is no weight map for the model type {str(model_type)[:80]!r}{problem}",
+        details=[f"model types that have one: {', '.join(model_types())}"],
+        fix=fix
+        or "a package can bring one, see docs/families.md; Hugging Face's names need none, see docs/models.md",
+    )
+
+
 def family_of(config: Mapping[str, Any]) -> type[Family]:
     """The family of a config.
 
@@ -45,10 +109,7 @@ def family_of(config: Mapping[str, Any]) -> type[Family]:
     model_type = config.get("model_type")
     entry = _registered().get(model_type) if isinstance(model_type, str) else None
     if entry is None:
-        raise InvalidArgument(
-            f"there is no weight map for the model type {str(model_type)[:80]!r}",
-            fix=f"model types that have one: {', '.join(model_types())}; a package can bring more, see docs/families.md",
-        )
+        raise no_weight_map(model_type)
     try:
         found = entry.load()
     except Exception as error:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from weighbridge_service.families.family import MTP, mtp_rules
 from weighbridge_service.families.from_mbridge import MBridgeFamily
 from weighbridge_service.families.rules import Rule, Shape
+from weighbridge_service.families.shapes import label_count
 
 _OWN = {
     "enorm.weight": "enorm.weight",
@@ -30,8 +31,12 @@ class LayersForPrediction(MBridgeFamily):
 
     @property
     def mtp_layers(self) -> int:
-        """Layers for multi-token prediction."""
-        return int(self.config.get("num_nextn_predict_layers") or 0)
+        """Layers for multi-token prediction; a model with a value or reward head has none, whatever its config was copied from."""
+        return (
+            0
+            if label_count(self.config) is not None
+            else int(self.config.get("num_nextn_predict_layers") or 0)
+        )
 
     def rules(self) -> Sequence[Rule]:
         """What mbridge's tables say, and the same for the layers of prediction, any number of them."""

@@ -1,7 +1,7 @@
-"""What a family of models says about itself: the extension point.
+"""Base class of families: the extension point for a model's tensors and rules.
 
-A family is a class in one file. It is found by the entry point group ``weighbridge.families``, under the ``model_type`` of
-its configs, so a package that is installed beside Weighbridge can bring further ones::
+A family is a class in one file. Those of this package are in the table of `weighbridge_service.families`; a package that is installed
+beside Weighbridge brings further ones by the entry point group ``weighbridge.families``, under the ``model_type`` of their configs::
 
     [project.entry-points."weighbridge.families"]
     my_model = "my_package.my_model:MyModel"
@@ -21,7 +21,7 @@ from weighbridge_service.families.rules import WHOLE, Rule, Shape
 from weighbridge_service.families.shapes import (
     label_count,
     meta_model,
-    names_on_disk,
+    parallel_plan_of,
     shapes_of,
     transformers_config,
     with_all_experts,
@@ -76,9 +76,11 @@ class Family:
 
         Patterns of module names as files have them, with ``*`` for numbers, to ``colwise``, ``rowwise`` and others.
         """
-        on_disk = names_on_disk(self.model)
-        plan = {**self.model.tp_plan, **(type(self.model)._tp_plan or {})}
-        return {on_disk(pattern): style for pattern, style in plan.items()}
+        plan = parallel_plan_of(self.model)
+        if self.text_config is not self.transformers_config:
+            # transformers 5 cuts the output layer of models with images as well; slices are the same with either
+            plan = {module: style for module, style in plan.items() if not module.endswith("lm_head")}
+        return plan
 
     @property
     def text_config(self) -> Any:

@@ -100,6 +100,10 @@ def _offline_bridge(config: Any, model_type: str, further_names: Mapping[str, tu
     text = getattr(config, "text_config", config)
     if getattr(text, "head_dim", None) is None:
         text.head_dim = text.hidden_size // text.num_attention_heads
+    for name, value in text.to_dict().items():
+        # mbridge asks models with images for fields of the language model, as the configs of transformers 4 let it
+        if not hasattr(config, name):
+            setattr(config, name, value)
 
     class Offline(family):  # type: ignore[misc, valid-type]
         def _build_config(self) -> SimpleNamespace:

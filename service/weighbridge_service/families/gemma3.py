@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from weighbridge_service.families.from_mbridge import MBridgeFamily
-from weighbridge_service.families.rules import Rule
+from weighbridge_service.families.rules import Rule, Shape
 
+_TOWER = re.compile(r"^vision_tower\.(?!vision_model\.)")
 _OUTPUT = "language_model.output_layer.weight"
 
 
 class Gemma3(MBridgeFamily):
     """Gemma 3 from 4B on. Norms are stored as offsets from one on both sides (``layernorm_zero_centered_gamma``)."""
+
+    def hugging_face_shapes(self) -> dict[str, Shape]:
+        """The shapes that transformers knows, with the vision tower's names in published files, whose prefix transformers 5 leaves out."""
+        shapes = super().hugging_face_shapes()
+        return {_TOWER.sub("vision_tower.vision_model.", name): shape for name, shape in shapes.items()}
 
     def rules(self) -> Sequence[Rule]:
         """What mbridge's tables say, with the name in files of an output layer that is not the embedding."""

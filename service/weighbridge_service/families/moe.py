@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
 from weighbridge_service.families.dense import ATTENTION_BIASES
 from weighbridge_service.families.from_mbridge import MBridgeFamily
+from weighbridge_service.families.rules import Shape
 
 _MLP = "model.layers.{layer}.mlp"
 _NAMES = {
@@ -33,3 +38,18 @@ class Qwen3Moe(MBridgeFamily):
 
     experts_field = "num_experts"
     further_names = _NAMES
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        if "num_experts" not in config and "num_local_experts" in config:
+            # as transformers 5 writes it, and transformers 4 does not read it
+            config = {**config, "num_experts": config["num_local_experts"]}
+        super().__init__(config)
+
+    def hugging_face_shapes(self) -> dict[str, Shape]:
+        """The shapes that transformers knows, with a layer's router in front of its experts, where transformers 5 has it behind them."""
+        shapes: dict[str, Shape] = {}
+        for in_mlp, run in itertools.groupby(
+            super().hugging_face_shapes().items(), lambda item: ".mlp." in item[0]
+        ):
+            shapes |= sorted(run, key=lambda item: in_mlp and ".experts." in item[0])
+        return shapes

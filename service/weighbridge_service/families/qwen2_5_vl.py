@@ -15,4 +15,7 @@ class Qwen25VL(MBridgeFamily):
         if "text_config" not in config:
             # as published: the language model's fields stand beside `vision_config`
             config = {**config, "text_config": config}
+        if "tie_word_embeddings" not in config and "tie_word_embeddings" in config["text_config"]:
+            # as transformers 4 reads it, and transformers 5 since 5.16
+            config = {**config, "tie_word_embeddings": config["text_config"]["tie_word_embeddings"]}
         super().__init__(config)

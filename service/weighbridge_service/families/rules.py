@@ -1,4 +1,4 @@
-"""The words in which a family says which Hugging Face tensors a Megatron-core tensor becomes."""
+"""Rules by which Hugging Face tensors follow from a Megatron-core tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-class Conversion(Protocol):
+class Rearrangement(Protocol):
     """How one whole Megatron-core tensor becomes Hugging Face tensors.
 
     It is never run on weights: once on shapes, and a few times on tensors of element numbers, to find out which element
@@ -51,7 +51,7 @@ class Rule:
 
     megatron: str
     hugging_face: tuple[str, ...]
-    conversion: Conversion
+    conversion: Rearrangement
     copies: tuple[str, ...] = ()
     part_of_copies: str = ""
     vocabulary: bool = False
@@ -69,7 +69,7 @@ class _Whole:
         return [tensor]
 
 
-WHOLE: Conversion = _Whole()
+WHOLE: Rearrangement = _Whole()
 """One tensor, the same on both sides."""
 
 

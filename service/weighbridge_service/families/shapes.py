@@ -1,9 +1,14 @@
-"""Which tensors transformers' model of a config has: found by making it without memory."""
+"""Shapes of the tensors of transformers' model of a config, which is made without memory.
+
+transformers 5 stacks the experts of a layer, and names some modules otherwise, in memory alone: what it saves has the names of
+transformers 4. So names and their order are here those of files, whichever of the two is installed.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -37,6 +42,12 @@ _MAY_BE_ZERO = ("num_nextn_predict_layers", "n_shared_experts")
 _FURTHER_FIELDS = ("head_dim", "tie_word_embeddings", "vision_use_head")
 """Fields that have a say in which tensors there are and that transformers reads without naming them."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_OF_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.\w+$")
+_ORDER = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Of an expert's projections in files."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_STYLES = {"colwise_gather_output": "colwise", "packed_colwise": "colwise"}
+"""Words of transformers 5 for cuts of one projection; they add what becomes of activations, or that two of them are stacked."""
 _SIZES = ("_dim", "_size", "_rank", "_heads", "_layers", "_experts", "_groups")
 _MOST_LABELS = 1 << 16
 _HEADS = ("ForTokenClassification", "ForSequenceClassification")
@@ -63,13 +74,27 @@ def transformers_config(model_type: str, config: Mapping[str, Any]) -> Any:
 
 def _own_fields(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     _check_sizes(config)
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
-    fields = {name: config[name] for name in [*names, *_FURTHER_FIELDS] if name in config}
+    fields = {name: config[name] for name in [*_field_names(cls), *_FURTHER_FIELDS] if name in config}
+    default = None
     for name, nested in cls.sub_configs.items():
         if isinstance(fields.get(name), Mapping):
+            if not _field_names(nested):  # any config: the family's own, whatever a file asks for
+                default = default or cls()
+                nested = type(getattr(default, name))
             fields[name] = _own_fields(nested, fields[name])
     return fields
+
+
+def _field_names(cls: Any) -> list[str]:
+    """What a class of configs adds to those of all models."""
+    fields = getattr(cls, "__dataclass_fields__", None)
+    if fields is None:  # transformers 4
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+    import transformers
+
+    of_all = transformers.PreTrainedConfig.__dataclass_fields__
+    return [*(name for name in fields if name not in of_all), *cls.attribute_map, *cls.attribute_map.values()]
 
 
 def _check_sizes(config: Mapping[str, Any]) -> None:
@@ -129,14 +154,71 @@ def meta_model(transformers_config: Any, config: Mapping[str, Any]) -> Any:
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's tensors by the names they have in files, in the order of the state dict, tied ones once."""
+    in_files = [item for of_tensor in _in_files(model).values() for item in of_tensor.items()]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for _, run in itertools.groupby(in_files, lambda item: _expert(item[0])[0]):
+        shapes |= sorted(run, key=lambda item: _expert(item[0]))
+    return shapes
+
+
+def _expert(name: str) -> tuple[str, int, int]:
+    """Where a tensor's experts are, which of them it belongs to, and its place in that one; empty if it belongs to none."""
+    found = _OF_EXPERT.match(name)
+    if found is None or found[3] not in _ORDER:
+        return "", 0, 0
+    return found[1], int(found[2]), _ORDER.index(found[3])
+
+
+def parallel_plan_of(model: Any) -> dict[str, str]:
+    """transformers' plan for a model: modules by their names in files, with ``*`` for numbers, to ``colwise``, ``rowwise`` and others."""
+    plan = {**model.tp_plan, **(type(model)._tp_plan or {})}
+    patterns = [
+        (re.compile(re.escape(module).replace(r"\*", r"\d+")), style)
+        for module, style in reversed(plan.items())
+    ]
+
+    def style_of(name: str) -> str | None:
+        return next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
+
+    found: dict[str, str] = {}
+    for name, in_files in _in_files(model).items():
+        # what is stacked is spoken of as a module would be
+        stacked = None if name in in_files else style_of(name)
+        style = stacked or style_of(name.rpartition(".")[0])
+        if style is not None:
+            found |= dict.fromkeys((_module_kind(name) for name in in_files), _STYLES.get(style, style))
+    return found
+
+
+def _module_kind(name: str) -> str:
+    return _NUMBER.sub("*", name).rpartition(".")[0]
+
+
+def _in_files(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
+    """What each tensor of a model is in files, names and shapes; of tied tensors the first."""
     seen: set[int] = set()
-    shapes = {}
-    on_disk = names_on_disk(model)
+    tensors = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            shapes[on_disk(name)] = tuple(tensor.shape)
-    return shapes
+            tensors[name] = tensor
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ModuleNotFoundError:  # transformers 4
+        on_disk = names_on_disk(model)
+        return {name: {on_disk(name): tuple(tensor.shape)} for name, tensor in tensors.items()}
+
+    by_kind: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        by_kind.setdefault(_NUMBER.sub("*", name), {})[name] = tensor
+    found: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in tensors}
+    for kind, of_kind in by_kind.items():
+        numbers = {tuple(_NUMBER.findall(name)): name for name in of_kind}
+        depth = kind.count("*")
+        for name, tensor in revert_weight_conversion(model, of_kind).items():
+            origin = numbers[tuple(_NUMBER.findall(name))[:depth]]
+            found[origin][name] = tuple(tensor.shape)
+    return found
 
 
 def names_on_disk(model: Any) -> Callable[[str], str]:

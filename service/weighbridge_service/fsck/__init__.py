@@ -1,6 +1,6 @@
 """Consistency check of a store: whether heads, histories and folders agree, and how they are made to agree again.
 
-May import from `weighbridge_service.models`, `weighbridge_storage` and `weighbridge`.
+May import: `models`, `weighbridge_storage`, `weighbridge`.
 
 - `survey`: what the objects of one model say; only reads.
 - `diagnosis`: what is wrong, and the head that would be right; pure.

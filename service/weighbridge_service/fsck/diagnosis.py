@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from weighbridge.resources import REF_LATEST
+from weighbridge._core.resources import REF_LATEST
 from weighbridge_service.fsck.survey import Survey, VersionFolder
-from weighbridge_storage.entries import Ref, VersionEntry
-from weighbridge_storage.head import Head
-from weighbridge_storage.names import BLOCKS_SUFFIX, MAX_VERSION
+from weighbridge_storage.documents.entries import Ref, VersionEntry
+from weighbridge_storage.documents.names import BLOCKS_SUFFIX, MAX_VERSION
+from weighbridge_storage.head.head import Head
 
 UNKNOWN_NUMBERS = 1000
 """How many numbers are left out where the head was lost or is older than the store: versions that were given up have left nothing
@@ -140,7 +140,7 @@ def repaired_head(
         number: replace(changed.get(number, survey.entries[number]), retired_ms=now_ms) for number in dropped
     }
     entries = {**survey.entries, **changed}
-    durable = {number for number, entry in entries.items() if not entry.retired}
+    durable = {number: entry for number, entry in entries.items() if not entry.retired}
     after = replace(
         base,
         next_version=_next_version(survey, base),
@@ -155,10 +155,10 @@ def repaired_head(
     return replace(after, removed=frozenset(), recent=entries, root=None, mark=None)
 
 
-def _refs(refs: Mapping[str, Ref], durable: Collection[int]) -> dict[str, Ref]:
-    """The refs that name a version which is there; ``latest`` names the highest one."""
+def _refs(refs: Mapping[str, Ref], durable: Mapping[int, VersionEntry]) -> dict[str, Ref]:
+    """The refs that name a version which is there; ``latest`` names the highest one that is not held."""
     kept = {name: ref for name, ref in refs.items() if ref.version in durable}
-    highest = max(durable, default=0)
+    highest = max((number for number, entry in durable.items() if not entry.held), default=0)
     if highest:
         there = kept.get(REF_LATEST, refs.get(REF_LATEST, Ref(highest)))
         kept[REF_LATEST] = replace(there, version=highest)
@@ -216,7 +216,8 @@ class _Numbers:
             or number in head.open
         ):
             return False
-        return self._believed or number in head.failed
+        # what is below the first is of a model that was deleted
+        return self._believed or number in head.failed or number < head.first_version
 
     def is_strange(self, number: int) -> bool:
         """Whether another release has written a version of which the head knows nothing."""
@@ -256,7 +257,9 @@ def _findings_of_version(
         yield from _findings_of_stray(numbers, number, folder)
         return
     if adopted:
-        yield Finding("is whole, and in no history", Mend.HEAD, number)
+        held = folder.described.held if folder.described is not None else ()
+        until = f"; it was held ({', '.join(held)}), and will be until it is approved" if held else ""
+        yield Finding(f"is whole, and in no history{until}", Mend.HEAD, number)
     elif folder.foreign:
         yield Finding(f"cannot be checked: {folder.problems[0]}", Mend.NONE, number)
         return
@@ -278,6 +281,8 @@ def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) ->
     head = numbers.survey.head
     if head is not None and number in head.open:
         return  # it is being received
+    if head is not None and number < head.first_version:
+        return  # of a model that was deleted: collections take it once nobody reads it any more
     count = len(numbers.survey.folders[number])
     if number > numbers.highest:
         yield Finding(

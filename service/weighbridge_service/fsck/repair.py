@@ -14,26 +14,33 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weighbridge.errors import Conflict, DataLoss, NotFound, WeighbridgeError
-from weighbridge.layouts import TensorSpec
+from weighbridge._core.layouts import TensorSpec
+from weighbridge.errors import Conflict, DataLoss, InvalidArgument, NotFound, WeighbridgeError
 from weighbridge_service.fsck.diagnosis import Diagnosis, Finding, Mend, diagnose, repaired_head
 from weighbridge_service.fsck.survey import Described, Survey, survey_model
-from weighbridge_service.models import (
+from weighbridge_service.models.listed_tensors import write_tensor_list
+from weighbridge_service.models.registered_model import (
     RegisteredModel,
     files_identity,
     files_key,
     model_for_registration,
     registration_of,
 )
-from weighbridge_storage.digests import digest_bytes
-from weighbridge_storage.entries import VersionEntry
-from weighbridge_storage.head import Head
-from weighbridge_storage.head_changes import stamp
-from weighbridge_storage.head_store import HeadStore
-from weighbridge_storage.names import MANIFEST_FILE, ModelName, blocks_key, version_key
-from weighbridge_storage.objects import IfMatch, ObjectStore, PutMode
-from weighbridge_storage.version_reading import read_manifest, side_files, tensors_of_files
-from weighbridge_storage.version_verifying import digest_object
+from weighbridge_storage.documents.entries import VersionEntry
+from weighbridge_storage.documents.names import (
+    MANIFEST_FILE,
+    ModelName,
+    blocks_key,
+    first_version_of,
+    version_key,
+)
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import stamp
+from weighbridge_storage.head.head_store import HeadStore
+from weighbridge_storage.stores.objects import IfMatch, ObjectStore, PutMode
+from weighbridge_storage.versions.digests import digest_bytes
+from weighbridge_storage.versions.reading import read_manifest, side_files, tensors_of_files
+from weighbridge_storage.versions.verifying import digest_object
 
 _DELETIONS = 8
 """Requests at a time."""
@@ -247,7 +254,15 @@ class _Repair:
         files = self._side_files(number)
         manifest = read_manifest(self._store, self._model, number)
         specs = [TensorSpec(name, entry.dtype, entry.shape) for name, entry in manifest.tensors.items()]
-        registered = model_for_registration(self._model, files, "", specs)
+        head = self._survey.head
+        try:
+            registered = model_for_registration(self._model, files, "", specs, head)
+        except InvalidArgument:  # it may have been registered by its tensors, although its type has a map
+            registered = model_for_registration(self._model, files, "", specs, head, weight_map=False)
+        if registered.listed is not None:
+            write_tensor_list(
+                self._store, self._model, registered.listed, first_version_of(registered.files_id)
+            )
         for name, content in files.items():
             self._store.put(files_key(self._model, registered.files_id, name), content, mode="overwrite")
         return registered
@@ -268,7 +283,12 @@ class _Repair:
             there = head.open.get(number) if head is not None else None
             claim = (there.claim if there is not None else "") or f"fsck-{uuid.uuid4().hex}"
             ranks = there.ranks if there is not None else 0
-            listed = VersionEntry(number, 0, "", 0, 0, 0, self._files_id(number), claim, ranks=ranks)
+            # what was approved after its manifest was written is only known of a version that was still open
+            held = said.held if there is None else there.holding(said.held)
+            listed = VersionEntry(
+                number, 0, "", 0, 0, 0, self._files_id(number), claim, ranks=ranks, held=held, metadata=said.metadata,
+                approval=None if there is None else there.approval,
+            )  # fmt: skip
         return replace(
             listed,
             step=said.step,

@@ -11,17 +11,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from weighbridge.errors import DataLoss, FailedPrecondition, NotFound
-from weighbridge.safetensors_files import INDEX_FILE
-from weighbridge_service.models import check_registration, files_key
-from weighbridge_storage.digests import BLOCK_BYTES, DIGEST_BYTES
-from weighbridge_storage.entries import VersionEntry
-from weighbridge_storage.head import Head
-from weighbridge_storage.head_store import HeadStore
-from weighbridge_storage.history import NodeMissing
-from weighbridge_storage.history_nodes import Leaf, NodeRef
-from weighbridge_storage.manifest import Manifest
-from weighbridge_storage.names import (
+from weighbridge._core.metadata import Metadata, checked_metadata
+from weighbridge._formats.safetensors_files import INDEX_FILE
+from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
+from weighbridge_service.models.listed_tensors import read_tensor_list
+from weighbridge_service.models.registered_model import check_registration, files_key
+from weighbridge_storage.documents.entries import VersionEntry
+from weighbridge_storage.documents.names import (
     MANIFEST_FILE,
     ModelName,
     blocks_key,
@@ -30,7 +26,13 @@ from weighbridge_storage.names import (
     numbered_key,
     version_key,
 )
-from weighbridge_storage.objects import ObjectStore
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_store import HeadStore
+from weighbridge_storage.head.history import NodeMissing
+from weighbridge_storage.head.history_nodes import Leaf, NodeRef
+from weighbridge_storage.stores.objects import ObjectStore
+from weighbridge_storage.versions.digests import BLOCK_BYTES, DIGEST_BYTES
+from weighbridge_storage.versions.manifest import Manifest
 
 _AT_ONCE = 16
 """Requests at a time."""
@@ -44,6 +46,8 @@ class Described:
 
     Attributes:
         step, run, created_ms, nbytes, tensor_count, nonfinite_elements: as in the version's entry.
+        held: why it was held when the manifest was written.
+        metadata: what was pushed with it.
         side_files: the files besides the weights, with the roots of their digests.
     """
 
@@ -53,6 +57,8 @@ class Described:
     nbytes: int
     tensor_count: int
     nonfinite_elements: int
+    held: tuple[str, ...]
+    metadata: Metadata
     side_files: Mapping[str, str]
 
     @staticmethod
@@ -65,6 +71,8 @@ class Described:
             nbytes=sum(manifest.files[name].size for name in manifest.weight_files),
             tensor_count=len(manifest.tensors),
             nonfinite_elements=manifest.nonfinite_elements,
+            held=manifest.held,
+            metadata=_kept(manifest.metadata),
             side_files={
                 name: file.blake3
                 for name, file in manifest.files.items()
@@ -76,6 +84,14 @@ class Described:
         """The fields in which an entry of a history says something else."""
         names = ("step", "run", "created_ms", "nbytes", "tensor_count", "nonfinite_elements")
         return tuple(name for name in names if getattr(self, name) != getattr(entry, name))
+
+
+def _kept(metadata: Metadata) -> Metadata:
+    """The metadata of a manifest, if an entry can hold it: other programs may have written more."""
+    try:
+        return checked_metadata(metadata)
+    except InvalidArgument:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -178,7 +194,7 @@ def survey_model(
         unreadable = error.message
     except FailedPrecondition as error:
         head, unreadable, foreign = None, str(error), True
-    unregistered = "" if head is None else _wrong_registration(model, head)
+    unregistered = "" if head is None or head.deleted else _wrong_registration(store, model, head)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="survey") as pool:
         if head is not None:
             # a collection may have deleted what the head does not lead to any more since it was listed
@@ -193,7 +209,7 @@ def survey_model(
         for folder in pool.map(lambda n: _look(store, model, n), numbers):
             looked[numbers[len(looked)]] = folder
             on_progress(len(looked), len(numbers))
-        missing = () if head is None or unregistered else _lost_files(store, model, head)
+        missing = () if head is None or head.deleted or unregistered else _lost_files(store, model, head)
     return Survey(
         model=model,
         head=head,
@@ -267,10 +283,12 @@ def _look(store: ObjectStore, model: ModelName, number: int) -> VersionFolder:
     return VersionFolder(Described.of(manifest), tuple(problems), tuple(bad_blocks))
 
 
-def _wrong_registration(model: ModelName, head: Head) -> str:
-    """What is wrong with the registration in a head; empty if nothing is."""
+def _wrong_registration(store: ObjectStore, model: ModelName, head: Head) -> str:
+    """What is wrong with the registration in a head, and the list of tensors that it names; empty if nothing is."""
     try:
-        check_registration(model, head)
+        listed = check_registration(model, head).listed
+        if listed:
+            read_tensor_list(store, model, listed, head.first_version)
     except DataLoss as error:
         return error.message
     return ""

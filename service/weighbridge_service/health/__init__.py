@@ -1,10 +1,17 @@
-"""Health of a service: named checks that run in the background, for probes that are answered at once."""
+"""Health of a service: named checks that run in the background, for probes that are answered at once.
+
+May import: `service`, `runtime`, `weighbridge_storage`, `weighbridge`.
+
+- `checks`: what must be well for new work.
+- `monitor`: runs checks, and tells what it found last.
+- `doctor`: checks of ``weighbridge doctor``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from weighbridge.checks import Check, CheckStatus
+from weighbridge._core.checks import Check, CheckStatus
 from weighbridge.errors import Unavailable
 from weighbridge_service.health.checks import checks_of
 from weighbridge_service.health.monitor import Monitor, NamedCheck

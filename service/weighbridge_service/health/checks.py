@@ -7,17 +7,17 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from weighbridge.checks import Check, CheckStatus
+from weighbridge._core.checks import Check, CheckStatus
+from weighbridge._core.resources import Version
 from weighbridge.errors import NotFound, WeighbridgeError
-from weighbridge.resources import Version
-from weighbridge_service.clock import unix_ms
 from weighbridge_service.health.monitor import NamedCheck
-from weighbridge_service.memory_plan import MAKE_ROOM, check_budget, check_images, check_limits
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_service.runtime.memory_plan import MAKE_ROOM, check_budget, check_images, check_limits
 from weighbridge_service.service import Weighbridge
-from weighbridge_storage.memory_limits import DiskReading, read_disk
-from weighbridge_storage.names import ModelName
-from weighbridge_storage.objects import ObjectStore
-from weighbridge_storage.s3_settings import is_s3
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.memory.memory_limits import DiskReading, read_disk
+from weighbridge_storage.opening import is_remote
+from weighbridge_storage.stores.objects import ObjectStore
 
 STORE_REACHABLE = "store-reachable"
 STORE_WRITABLE = "store-writable"
@@ -154,7 +154,9 @@ def checks_of(service: Weighbridge) -> list[NamedCheck]:
     config = service.config
     most_offset_ms = min(config.grace.quarter_ms, round(config.open_lease * 1000) // 2)
     store = StoreChecks(service.catalog.store, service.intake.home.boot, most_offset_ms)
-    folders = {config.scratch_folder} if is_s3(config.store) else {config.scratch_folder, Path(config.store)}
+    folders = (
+        {config.scratch_folder} if is_remote(config.store) else {config.scratch_folder, Path(config.store)}
+    )
 
     def disk_room() -> Check:
         return worst([check_disk(read_disk(folder)) for folder in folders])

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from weighbridge.checks import Check, CheckStatus
+from weighbridge._core.checks import Check, CheckStatus
 from weighbridge.errors import WeighbridgeError
 
 log = logging.getLogger(__name__)

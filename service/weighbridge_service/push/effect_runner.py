@@ -7,22 +7,24 @@ import logging
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, WeighbridgeError
-from weighbridge_service.models import RegisteredModel
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.plan.declarations import Agreement, Declaration, Home, numbers_of
 from weighbridge_service.push import effects as do
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Agreement, Declaration, Home, numbers_of
 from weighbridge_service.push.handover import HandedShare, HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator, VersionRequest
 from weighbridge_service.push.image_writer import ImageWriter
 from weighbridge_service.push.publisher import Publisher
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_service.push.state import PushState
-from weighbridge_storage.digests import FileDigests, digest_file
-from weighbridge_storage.images import Image
-from weighbridge_storage.version_writing import NOTHING_WRITTEN, Written
+from weighbridge_storage.documents.entries import OpenEntry
+from weighbridge_storage.memory.images import Image
+from weighbridge_storage.versions.digests import FileDigests, digest_file
+from weighbridge_storage.versions.writing import NOTHING_WRITTEN, Written
 
 log = logging.getLogger(__name__)
 
@@ -140,13 +142,15 @@ class EffectRunner:
                 wanted = state.share.owners - self._handed_in.keys()
                 if wanted:
                     self._handed_in |= self._exchange.handed_in(agreed.claim, wanted)
-                return on.ReplicasHandedIn(frozenset(self._handed_in))
+                nonfinite = {number: _nonfinite_of(files) for number, files in self._handed_in.items()}
+                return on.ReplicasHandedIn(frozenset(self._handed_in), nonfinite)
             case do.HandOver(to):
                 self._hand_over(to, state, agreed)
                 return on.HandedOver(to)
             case do.WriteManifestAndPublish():
                 written = self.written if agreed.alone else _all_of(self._handed_in.values())
-                entry = self._publisher.publish(agreed, written, state.ready_ms, state.verified_ms)
+                opened = self._opened(state)
+                entry = self._publisher.publish(opened, agreed, written, state.ready_ms, state.verified_ms)
                 if state.told:
                     self._clear_exchange(state)
                 return on.Published(entry)
@@ -188,7 +192,7 @@ class EffectRunner:
 
     def _digest(self, file: str, owner: Owner) -> on.Event:
         image = self._held()
-        with image.lease():
+        with image.hold():
             digests = digest_file(self._model.files, file, image.read_only_buffers[file], owner.go_on)
         owner.go_on()  # what is kept after the end would stay
         self._digests[file] = digests
@@ -197,12 +201,12 @@ class EffectRunner:
     def _compare_sample(self) -> None:
         image = self._held()
         if self.writer is not None:
-            with image.lease():
+            with image.hold():
                 self.writer.compare_sample(image.read_only_buffers)
 
     def _upload(self, file: str, owner: Owner) -> on.Event:
         image = self._held()
-        with image.lease():
+        with image.hold():
             data = image.read_only_buffers[file]
             is_there = self._publisher.upload(file, data, self._digests.get(file), owner.go_on)
         return on.Uploaded(file) if is_there else on.PerhapsUnchanged(file)
@@ -229,10 +233,11 @@ class EffectRunner:
             raise DeadlineExceeded("there was no time left")
         declared = state.declarations.declared
         ranks = [(declared[rank].client_id, declared[rank].digest) for rank in sorted(declared)]
-        entry, spread, share = self._publisher.entry, agreed.prepared.spread, None
+        entry, spread, share = self._opened(state), agreed.prepared.spread, None
         if spread is not None and state.share is not None:
             share = HandedShare(state.share.me, agreed.homes, spread.owners, agreed.handovers)
-        handed = HandedVersion(self._model, entry, agreed.claim, state.ready_ms, ranks, share)
+        nonfinite = state.holding.known
+        handed = HandedVersion(self._model, entry, agreed.claim, state.ready_ms, ranks, share, nonfinite)
         memory_wait = (
             seconds / 2 / max(len(state.successors), 1)
         )  # the rest is for reading, and for the next ones
@@ -241,6 +246,16 @@ class EffectRunner:
         except (DeadlineExceeded, Unavailable):
             if not self._publisher.is_held_by(to):  # its answer may be lost
                 raise
+
+    def _opened(self, state: PushState) -> OpenEntry:
+        """The version as it was opened, with what all of its ranks have said of it."""
+        holding = state.holding
+        return replace(
+            self._publisher.entry,
+            held=holding.opened,
+            allow_nonfinite=holding.allows_nonfinite,
+            metadata=state.opened.metadata,
+        )
 
     def _tell(self, here: Mapping[int, Declaration]) -> on.Event:
         for digest in {declaration.digest for declaration in here.values()}:
@@ -278,6 +293,10 @@ def _agreed(state: PushState) -> Agreement:
 
 def _all_of(parts: Iterable[Written]) -> Written:
     return functools.reduce(operator.or_, parts, NOTHING_WRITTEN)
+
+
+def _nonfinite_of(written: Written) -> int:
+    return sum(tensor.nonfinite for tensor in written.tensors.values())
 
 
 def _unexpected(effect: do.Awaited, error: Exception) -> WeighbridgeError:

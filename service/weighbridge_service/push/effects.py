@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weighbridge.errors import WeighbridgeError
-from weighbridge_service.push.declarations import Home, KnownSet
+from weighbridge_service.plan.declarations import Home, KnownSet
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from weighbridge.layouts import Layout
-from weighbridge_service.catalog import VersionSnapshot
-from weighbridge_service.planning import Plan
-from weighbridge_service.push.declarations import Declarations
-from weighbridge_service.push.push_plan import PreparedPush
+from weighbridge._core.layouts import Layout
+from weighbridge_service.catalog.snapshots import VersionSnapshot
+from weighbridge_service.plan.declarations import Declarations
+from weighbridge_service.plan.planning import Plan
+from weighbridge_service.plan.push_plan import PreparedPush
+from weighbridge_service.plan.transfers import Transfer
 from weighbridge_service.push.session import PushSession
-from weighbridge_service.push.state import PushState, anew, answer_abort, check_not_failed, sealed
-from weighbridge_service.transfers import Transfer
-from weighbridge_storage.version_writing import Written
+from weighbridge_service.push.state import PushState, answer_abort, check_not_failed, sealed
+from weighbridge_storage.versions.writing import Written
 
 _EMPTY = Layout.stream((), ())
 _NO_PLAN = PreparedPush({}, {}, Transfer(Plan(_EMPTY, _EMPTY, (), ()), scatter=True), {}, {})
@@ -105,12 +105,12 @@ def _without_plan(state: PushState) -> PushState:
         heard_at=state.heard_at,
         renew_at=state.renew_at,
         phase=state.phase,
-        nonfinite=state.nonfinite,
+        holding=state.holding,
         received_bytes=state.received_bytes,
         ready_ms=state.ready_ms,
         verified_ms=state.verified_ms,
         durable_ms=state.durable_ms,
-        error=None if state.error is None else anew(state.error),
+        error=None if state.error is None else state.error.anew(),
         superseded=state.superseded,
         handed_to=state.handed_to,
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weighbridge.errors import WeighbridgeError
+from weighbridge_service.plan.declarations import Declaration, Home
+from weighbridge_service.plan.push_plan import PreparedPush
 from weighbridge_service.push import effects
-from weighbridge_service.push.declarations import Declaration, Home
 from weighbridge_service.push.effects import Awaited
-from weighbridge_service.push.push_plan import PreparedPush
-from weighbridge_storage.entries import VersionEntry
+from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,29 @@ class MemoryHeld(Event):
 
 @dataclass(frozen=True, slots=True)
 class SealAsked(Event):
-    """A rank says that it has pushed everything; what it pushed to other replicas has arrived there."""
+    """A rank says that it has pushed everything; what it pushed to other replicas has arrived there.
+
+    Attributes:
+        rank: which one.
+        nonfinite: how many elements of what it has pushed are NaN or infinite; 0 if it has not counted.
+    """
 
     rank: int
+    nonfinite: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Described(Event):
+    """A further rank has said something of the version at its opening: head.json says this of it now."""
+
+    entry: OpenEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Approved(Event):
+    """Somebody has approved reasons for which the version is held."""
+
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +115,12 @@ class ReplicaSaid(Event):
     Attributes:
         replica: its number.
         handed_in: whether these files are in the object store, too.
+        nonfinite: how many elements that are NaN or infinite it knows of.
     """
 
     replica: int
     handed_in: bool
+    nonfinite: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +163,15 @@ class HandedIn(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReplicasHandedIn(Event):
-    """The numbers of the replicas whose uploaded files are known, this one's included."""
+    """The replicas whose uploaded files are known, this one included.
+
+    Attributes:
+        replicas: their numbers.
+        nonfinite: how many elements in these files are NaN or infinite, by number.
+    """
 
     replicas: frozenset[int]
+    nonfinite: Mapping[int, int] = field(default_factory=dict, hash=False)
 
 
 # --- answers to effects --------------------------------------------------------------------------------------------------
@@ -257,6 +285,7 @@ class HeadSaid(Event):
         claim: the agreement under which it is published, or is being written; empty if nobody has claimed it.
         reason: of a version that was given up, why.
         entry: of a version that is published, what history says of it.
+        opened: of one that is open, what the head says of it.
     """
 
     effect: Awaited
@@ -264,6 +293,7 @@ class HeadSaid(Event):
     claim: str = ""
     reason: str = ""
     entry: VersionEntry | None = None
+    opened: OpenEntry | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from weighbridge_service.models import RegisteredModel
-from weighbridge_service.push.declarations import Agreement, Home
-from weighbridge_service.push.push_plan import nothing_to_push
-from weighbridge_service.push.replica_placement import Spread
-from weighbridge_storage.entries import OpenEntry
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.plan.declarations import Agreement, Home
+from weighbridge_service.plan.push_plan import nothing_to_push
+from weighbridge_service.plan.replica_placement import Spread
+from weighbridge_storage.documents.entries import OpenEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class HandedVersion:
         ready_ms: when it became ready, in milliseconds since 1970 UTC.
         ranks: client and layout digest of each rank.
         share: what is handed over; None if that is all of the version.
+        nonfinite: how many of its elements are known to be NaN or infinite.
     """
 
     model: RegisteredModel
@@ -49,6 +50,7 @@ class HandedVersion:
     ready_ms: int
     ranks: Sequence[tuple[str, str]]
     share: HandedShare | None = None
+    nonfinite: int = 0
 
     @property
     def key(self) -> tuple[str, int, str]:

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Collection
 
 from weighbridge.errors import WeighbridgeError
-from weighbridge_service.models import RegisteredModel
-from weighbridge_storage.image_books import ImageOwner
-from weighbridge_storage.image_pool import ImagePool, ImageRequest
-from weighbridge_storage.images import Image
-from weighbridge_storage.names import ModelName
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.memory.image_books import ImageOwner
+from weighbridge_storage.memory.image_pool import ImagePool, ImageRequest
+from weighbridge_storage.memory.images import Image
 
 log = logging.getLogger(__name__)
 

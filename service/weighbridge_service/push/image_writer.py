@@ -9,24 +9,28 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from weighbridge import rpc
+from weighbridge._core.range_set import RangeSet
+from weighbridge._transport import rpc
 from weighbridge.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
     WeighbridgeError,
 )
+from weighbridge_service.plan.declarations import Agreement, Home
+from weighbridge_service.plan.push_plan import PreparedPush
+from weighbridge_service.plan.transfers import Bytes
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Agreement, Home
-from weighbridge_service.push.push_plan import PreparedPush
 from weighbridge_service.push.sample import MOST, MOST_BYTES, Sample
-from weighbridge_service.ranges import RangeSet
-from weighbridge_service.transfers import Bytes
-from weighbridge_storage.images import Image, Lease
-from weighbridge_storage.objects import ByteArray
+from weighbridge_storage.memory.images import Hold, Image
+from weighbridge_storage.stores.objects import ByteArray
+
+Pieces = Iterator[tuple[int, memoryview, int]]
+"""Pieces of a stream: offset, data and checksum of each."""
 
 _NAMED = 20
 
@@ -39,14 +43,14 @@ class MemoryGrant:
         rank: which rank.
         image: what it writes to.
         prepared: where the bytes of its stream belong.
-        lease: keeps the image from being used for something else; `ImageWriter.end_grant` releases it.
+        hold: keeps the image from being used for something else; `ImageWriter.end_grant` releases it.
         writer: has granted it.
     """
 
     rank: int
     image: Image
     prepared: PreparedPush
-    lease: Lease
+    hold: Hold
     writer: ImageWriter
 
 
@@ -98,7 +102,7 @@ class ImageWriter:
         self._sample = Sample()
         self._received_bytes = 0
         self._heard_at = time.monotonic()
-        self._lease = image.lease()
+        self._hold = image.hold()
         self._buffers: Mapping[str, Bytes] = image.buffers
 
     def begin(self) -> None:
@@ -111,6 +115,20 @@ class ImageWriter:
         self._post(events)
 
     # --- pieces
+
+    def take(self, rank: int, pieces: Pieces, count: Callable[[int], None]) -> int:
+        """Take the pieces of one call, each as `write`; how many bytes came.
+
+        Args:
+            rank: whose stream.
+            pieces: offset, bytes and checksum of each.
+            count: is called with the bytes of each piece that was taken.
+        """
+        return _each(pieces, partial(self.write, rank), count)
+
+    def take_of_other(self, claim: str, rank: int, pieces: Pieces, count: Callable[[int], None]) -> int:
+        """Take the pieces of one call, each as `write_of_other`; how many bytes came."""
+        return _each(pieces, partial(self.write_of_other, claim, rank), count)
 
     def write(self, rank: int, offset: int, data: memoryview, checksum: int) -> None:
         """Take a piece of the stream of a rank of this replica. What has come before is left alone.
@@ -187,7 +205,7 @@ class ImageWriter:
         """The ranges that have not come before; from now on they have. The lock is held."""
         self._heard_at = time.monotonic()
         if self._closed is not None:
-            raise _again(self._closed)
+            raise self._closed.anew()
         fresh = self._received[rank].claim(start, end)
         for begin, until in fresh:
             self._received_bytes += until - begin
@@ -202,7 +220,7 @@ class ImageWriter:
             events = self._count(rank, fresh, filled)
             release = not self._writers and (self._closed is not None or self._complete)
         if release:
-            self._lease.release()
+            self._hold.release()
         return events
 
     # --- books; the lock is held
@@ -249,7 +267,7 @@ class ImageWriter:
         """
         with self._lock:
             if self._closed is not None:
-                raise _again(self._closed)
+                raise self._closed.anew()
             if self._received[rank].size == self._meant[rank].size:
                 raise FailedPrecondition(f"all bytes of rank {rank} of {self._name} have come")
             if not self._agreed.prepared.grantable[rank].size:
@@ -258,11 +276,11 @@ class ImageWriter:
                 )
             if self._filled:
                 raise FailedPrecondition("files of the version are complete already, and must not be changed")
-            lease = self._image.lease()
+            hold = self._image.hold()
             self._grants[rank] += 1
             self._was_granted = True
             self._heard_at = time.monotonic()
-        return MemoryGrant(rank, self._image, self._agreed.prepared, lease, self)
+        return MemoryGrant(rank, self._image, self._agreed.prepared, hold, self)
 
     def end_grant(
         self, grant: MemoryGrant, *, complete: bool, sample: Sequence[tuple[int, int, int]] = ()
@@ -294,7 +312,7 @@ class ImageWriter:
                         self._offer(rank, granted, sample)
                     events = self._count(rank, fresh, filled)
         finally:
-            grant.lease.release()
+            grant.hold.release()
         self._post(events)
         return granted.size if complete else 0
 
@@ -375,7 +393,7 @@ class ImageWriter:
             self._buffers = {}
             idle = not self._writers
         if idle:
-            self._lease.release()
+            self._hold.release()
 
 
 def _loss(name: str, error: BaseException) -> WeighbridgeError:
@@ -383,5 +401,10 @@ def _loss(name: str, error: BaseException) -> WeighbridgeError:
     return WeighbridgeError(f"bytes that arrived for {name} could not be placed: {error!r}")
 
 
-def _again(error: WeighbridgeError) -> WeighbridgeError:
-    return type(error)(error.message, fix=error.fix, details=error.details)
+def _each(pieces: Pieces, write: Callable[[int, memoryview, int], None], count: Callable[[int], None]) -> int:
+    total = 0
+    for offset, data, checksum in pieces:
+        write(offset, data, checksum)
+        count(len(data))
+        total += len(data)
+    return total

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from weighbridge._core.layouts import Layout
+from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -21,24 +24,23 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge.layouts import Layout
-from weighbridge.resources import Version, VersionState
-from weighbridge_service.catalog import Catalog
-from weighbridge_service.clock import unix_ms
-from weighbridge_service.config import ServiceConfig
-from weighbridge_service.models import RegisteredModel
+from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.plan.declarations import Agreement, Declarations, Home, alone_at
+from weighbridge_service.plan.placed_ranges import PlacedRange
+from weighbridge_service.plan.replica_checksums import ReplicaChecksum
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Agreement, Declarations, Home, alone_at
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.handover import HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator
-from weighbridge_service.push.image_writer import MemoryGrant
+from weighbridge_service.push.image_writer import MemoryGrant, Pieces
 from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.opening import OpeningRequest, check_not_received_alone
 from weighbridge_service.push.pending import Pending, settled
 from weighbridge_service.push.publisher import Publisher, give_up
-from weighbridge_service.push.registry import Push, Registry
+from weighbridge_service.push.registry import Push, Registry, WaitsSaid
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_service.push.session import PushSession, now
 from weighbridge_service.push.state import (
@@ -47,17 +49,20 @@ from weighbridge_service.push.state import (
     Limits,
     PushState,
     check_owned,
+    is_known,
     not_all_declared,
     why_lost,
 )
 from weighbridge_service.push.timers import Timers
-from weighbridge_storage.entries import OpenEntry
-from weighbridge_storage.head import Head
-from weighbridge_storage.head_changes import check_same_request, still_open
-from weighbridge_storage.image_pool import ImagePool
-from weighbridge_storage.images import Image, place_files
-from weighbridge_storage.names import ModelName
-from weighbridge_storage.objects import ByteArray
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_service.runtime.config import ServiceConfig
+from weighbridge_storage.documents.entries import OpenEntry
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import Said, check_same_metadata, check_same_request, still_open
+from weighbridge_storage.memory.image_pool import ImagePool
+from weighbridge_storage.memory.images import Image, place_files
+from weighbridge_storage.stores.objects import ByteArray
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ _MEMORY_PAUSE = 0.1
 """Seconds between two questions for memory of what is taken over."""
 _RETRY_MS = (50, 2_000)
 """Least and most milliseconds before a rank asks again."""
+_NOTHING_SAID = Said()
 _RETRY_MS_PER_RANK = 2
 """So that the ranks of one push make 500 calls a second together."""
 
@@ -91,6 +97,8 @@ class Declared:
         routes: which parts of the stream are pushed where: addresses of replicas, empty for this one, and their ranges. Empty if all
             of it is pushed here.
         claim: what the replicas have agreed on, if there are several.
+        shared: indexes of the shards whose boxes other ranks hold, too, where nobody knows whether they are replicas.
+        placed: the parts of the stream that do not lie in exactly one place of the files.
     """
 
     layout_needed: bool = False
@@ -100,10 +108,8 @@ class Declared:
     absent: Sequence[int] = ()
     routes: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     claim: str = ""
-
-
-Pieces = Iterator[tuple[int, memoryview, int]]
-"""Pieces of a stream: offset, data and checksum of each."""
+    shared: Sequence[int] = ()
+    placed: Sequence[PlacedRange] = ()
 
 
 class Intake:
@@ -154,17 +160,27 @@ class Intake:
         self._registry = registry
         self._pools = EffectPools()
         self._timers = Timers()
+        WaitsSaid(registry, self._timers)
         self._openings = [threading.Lock() for _ in range(_OPENINGS)]
         self._counting = threading.Lock()
 
     # --- opening
 
     def open_version(
-        self, name: str, *, step: int, run: str, ranks: int, request_id: str, client_id: str
+        self,
+        name: str,
+        *,
+        step: int,
+        run: str,
+        ranks: int,
+        request_id: str,
+        client_id: str,
+        said: Said = _NOTHING_SAID,
     ) -> Version:
         """Give a number for a new version, or the one that this request has been given before.
 
-        A request whose version has ended is given a new one, unless the caller took part in that version.
+        A request whose version has ended is given a new one, unless the caller took part in that version. What is ``said`` of the version
+        is added to what other ranks have said.
 
         Raises:
             NotFound: the model is not registered.
@@ -181,19 +197,30 @@ class Intake:
                 raise InvalidArgument(
                     f"the {what} is empty, longer than {_MAX_TEXT} characters, or not printable"
                 )
-        find = partial(self._opened_before, model_name, (step, run, ranks), request_id, client_id)
+        asked_for = (step, run, ranks)
+        find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said)
         if (there := find()) is not None:
             return there
         self._catalog.model(model_name)
         with self._opening(model_name):
             if (there := find()) is not None:
                 return there
-            self._check_room()
             known = [push.snapshot.version for push in self._registry.of_model(model_name)]
             given_up = {version.number: version for version in known if version.state.given_up}
+            receiving = {each.number for each in known if not (each.state.visible or each.state.given_up)}
+            joined = self._registry.of_request(model_name, request_id)
+            if joined is None or joined.snapshot.version.number not in receiving:
+                self._check_room()
             lease_ms = round(self.limits.lease * 1000)
-            asked = OpeningRequest(request_id, step, run, ranks, self.home, lease_ms, given_up)
+            asked = OpeningRequest(request_id, *asked_for, self.home, lease_ms, said, given_up, receiving)
             entry, head = self._catalog.heads.update(model_name, lambda head: asked.open(head, unix_ms()))
+            if (
+                isinstance(joined, PushSession)
+                and joined.number == entry.number
+                and entry.number in receiving
+            ):
+                joined.post(on.Described(entry))
+                return replace(joined.snapshot.version, held=entry.held, metadata=entry.metadata)
             session = self._begin(model_name, entry, head, client_id)
         log.info("opened %s for run %s with %d ranks", session.snapshot.version, run, ranks)
         return session.snapshot.version
@@ -214,18 +241,21 @@ class Intake:
             lock.release()
 
     def _opened_before(
-        self, name: ModelName, asked: tuple[int, str, int], request_id: str, client_id: str
+        self, name: ModelName, asked: tuple[int, str, int], request_id: str, client_id: str, said: Said
     ) -> Version | None:
+        """The version that this request has been given before, if head.json need not be told more of it."""
         push = self._registry.of_request(name, request_id)
         if push is None:
             return None
         version = push.snapshot.version
-        if version.state.given_up:
+        head = self._catalog.heads.last_read(name)
+        if version.state.given_up or (head is not None and version.number < head.first_version):
             return None
         if version.state.visible and client_id != push.client_id and not push.takes_part(client_id):
             return None
         check_same_request(version.number, (version.step, version.run, version.ranks), asked)
-        return version
+        check_same_metadata(version.number, version.metadata, said.metadata)
+        return version if version.state.visible or is_known(push.state, said) else None
 
     def _check_room(self) -> None:
         """Raise if no further version can be received (ResourceExhausted), or none any more (Unavailable)."""
@@ -255,7 +285,8 @@ class Intake:
         begun = now()
         lease_left = (entry.until_ms - begun.unix_ms) / 1000
         opened = _opened(model, entry)
-        state = PushState.begin(opened, self.home, self.limits, model.known_set, lease_left, begun)
+        known, holding = model.known_set, Holding.of(entry)
+        state = PushState.begin(opened, self.home, self.limits, known, lease_left, begun, holding)
         return self._session_in(state, model, entry, client_id, None)
 
     def _session_in(
@@ -347,7 +378,7 @@ class Intake:
         client_id: str,
         digest: str,
         layout: Layout | None,
-        space: str,
+        space: TensorSpace,
         seconds: float,
     ) -> Pending[Declared]:
         """Say what a rank holds. The answer waits for the other ranks, for a few seconds at most.
@@ -392,7 +423,7 @@ class Intake:
     def write(self, name: str, number: int, rank: int, client_id: str, pieces: Pieces) -> int:
         """Take pieces of a rank's stream; how many bytes came."""
         writer = self._find(name, number).writer_for(rank, client_id)
-        return self._take(pieces, partial(writer.write, rank))
+        return writer.take(rank, pieces, self._count)
 
     def write_of_other(self, name: str, number: int, rank: int, claim: str, pieces: Pieces) -> int:
         """Take pieces of the stream of a rank that has declared at another replica; how many bytes came.
@@ -406,16 +437,11 @@ class Intake:
             still_open(self._catalog.head(model_name), number)
             raise Unavailable(f"no rank of {name}@{number} has come to {self.home} yet", fix="try again")
         writer = self._find(name, number).writer_for_other(rank, claim)
-        return self._take(pieces, partial(writer.write_of_other, claim, rank))
+        return writer.take_of_other(claim, rank, pieces, self._count)
 
-    def _take(self, pieces: Pieces, write: Callable[[int, memoryview, int], None]) -> int:
-        count = 0
-        for offset, data, checksum in pieces:
-            write(offset, data, checksum)
-            count += len(data)
-            with self._counting:
-                self.bytes_in += len(data)
-        return count
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self.bytes_in += nbytes
 
     def grant_image(self, name: str, number: int, rank: int, client_id: str) -> MemoryGrant:
         """Let a rank's process, on this machine, write its stream to where it belongs. See `ImageWriter.grant`.
@@ -463,19 +489,36 @@ class Intake:
     # --- the end
 
     def seal_rank(
-        self, name: str, number: int, rank: int, client_id: str, seconds: float
+        self,
+        name: str,
+        number: int,
+        rank: int,
+        client_id: str,
+        seconds: float,
+        replicas: Iterable[ReplicaChecksum] = (),
+        nonfinite: int = 0,
     ) -> Pending[Version]:
         """The rank has pushed everything. Repeating it is harmless.
 
+        Args:
+            name: of the model.
+            number: of the version.
+            rank: which rank.
+            client_id: of its process.
+            seconds: how long it waits.
+            replicas: checksums of what other ranks hold, too.
+            nonfinite: how many elements of what it has pushed are NaN or infinite; 0 if it has not counted.
+
         Raises:
             FailedPrecondition: something is missing; names tensors and boxes.
+            LayoutError: another rank holds different bytes under one box; the version is given up.
             DeadlineExceeded: not sealed within ``seconds``; says what is waited for.
         """
         push = self._find_push(name, number)
         if isinstance(push, EndedPush):
             push.seal(rank)
             return settled(push.snapshot.version)
-        found = push.seal(rank, client_id)
+        found = push.seal(rank, client_id, replicas, nonfinite)
 
         def answer(sealed: bool) -> Version:
             if not sealed:
@@ -558,8 +601,9 @@ class Intake:
                     return
                 opened, agreed = _opened(model, entry), version.agreed_by(self.home)
                 declared = Declarations.taken_over(opened, self.home, version.ranks, agreed)
+                holding = Holding.of(entry).with_elsewhere(version.number, version.nonfinite)
                 state = PushState.taken_over(
-                    opened, declared, version.number, self.limits, version.ready_ms, now()
+                    opened, declared, version.number, self.limits, version.ready_ms, now(), holding
                 )
                 self._catalog.adopt(model)
                 session = self._session_in(state, model, entry, version.ranks[0][0], image)
@@ -644,10 +688,18 @@ def _to_push(agreed: Agreement, home: Home, rank: int) -> Declared:
     """What a rank of a replica is to push, and where."""
     prepared = agreed.prepared
     assigned, nbytes = prepared.assigned[rank], prepared.streams[rank].nbytes
+    shared, placed = tuple(prepared.shared.get(rank, ())), prepared.placed.get(rank, ())
     if agreed.alone:
-        return Declared(assigned=assigned, stream_bytes=nbytes)
+        return Declared(assigned=assigned, stream_bytes=nbytes, shared=shared, placed=placed)
     routes = {"" if to == home else to.address: list(ranges) for to, ranges in agreed.routes(rank).items()}
-    return Declared(assigned=assigned, stream_bytes=nbytes, routes=routes, claim=agreed.claim)
+    return Declared(
+        assigned=assigned,
+        stream_bytes=nbytes,
+        routes=routes,
+        claim=agreed.claim,
+        shared=shared,
+        placed=placed,
+    )
 
 
 def _opened(model: RegisteredModel, entry: OpenEntry) -> Version:
@@ -661,4 +713,5 @@ def _opened(model: RegisteredModel, entry: OpenEntry) -> Version:
         ranks=entry.ranks,
         tensor_bytes=model.files.layout.nbytes,
         create_time_ms=entry.created_ms,
+        metadata=entry.metadata,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from weighbridge._core.pauses import Pauses
 from weighbridge.errors import (
     AlreadyExists,
     DataLoss,
@@ -18,9 +19,10 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
+from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push import effects as do
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Home
 from weighbridge_service.push.effects import Awaited, Effect
 from weighbridge_service.push.state import (
     BEFORE_SEALED,
@@ -32,12 +34,12 @@ from weighbridge_service.push.state import (
     Phase,
     PushState,
 )
-from weighbridge_storage.entries import VersionEntry
+from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
 
 FIRST_PAUSE = 0.5
 """Seconds, doubled with each failure in a row: so long is the pause before an effect that has failed is tried again."""
 LONGEST_PAUSE = 30.0
-_DOUBLINGS = 10
+_PAUSES = Pauses(FIRST_PAUSE, LONGEST_PAUSE)
 _LOOK = 1.0
 """Seconds between two looks at whether a version is still open."""
 _LISTEN = 0.25
@@ -67,17 +69,20 @@ def step(state: PushState, event: on.Event, now: Moment) -> _Step:
         now: when.
     """
     after, effects = _taken(state, event, now)
+    if after.released and not state.released:
+        effects += (do.Supersede(),)
     if _told_to_replicas(after) != _told_to_replicas(state):
         effects += (do.NotifyReplicas(),)
     return after, effects
 
 
-def _told_to_replicas(state: PushState) -> tuple[Phase | None, bool] | None:
-    """What other replicas are told of a push that they take part in: whether its part is complete, handed in, or at an end."""
+def _told_to_replicas(state: PushState) -> tuple[Phase | None, bool, int] | None:
+    """What other replicas are told of a push that they take part in: whether its part is complete, handed in, or at an end, and how many
+    elements that are NaN or infinite are known here."""
     if state.share is None or state.share.alone:
         return None
     stage = None if state.phase in BEFORE_SEALED else Phase.SEALED
-    return state.phase if state.phase in FINAL else stage, state.handed_in_here
+    return state.phase if state.phase in FINAL else stage, state.handed_in_here, state.holding.here
 
 
 def _taken(state: PushState, event: on.Event, now: Moment) -> _Step:
@@ -109,6 +114,10 @@ def _after_the_end(state: PushState, event: on.Event) -> _Step:
             return replace(state, image=False, superseded=True), (do.ReleaseImage(),)
         case on.Idle() if state.image and state.phase is Phase.PUBLISHED:
             return replace(state, image=False), (do.ReleaseImage(),)
+        case on.MemoryWanted() if state.image and state.phase is Phase.PUBLISHED and state.holding.reasons:
+            return replace(state, image=False), (do.ReleaseImage(),)  # nobody follows it
+        case on.Approved(reasons):
+            return replace(state, holding=state.holding.with_approved(reasons)), ()
         case on.LeftToOthers():
             return state, (do.Forget(),)
     return state, ()
@@ -160,9 +169,15 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
             return replace(state, filled=state.filled | (files & state.share.files.keys()))
         case on.RankWhole(rank) if state.share is not None and rank in state.share.ranks:
             return replace(state, whole=state.whole | {rank})
-        case on.SealAsked(rank) if state.share is not None and rank in state.share.ranks:
-            asked = state.seal_asked | {rank}
-            return replace(state, seal_asked=asked, sealing_at=now.seconds, heard_at=now.seconds)
+        case on.SealAsked(rank, nonfinite) if state.share is not None and rank in state.share.ranks:
+            asked, holding = state.seal_asked | {rank}, state.holding.with_counted(rank, nonfinite)
+            return replace(
+                state, seal_asked=asked, sealing_at=now.seconds, heard_at=now.seconds, holding=holding
+            )
+        case on.Described(entry):
+            return _described(state, entry)
+        case on.Approved(reasons):
+            return replace(state, holding=state.holding.with_approved(reasons))
         case on.MemoryReleased():
             return replace(state, memory_held_at=None)
         case on.Claimed():
@@ -170,7 +185,9 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
         case on.Renewed():
             return replace(state, renew_at=now.seconds + state.limits.lease / 2)
         case on.Digested(file, nonfinite):
-            return replace(state, digested=state.digested | {file}, nonfinite=state.nonfinite + nonfinite)
+            return replace(
+                state, digested=state.digested | {file}, holding=state.holding.with_found(nonfinite)
+            )
         case on.Uploaded(file):
             return replace(state, uploaded=state.uploaded | {file})
         case on.PerhapsUnchanged(file):
@@ -181,14 +198,22 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
             return replace(state, compared=True)
         case on.ReplicasTold(ranks):
             return replace(state, told=state.told | ranks)
-        case on.ReplicaSaid(replica, handed_in) if state.share is not None and replica != state.share.me:
+        case on.ReplicaSaid(replica, handed_in, nonfinite) if (
+            state.share is not None and replica != state.share.me
+        ):
+            state = replace(state, holding=state.holding.with_elsewhere(replica, nonfinite))
             return _complete_elsewhere(state, frozenset((replica,)), handed_in=handed_in)
         case on.SaidPublished():
             return _at_once(state, do.LookAtHead(closing=True))
         case on.HandedIn():
             return replace(state, handed_in_here=True)
-        case on.ReplicasHandedIn(replicas) if state.share is not None:
-            state = replace(state, handed_in=state.handed_in | (replicas & state.share.owners))
+        case on.ReplicasHandedIn(replicas, nonfinite) if state.share is not None:
+            holding = state.holding
+            for replica in nonfinite.keys() - {state.share.me}:
+                holding = holding.with_elsewhere(replica, nonfinite[replica])
+            state = replace(
+                state, handed_in=state.handed_in | (replicas & state.share.owners), holding=holding
+            )
             state = _complete_elsewhere(state, state.handed_in, handed_in=True)
             if state.all_handed_in:
                 return state
@@ -213,6 +238,14 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
             heard = max(state.heard_at, heard_at)
             return replace(state, heard_at=heard, received_bytes=max(state.received_bytes, received_bytes))
     return state
+
+
+def _described(state: PushState, entry: OpenEntry) -> PushState:
+    """What head.json says of the open version, as far as that can change."""
+    opened, holding = replace(state.opened, metadata=entry.metadata), state.holding.with_entry(entry)
+    if opened == state.opened and holding == state.holding:
+        return state
+    return replace(state, opened=opened, holding=holding)
 
 
 def _pause(state: PushState, effect: Awaited, until: float) -> PushState:
@@ -268,7 +301,7 @@ def _advance(state: PushState, now: Moment) -> _Step | None:
                 return _to(state, Phase.SEALED), (do.CloseWriter(None),)
         case Phase.SEALED if state.confirmed_at is not None and now.seconds < state.confirmed_at + _LOOK:
             state = replace(state, ready_ms=now.unix_ms, received_bytes=_bytes_of(state))
-            return _to(state, Phase.READY), (do.Remember(state.declarations.known_set), do.Supersede())
+            return _to(state, Phase.READY), (do.Remember(state.declarations.known_set),)
         case Phase.READY if state.verified_here and state.all_handed_in:
             return _to(replace(state, verified_ms=now.unix_ms), Phase.VERIFIED), ()
     return None
@@ -300,10 +333,14 @@ def _start(state: PushState, effects: _Effects, now: Moment) -> _Step:
             begun.append(effect)
         else:
             wake = min(wake, due)
+    wake_at = None if wake == float("inf") else wake
     if begun:
         publishing = state.publishing or do.WriteManifestAndPublish() in begun
-        state = replace(state, running=state.running.union(begun), publishing=publishing)
-    return replace(state, wake_at=None if wake == float("inf") else wake), (*effects, *begun)
+        running = state.running.union(begun)
+        state = replace(state, running=running, publishing=publishing, wake_at=wake_at)
+    elif wake_at != state.wake_at:
+        state = replace(state, wake_at=wake_at)
+    return state, (*effects, *begun)
 
 
 def _wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
@@ -360,7 +397,7 @@ def _is_to_be_confirmed(state: PushState) -> bool:
         return False
     if state.phase is Phase.FILLING:  # ahead, so that the last rank to seal does not wait for it
         return share.alone and state.all_filled and state.confirmed_at is None
-    return state.phase is Phase.SEALED and (share.alone or state.owners_complete)
+    return state.phase is Phase.SEALED and (share.alone or state.others_complete)
 
 
 def _wanted_of_replicas(state: PushState) -> Iterator[tuple[Awaited, float]]:
@@ -419,8 +456,7 @@ def _failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Mom
     elif state.hurrying and state.needed_here:
         return _settle(state, error)
     # for as long as it takes: what is here is nowhere else
-    pause = min(FIRST_PAUSE * 2 ** min(times, _DOUBLINGS), LONGEST_PAUSE)
-    return _pause(state, effect, now.seconds + pause), ()
+    return _pause(state, effect, now.seconds + _PAUSES.after(times, 1.0)), ()
 
 
 def _dropped(state: PushState) -> WeighbridgeError:
@@ -497,6 +533,8 @@ def _head_said(state: PushState, said: on.HeadSaid, now: Moment) -> _Step:
         return _leave(
             state, AlreadyExists(f"{state.name} is being written by others", fix="push the step again")
         )
+    if said.opened is not None:
+        state = _described(state, said.opened)
     match said.effect:
         case do.Confirm():  # a store that is away is no reason not to become ready
             return replace(state, confirmed_at=now.seconds), ()
@@ -513,14 +551,15 @@ def _publish(state: PushState, entry: VersionEntry) -> _Step:
     if state.phase in (Phase.PLANNED, Phase.FILLING):
         effects.append(do.CloseWriter(None))
     if state.phase not in VISIBLE:
-        effects += [do.Remember(state.declarations.known_set), do.Supersede()]
+        effects.append(do.Remember(state.declarations.known_set))
     if state.image and state.superseded:
         effects.append(do.ReleaseImage())
     state = replace(
         _to(state, Phase.PUBLISHED),
         image=state.image and not state.superseded,
         received_bytes=state.opened.tensor_bytes,
-        nonfinite=entry.nonfinite_elements,
+        opened=replace(state.opened, metadata=entry.metadata),
+        holding=Holding.stored(entry),
         ready_ms=entry.ready_ms,
         verified_ms=entry.verified_ms,
         durable_ms=entry.durable_ms,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from weighbridge_storage.regions import Region
+from weighbridge_storage.memory.regions import Region
 
 
 class MappingHolder(Protocol):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from weighbridge._core.resources import Version, VersionState
 from weighbridge.errors import AlreadyExists
-from weighbridge.resources import Version, VersionState
-from weighbridge_service.push.declarations import Home, alone_at, is_alone_elsewhere
-from weighbridge_storage.entries import OpenEntry
-from weighbridge_storage.head import Head
-from weighbridge_storage.head_changes import give_up_abandoned, give_up_version, open_version
+from weighbridge_service.plan.declarations import Home, alone_at, is_alone_elsewhere
+from weighbridge_storage.documents.entries import OpenEntry
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import Said, give_up_abandoned, give_up_version, open_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,9 @@ class OpeningRequest:
         ranks: how many ranks will push.
         home: the process that is asked.
         lease_ms: how long the version stays open unless it is renewed.
+        said: what else is said of it.
         given_up: versions that were given up at that process, by number, whether or not the head knows.
+        receiving: numbers of versions that it is receiving.
     """
 
     request_id: str
@@ -33,7 +35,9 @@ class OpeningRequest:
     ranks: int
     home: Home
     lease_ms: int
+    said: Said
     given_up: Mapping[int, Version]
+    receiving: Collection[int] = ()
 
     def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
         """Open the version, or find it open; gives it, and the head with it.
@@ -53,7 +57,7 @@ class OpeningRequest:
                 head = give_up_version(head, number, ended.error, now_ms, aborted=aborted)
         changed, entry = self._opened(head, now_ms)
         alone = alone_at(entry)
-        if alone == self.home.address:
+        if alone == self.home.address and entry.number not in self.receiving:
             # this process does not know it: one before it, at the same address, has died with what it had received
             head = give_up_version(head, entry.number, "the replica that received it was restarted", now_ms)
             changed, entry = self._opened(head, now_ms)
@@ -69,6 +73,7 @@ class OpeningRequest:
             ranks=self.ranks,
             now_ms=now_ms,
             lease_ms=self.lease_ms,
+            said=self.said,
         )
 
 

@@ -9,28 +9,28 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from weighbridge.errors import VersionFailed, WeighbridgeError
-from weighbridge_service.clock import unix_ms
-from weighbridge_service.models import RegisteredModel, files_key
+from weighbridge_service.models.registered_model import RegisteredModel, files_key
+from weighbridge_service.plan.declarations import Agreement, Home, address_in, is_alone_elsewhere
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Agreement, Home, address_in, is_alone_elsewhere
 from weighbridge_service.push.effects import Awaited
-from weighbridge_storage.digests import FileDigests
-from weighbridge_storage.entries import OpenEntry, VersionEntry
-from weighbridge_storage.head import Head
-from weighbridge_storage.head_changes import (
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import (
     claim_version,
     give_up_abandoned,
     give_up_version,
     renew_version,
     still_open,
 )
-from weighbridge_storage.head_store import HeadStore
-from weighbridge_storage.history import History
-from weighbridge_storage.manifest import Manifest
-from weighbridge_storage.names import ModelName
-from weighbridge_storage.objects import ByteArray, ObjectStore
-from weighbridge_storage.version_reading import read_manifest
-from weighbridge_storage.version_writing import (
+from weighbridge_storage.head.head_store import HeadStore
+from weighbridge_storage.head.history import History
+from weighbridge_storage.stores.objects import ByteArray, ObjectStore
+from weighbridge_storage.versions.digests import FileDigests
+from weighbridge_storage.versions.manifest import Manifest
+from weighbridge_storage.versions.reading import read_manifest
+from weighbridge_storage.versions.writing import (
     Written,
     copy_weights,
     differs_from,
@@ -115,7 +115,8 @@ class Publisher:
             given_up = verdict.ABORTED if failed.aborted else verdict.GIVEN_UP
             return on.HeadSaid(effect, given_up, reason=failed.reason)
         try:
-            return on.HeadSaid(effect, verdict.OPEN, still_open(history.head, number).claim)
+            opened = still_open(history.head, number)
+            return on.HeadSaid(effect, verdict.OPEN, opened.claim, opened=opened)
         except VersionFailed as error:
             return on.HeadSaid(effect, verdict.GIVEN_UP, reason=error.message)
 
@@ -181,10 +182,13 @@ class Publisher:
         """Put the block digests of a file of weights into the store."""
         write_block_digests(self.store, self.model.name, self.entry.number, file, digests)
 
-    def publish(self, agreed: Agreement, written: Written, ready_ms: int, verified_ms: int) -> VersionEntry:
+    def publish(
+        self, opened: OpenEntry, agreed: Agreement, written: Written, ready_ms: int, verified_ms: int
+    ) -> VersionEntry:
         """Write the side files and the manifest, and make the version part of history. Gives what history says of it.
 
         Args:
+            opened: what head.json has said of it since all of its ranks have opened it.
             agreed: under which agreement.
             written: all files of weights.
             ready_ms, verified_ms: when it became so at this replica, in milliseconds since 1970 UTC; 0 if it did just now.
@@ -193,7 +197,7 @@ class Publisher:
             VersionFailed: it was given up meanwhile.
             AlreadyExists: others have claimed it.
         """
-        model, opened, number = self.model, self.entry, self.entry.number
+        model, number = self.model, self.entry.number
         # the config that the weights were mapped with, whatever has been registered since
         keys = {file: files_key(model.name, model.files_id, file) for file in model.side_files}
         written |= write_side_files(self.store, model.name, number, model.files, keys)
@@ -213,6 +217,7 @@ class Publisher:
             verified_ms=verified_ms or now_ms,
             durable_ms=now_ms,
             nonfinite_elements=manifest.nonfinite_elements,
+            held=manifest.held,
         )
         return publish_version(self.heads, model.name, entry)
 

@@ -6,17 +6,26 @@ version once more, only those used last are kept.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from weighbridge.resources import VersionState
-from weighbridge_service.catalog import Catalog, VersionSnapshot
+from weighbridge._core.resources import VersionState
+from weighbridge._core.text.waits import REMIND_SECONDS
+from weighbridge.errors import VersionFailed
+from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.push import events as on
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.session import PushSession
 from weighbridge_service.push.state import FINAL, Phase
-from weighbridge_storage.names import ModelName
+from weighbridge_service.push.timers import Timers
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.documents.names import ModelName
+
+log = logging.getLogger(__name__)
 
 _KEPT_ENDED = 100
 """Ended versions of each model that are remembered, so that whoever pushed them learns what became of them."""
@@ -117,8 +126,7 @@ class Registry:
     def supersede(self, session: PushSession) -> None:
         """See `Surroundings`."""
         sessions = self.sessions_of(session.model.name)
-        visible = [each.number for each in sessions if each.snapshot.version.state.visible]
-        newest = max(visible, default=0)
+        newest = max((each.number for each in sessions if each.state.released), default=0)
         for each in sessions:
             if each.number < newest and not each.state.superseded:
                 each.post(on.Superseded())
@@ -127,8 +135,15 @@ class Registry:
         """See `Surroundings`."""
         for each in self.all():
             older = each.model.name == session.model.name and each.number < session.number
-            if older and each.state.superseded and each.state.may_be_dropped:
+            dispensable = each.state.superseded and each.state.may_be_dropped
+            if older and (dispensable or (_is_idle(each) and each.state.holding.reasons)):
                 each.post(on.MemoryWanted())
+
+    def approved(self, name: ModelName, number: int, reasons: tuple[str, ...]) -> None:
+        """Somebody has approved reasons for which a version is held."""
+        for each in self.of_version(name, number):
+            if isinstance(each, PushSession):
+                each.post(on.Approved(reasons))
 
     def notify(self, session: PushSession) -> None:
         """See `Surroundings`."""
@@ -145,6 +160,19 @@ class Registry:
             elif there is not None or not self._forget_ended(((name, number),)):
                 return
         self._catalog.forget(name, number)
+
+    def forget_deleted(self, name: ModelName, below: int) -> None:
+        """Versions below a number are of a model that was deleted: let go of their images, and forget them."""
+        for session in self.sessions_of(name):
+            if session.number < below:
+                session.post(on.Broken(VersionFailed(f"the model {name} was deleted")))
+                session.post(on.Superseded())
+        self._settle()
+        with self._lock:
+            ended = [(name, number) for number in self._ended.get(name, {}) if number < below]
+            forgotten = self._forget_ended(ended)
+        for _, number in forgotten:
+            self._catalog.forget(name, number)
 
     # --- what is kept
 
@@ -206,6 +234,29 @@ class Registry:
     def count(self, *states: VersionState) -> int:
         """Sessions in these states."""
         return sum(session.snapshot.version.state in states for session in self.all())
+
+
+class WaitsSaid:
+    """Says in the log, every `REMIND_SECONDS`, what those versions wait for that are being received.
+
+    Args:
+        registry: which versions there are.
+        timers: wake it.
+    """
+
+    def __init__(self, registry: Registry, timers: Timers) -> None:
+        self._registry = registry
+        self._timers = timers
+        timers.wake(self, time.monotonic() + REMIND_SECONDS)
+
+    def tick(self) -> None:
+        """Say it of each that was opened so long ago."""
+        self._timers.wake(self, time.monotonic() + REMIND_SECONDS)
+        for session in self._registry.all():
+            version = session.snapshot.described
+            seconds = (unix_ms() - version.create_time_ms) / 1000
+            if version.waits_for and seconds >= REMIND_SECONDS:
+                log.info("%s: for %.0f s, waits for %s", version, seconds, "; ".join(version.waits_for))
 
 
 def _is_over(session: PushSession) -> bool:

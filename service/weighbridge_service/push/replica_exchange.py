@@ -19,16 +19,16 @@ from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
-from weighbridge import wire
+from weighbridge._core.layouts import Layout
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._transport import wire
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound, VersionFailed
-from weighbridge.layouts import Layout
 from weighbridge.v1 import resources_pb2
-from weighbridge_service.push.declarations import Declaration, Home
-from weighbridge_service.tensor_spaces import number_of_space, space_of
-from weighbridge_storage import strict_json
-from weighbridge_storage.names import ModelName, incoming_prefix, layout_key
-from weighbridge_storage.objects import ObjectStore
-from weighbridge_storage.version_writing import Written
+from weighbridge_service.plan.declarations import Declaration, Home
+from weighbridge_storage.documents import strict_json
+from weighbridge_storage.documents.names import ModelName, incoming_prefix, layout_key
+from weighbridge_storage.stores.objects import ObjectStore
+from weighbridge_storage.versions.writing import Written
 
 _DECLARED, _WRITTEN = "declared-", "written-"
 
@@ -95,13 +95,13 @@ class Exchange:
             for declaration in batch.values()
         )
 
-    def offer_layout(self, digest: str, space: str, layout: Layout) -> None:
+    def offer_layout(self, digest: str, space: TensorSpace, layout: Layout) -> None:
         """Put a layout where the others find it."""
-        message = wire.layout_to_proto(layout, number_of_space(space)).SerializeToString()
+        message = wire.layout_to_proto(layout, space).SerializeToString()
         # what is there already is the same: the key is made of the content
         self._store.put(layout_key(self._model, digest), message, mode="overwrite")
 
-    def layout(self, digest: str) -> tuple[str, Layout]:
+    def layout(self, digest: str) -> tuple[TensorSpace, Layout]:
         """A layout that another replica has offered, and the tensor space of its names.
 
         Raises:
@@ -112,7 +112,7 @@ class Exchange:
         content, _ = self._store.get(key)
         try:
             message = resources_pb2.Layout.FromString(content)
-            space, layout = space_of(message.space), wire.layout_from_proto(message)
+            space, layout = wire.space_from_proto(message.space), wire.layout_from_proto(message)
         except (DecodeError, InvalidArgument) as error:
             raise DataLoss(f"{key} is not a layout: {error}") from error
         if layout.digest != digest:

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from weighbridge import rpc
+from weighbridge._transport import rpc
 from weighbridge.errors import DataLoss
-from weighbridge_service.transfers import Transfer
-from weighbridge_storage.objects import ByteArray
+from weighbridge_service.plan.transfers import Transfer
+from weighbridge_storage.stores.objects import ByteArray
 
 MOST = 64
 """Pieces that are kept of one version."""

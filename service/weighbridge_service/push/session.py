@@ -16,18 +16,20 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from weighbridge._core.resources import why_held
 from weighbridge.errors import (
     FailedPrecondition,
+    LayoutError,
     NotFound,
     Unavailable,
     WeighbridgeError,
 )
-from weighbridge_service.catalog import VersionSnapshot
-from weighbridge_service.clock import unix_ms
-from weighbridge_service.models import RegisteredModel
+from weighbridge_service.catalog.snapshots import VersionSnapshot
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.plan.declarations import Agreement
+from weighbridge_service.plan.replica_checksums import ReplicaChecksum, ReplicaChecksums
 from weighbridge_service.push import effects as do
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Agreement
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner
 from weighbridge_service.push.handover import Successors
@@ -55,9 +57,10 @@ from weighbridge_service.push.state import (
     waits_for,
 )
 from weighbridge_service.push.timers import Timers
-from weighbridge_storage.images import Image, Lease
-from weighbridge_storage.objects import ByteArray
-from weighbridge_storage.version_writing import Written
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.memory.images import Hold, Image
+from weighbridge_storage.stores.objects import ByteArray
+from weighbridge_storage.versions.writing import Written
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +130,7 @@ class PushSession:
         self._pools = pools
         self._timers = timers
         self._surroundings = surroundings
+        self._replicas = ReplicaChecksums()
         self._runner = EffectRunner(model, publisher, exchange, allocator, successors)
         self._runner.image = image
         self._lock = threading.Lock()
@@ -227,6 +231,9 @@ class PushSession:
             self._timers.forget(self)
 
     def _log(self, before: PushState, after: PushState) -> None:
+        shown = after.phase in VISIBLE or after.phase is Phase.PUBLISHED
+        if shown and after.holding.reasons and (not before.holding.reasons or before.phase in INCOMPLETE):
+            log.warning("%s", why_held(version_of(after)))
         if after.phase is before.phase:
             return
         if after.phase in (Phase.FAILED, Phase.ABORTED):
@@ -243,7 +250,12 @@ class PushSession:
             image=self._runner.image if readable else None,
             unfinished=state.unfinished,
             abandoned=state.gave_up,
+            waits=self._waits if state.phase in INCOMPLETE else None,
         )
+
+    def _waits(self) -> Iterable[str]:
+        """What the version waits for now: more often another thing than anything else of it changes."""
+        return waits_for(self._state)
 
     def _show(self, state: PushState) -> None:
         before, after = self._shown, self._snapshot(state)
@@ -460,11 +472,16 @@ class PushSession:
         ranges, length = self._begun(state).received(rank)
         return ranges, length, rank in state.sealed
 
-    def seal(self, rank: int, client_id: str) -> Future[bool]:
+    def seal(
+        self, rank: int, client_id: str, replicas: Iterable[ReplicaChecksum] = (), nonfinite: int = 0
+    ) -> Future[bool]:
         """A rank has pushed everything; done once it is sealed. Repeating it is harmless.
+
+        ``nonfinite`` is how many elements of that are NaN or infinite; 0 if the rank has not counted.
 
         Raises:
             FailedPrecondition: something is missing; names tensors and boxes.
+            LayoutError: another rank holds different bytes under one box; the version is given up.
             WeighbridgeError: what the version has failed of; the future may also give it.
         """
 
@@ -472,8 +489,15 @@ class PushSession:
             return answer_seal(state, rank)
 
         state = self._state
-        if answer_whole(state, rank, client_id) is not None:
-            return self.asked(sealed, on.SealAsked(rank))
+        whole = answer_whole(state, rank, client_id)
+        if state.agreed is not None and state.phase in INCOMPLETE and rank not in state.sealed:
+            try:
+                self._replicas.compare(rank, state.agreed.prepared.shared.get(rank, {}), replicas)
+            except LayoutError as error:
+                self.post(on.Aborted(f"{error.message}: {error.details[0]}"))
+                raise
+        if whole is not None:
+            return self.asked(sealed, on.SealAsked(rank, nonfinite))
         self._begun(state).check_whole(rank)
         found: Future[bool] = _future()
 
@@ -481,7 +505,7 @@ class PushSession:
             if (error := whole.exception()) is not None:
                 found.set_exception(error)
             else:
-                self._wait_for(found, sealed, on.SealAsked(rank))
+                self._wait_for(found, sealed, on.SealAsked(rank, nonfinite))
 
         # a piece that has come a second time may still be on its way to its place
         self.asked(lambda state: answer_whole(state, rank, client_id)).add_done_callback(go_on)
@@ -494,24 +518,27 @@ class PushSession:
         """The files that this replica has handed in; None before that."""
         return self._runner.written if self._state.handed_in_here else None
 
-    def take_progress(self, replica: int, written: Written | None, *, handed_in: bool) -> None:
+    def take_progress(
+        self, replica: int, written: Written | None, *, handed_in: bool, nonfinite: int = 0
+    ) -> None:
         """Another replica's part is complete.
 
         Args:
             replica: its number.
             written: the files that it has uploaded; None if it does not name them.
             handed_in: whether it has uploaded them.
+            nonfinite: how many elements that are NaN or infinite it knows of.
         """
         if written is not None:
             self._runner.take_hand_in(replica, written)
-        self.post(on.ReplicaSaid(replica, handed_in))
+        self.post(on.ReplicaSaid(replica, handed_in, nonfinite))
 
     def holds(self, file: str) -> bool:
         """Whether a file is in this replica's image."""
         image = self._runner.image
         return image is not None and file in image.sizes
 
-    def own_file(self, file: str) -> tuple[ByteArray, Lease]:
+    def own_file(self, file: str) -> tuple[ByteArray, Hold]:
         """A file of this replica's, for other replicas, and what keeps its bytes there.
 
         Raises:
@@ -525,8 +552,8 @@ class PushSession:
             raise FailedPrecondition(f"{file} of {state.name} is not complete yet", fix="try again")
         try:
             if image is not None and file in image.sizes:
-                lease = image.lease()
-                return image.read_only_buffers[file], lease
+                hold = image.hold()
+                return image.read_only_buffers[file], hold
         except FailedPrecondition:  # it was given back just now
             pass
         raise NotFound(f"{file} of {state.name} is in no image of this replica")

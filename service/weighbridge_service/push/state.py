@@ -6,6 +6,8 @@ import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from weighbridge._core.resources import HELD_CANDIDATE, Version, VersionState
+from weighbridge._core.text.waits import ranks_text
 from weighbridge.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -13,9 +15,10 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge.resources import Version, VersionState
-from weighbridge_service.push.declarations import Agreement, Declarations, Home, KnownSet, Share
+from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.plan.declarations import Agreement, Declarations, Home, KnownSet, Share
 from weighbridge_service.push.effects import Awaited, LookAtHead, ProbeMemory
+from weighbridge_storage.head.head_changes import Said
 
 _NAMED = 20
 """Lines that an error lists at most."""
@@ -107,6 +110,9 @@ class Moment:
     unix_ms: int
 
 
+_NOT_HELD = Holding()
+
+
 @dataclass(frozen=True, slots=True)
 class PushState:
     """One push, as one replica knows it. Immutable.
@@ -127,8 +133,8 @@ class PushState:
         filled, digested, uploaded: files of this replica that are complete, have digests, and are in the store.
         digests_uploaded: those whose block digests are in the store.
         perhaps_unchanged: those that are uploaded only when they have digests: they may be the same in the version before.
-        nonfinite: elements that are NaN or infinite, in the files that have digests.
         compared: whether the sample agrees.
+        holding: why ``live`` passes it by, if it does.
         memory_held_at: since when another process can still write to the image although everything is here; None if none can.
         claimed: whether head.json records the agreement.
         told: ranks of whose declarations other replicas were told.
@@ -175,8 +181,8 @@ class PushState:
     uploaded: frozenset[str] = frozenset()
     digests_uploaded: frozenset[str] = frozenset()
     perhaps_unchanged: frozenset[str] = frozenset()
-    nonfinite: int = 0
     compared: bool = False
+    holding: Holding = _NOT_HELD
     memory_held_at: float | None = None
     claimed: bool = False
     told: frozenset[int] = frozenset()
@@ -208,7 +214,13 @@ class PushState:
 
     @staticmethod
     def begin(
-        opened: Version, home: Home, limits: Limits, known: KnownSet | None, lease_left: float, now: Moment
+        opened: Version,
+        home: Home,
+        limits: Limits,
+        known: KnownSet | None,
+        lease_left: float,
+        now: Moment,
+        holding: Holding = _NOT_HELD,
     ) -> PushState:
         """A push that has just been opened.
 
@@ -219,6 +231,7 @@ class PushState:
             known: the declarations of the push before, if any.
             lease_left: seconds until its lease in head.json expires.
             now: the time.
+            holding: why it is held, as far as that was said at its opening.
         """
         return PushState(
             opened,
@@ -226,11 +239,18 @@ class PushState:
             Declarations.of(opened, home, known),
             heard_at=now.seconds,
             renew_at=now.seconds + lease_left - limits.lease / 2,
+            holding=holding,
         )
 
     @staticmethod
     def taken_over(
-        opened: Version, declarations: Declarations, number: int, limits: Limits, ready_ms: int, now: Moment
+        opened: Version,
+        declarations: Declarations,
+        number: int,
+        limits: Limits,
+        ready_ms: int,
+        now: Moment,
+        holding: Holding = _NOT_HELD,
     ) -> PushState:
         """A push whose files another replica has handed over to this one, with their bytes in an image.
 
@@ -241,6 +261,7 @@ class PushState:
             limits: what it goes by.
             ready_ms: when it became ready, in milliseconds since 1970 UTC.
             now: the time.
+            holding: why it is held, as far as the other one knew.
         """
         if declarations.agreed is None:
             raise AssertionError(f"{declarations.name} is not agreed on")
@@ -263,6 +284,7 @@ class PushState:
             complete_at=share.owners - {number},
             received_bytes=sum(share.files.values()),
             ready_ms=ready_ms,
+            holding=holding,
         )
 
     @property
@@ -301,10 +323,17 @@ class PushState:
         return self.share is not None and self.uploaded == self.digests_uploaded == self.share.files.keys()
 
     @property
-    def owners_complete(self) -> bool:
-        """Whether every other replica that puts files together has all of their bytes."""
-        share = self.share
-        return share is not None and share.owners - {share.me} <= self.complete_at
+    def others_complete(self) -> bool:
+        """Whether every other replica has all bytes of its files, and its ranks have sealed: they may have counted what holds the version."""
+        share, agreed = self.share, self.agreed
+        if share is None or agreed is None:
+            return False
+        return set(range(len(agreed.homes))) - {share.me} <= self.complete_at
+
+    @property
+    def released(self) -> bool:
+        """Whether ``live`` may name it."""
+        return (self.phase in VISIBLE or self.phase is Phase.PUBLISHED) and not self.holding.reasons
 
     def depends_on(self, replica: int) -> bool:
         """Whether the version is lost if another replica loses what it has in memory."""
@@ -366,7 +395,8 @@ def version_of(state: PushState) -> Version:
         state=shown,
         sealed_ranks=len(state.sealed),
         received_bytes=state.received_bytes,
-        nonfinite_elements=state.nonfinite if state.verified_ms else 0,
+        nonfinite_elements=state.holding.found if state.verified_ms else state.holding.known,
+        held=state.holding.reasons,
         ready_time_ms=state.ready_ms,
         verified_time_ms=state.verified_ms,
         durable_time_ms=state.durable_ms,
@@ -383,10 +413,10 @@ def waits_for(state: PushState) -> Iterator[str]:
         yield "a newer version"
     share = state.share
     if state.agreed is None and not state.declarations.complete:
-        yield f"declarations of {state.declarations.ranks - len(state.declarations.declared)} ranks"
+        yield f"{ranks_text(state.declarations.absent)} to declare"
     if share is not None and state.phase is Phase.FILLING:
         if len(state.sealed) < len(share.ranks):
-            yield f"{len(share.ranks) - len(state.sealed)} ranks to push and seal"
+            yield f"{ranks_text(sorted(share.ranks - state.sealed))} to push and seal"
         if len(state.filled) < len(share.files):
             yield f"bytes of {len(share.files) - len(state.filled)} files"
     if state.memory_held_at is not None:
@@ -416,12 +446,7 @@ def check_not_failed(state: PushState) -> None:
     """Raise what the version has failed of, if it has."""
     error = state.error
     if error is not None and state.phase in (Phase.FAILED, Phase.ABORTED):
-        raise anew(error)
-
-
-def anew(error: WeighbridgeError) -> WeighbridgeError:
-    """The same error without its traceback, which leads to all that was in use when it was raised."""
-    return type(error)(error.message, fix=error.fix, details=error.details)
+        raise error.anew()
 
 
 def check_incomplete(state: PushState) -> None:
@@ -434,6 +459,16 @@ def check_incomplete(state: PushState) -> None:
 def sealed(state: PushState) -> FailedPrecondition:
     """What those are told who would push more to a version that is complete."""
     return FailedPrecondition(f"{state.name} is sealed", fix="push a new version: another step or run")
+
+
+def is_known(state: PushState, said: Said) -> bool:
+    """Whether all that a rank says of a version when it opens it was said before."""
+    holding = state.holding
+    return (
+        (not said.metadata or bool(state.opened.metadata))
+        and (not said.candidate or HELD_CANDIDATE in holding.opened)
+        and (not said.allow_nonfinite or holding.allows_nonfinite)
+    )
 
 
 def answer_declare(state: PushState, rank: int, client_id: str, digest: str) -> Agreement | None:

@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from weighbridge.errors import DataLoss, NotFound, WeighbridgeError
-from weighbridge_service.clock import unix_ms
-from weighbridge_service.push.declarations import Home
-from weighbridge_storage import strict_json
-from weighbridge_storage.names import REPLICAS, replica_key
-from weighbridge_storage.objects import ObjectStore
+from weighbridge_service.plan.declarations import Home
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.documents import strict_json
+from weighbridge_storage.documents.names import REPLICAS, replica_key
+from weighbridge_storage.stores.objects import ObjectStore
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from weighbridge.errors import VersionFailed, WeighbridgeError
-from weighbridge_service.push.declarations import Home
-from weighbridge_service.replicas.health import Health, Limits
+from weighbridge_service.plan.declarations import Home
 from weighbridge_service.replicas.links import Links, refuses
+from weighbridge_service.replicas.liveness import Liveness, SilenceLimits
 from weighbridge_service.replicas.progress import Progress, SharedPush
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class _Peer:
         delivered: those of which it was told the written files.
     """
 
-    health: Health
+    health: Liveness
     busy: bool = False
     again: bool = False
     shared: set[_Key] = field(default_factory=set)
@@ -89,7 +89,7 @@ class Heartbeat:
         self._links = links
         self._pushes = pushes
         self._news = news
-        self._limits = Limits(min(_REFUSED_SECONDS, silent_s), silent_s)
+        self._limits = SilenceLimits(min(_REFUSED_SECONDS, silent_s), silent_s)
         self._clock = clock
         self._lock = threading.Lock()
         self._peers: dict[Home, _Peer] = {}
@@ -119,7 +119,7 @@ class Heartbeat:
         due = []
         with self._lock:
             for home in wanted - self._peers.keys():
-                self._peers[home] = _Peer(Health(self._clock()))
+                self._peers[home] = _Peer(Liveness(self._clock()))
             for home, peer in list(self._peers.items()):
                 if peer.busy:
                     peer.again = True

@@ -7,13 +7,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from weighbridge import bulk, rpc
+from weighbridge._transport import bulk, rpc
+from weighbridge._transport.addresses import Addresses
+from weighbridge._transport.pieces import decoder
+from weighbridge._transport.request_parts import parts
 from weighbridge.errors import DataLoss, Unavailable
-from weighbridge.pieces import decoder
-from weighbridge.request_parts import parts
 from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge.v1 import replica_service_pb2_grpc
-from weighbridge_service.push.declarations import Home
+from weighbridge_service.plan.declarations import Home
 from weighbridge_service.replicas.progress import (
     Progress,
     home_from_proto,
@@ -53,7 +54,7 @@ class Links:
         Raises:
             WeighbridgeError: it cannot be reached, or refuses.
         """
-        stub = replica_service_pb2_grpc.ReplicaServiceStub(self._to(other.address).control)
+        stub = replica_service_pb2_grpc.ReplicaServiceStub(self._to(other.address).control(other.address))
         request = pb.ExchangeRequest(
             sender=home_to_proto(self.home),
             versions=[progress_to_proto(each, with_files=files) for each, files in progress],
@@ -62,10 +63,6 @@ class Links:
             response = stub.Exchange(request, timeout=_EXCHANGE_SECONDS)
         found = [progress_from_proto(each) for each in response.versions]
         return home_from_proto(response.sender), [each for each in found if each is not None]
-
-    def greet(self, other: Home) -> Home:
-        """Let another replica know of this one; who has answered. Raises WeighbridgeError."""
-        return self.exchange(other, ())[0]
 
     def take_over(self, other: Home, request: pb.TakeOverRequest, seconds: float) -> None:
         """Returns when another replica has taken a version over.
@@ -79,7 +76,7 @@ class Links:
             WeighbridgeError: it refuses, cannot be reached, or takes too long.
         """
         request.sender.CopyFrom(home_to_proto(self.home))
-        stub = replica_service_pb2_grpc.ReplicaServiceStub(self._to(other.address).control)
+        stub = replica_service_pb2_grpc.ReplicaServiceStub(self._to(other.address).control(other.address))
         with rpc.translated_errors(other.address):
             stub.TakeOver(parts(request), timeout=seconds)
 
@@ -130,7 +127,7 @@ class Links:
     def _to(self, address: str) -> bulk.Connections:
         with self._lock:
             # a heartbeat must not queue behind a megabyte, so streams have a connection of their own
-            return self._connections.setdefault(address, bulk.Connections(address, 1))
+            return self._connections.setdefault(address, bulk.Connections(Addresses([address]), 1))
 
 
 def refuses(address: str) -> bool:

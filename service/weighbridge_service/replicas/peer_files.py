@@ -11,17 +11,16 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from weighbridge import rpc
+from weighbridge._transport import rpc
 from weighbridge.errors import Unavailable, WeighbridgeError
-from weighbridge_service.push.declarations import Home
+from weighbridge_service.plan.declarations import Home
 from weighbridge_service.replicas.links import Links
-from weighbridge_storage.block_cache import BlockCache
-from weighbridge_storage.file_bytes import FileBytes
-from weighbridge_storage.names import ModelName, version_key
-from weighbridge_storage.objects import ObjectStore
+from weighbridge_storage.cache.block_cache import BlockCache
+from weighbridge_storage.documents.names import ModelName, version_key
+from weighbridge_storage.memory.file_bytes import FileBytes
+from weighbridge_storage.stores.objects import ObjectStore
 
 _PATIENCE_SECONDS = 30.0
-"""How long a block is asked for whose owner does not answer, of a version that is neither durable nor given up."""
 
 
 class PeerFiles:
@@ -31,15 +30,24 @@ class PeerFiles:
         links: connections to them.
         cache: what the bytes go through.
         store: where the files are once the version is durable.
+        patience_seconds: how long a block is asked for whose owner does not answer, of a version that is neither durable nor given
+            up.
 
     Attributes:
         bytes_read: bytes that came from other replicas.
     """
 
-    def __init__(self, links: Links, cache: BlockCache, store: ObjectStore) -> None:
+    def __init__(
+        self,
+        links: Links,
+        cache: BlockCache,
+        store: ObjectStore,
+        patience_seconds: float = _PATIENCE_SECONDS,
+    ) -> None:
         self._links = links
         self._cache = cache
         self._store = store
+        self._patience_seconds = patience_seconds
         self._lock = threading.Lock()
         self.bytes_read = 0
 
@@ -80,7 +88,7 @@ class PeerFiles:
         offset: int,
         length: int,
     ) -> bytes:
-        patience = rpc.Patience(_PATIENCE_SECONDS)
+        patience = rpc.Patience(self._patience_seconds)
         while True:
             owner = owner_of(file)
             try:

@@ -8,8 +8,8 @@ from enum import IntEnum
 
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import replica_service_pb2 as pb
-from weighbridge_service.push.declarations import Home
-from weighbridge_storage.version_writing import Written
+from weighbridge_service.plan.declarations import Home
+from weighbridge_storage.versions.writing import Written
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._\[\]:%-]{1,300}:[0-9]{1,5}")
 
@@ -44,6 +44,7 @@ class Progress:
         handovers: how often that part was handed over from replica to replica.
         written: the files that it has written; None if there are none, or they are not told.
         error: why the version was given up.
+        nonfinite: how many elements that are NaN or infinite it knows of.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Progress:
     handovers: int = 0
     written: Written | None = None
     error: str = ""
+    nonfinite: int = 0
 
     @property
     def version(self) -> tuple[str, int, str]:
@@ -109,6 +111,7 @@ def progress_to_proto(progress: Progress, *, with_files: bool) -> pb.VersionProg
         handovers=progress.handovers,
         written=b"" if written is None else written.to_json(progress.claim),
         error=progress.error,
+        nonfinite_elements=progress.nonfinite,
     )
 
 
@@ -130,4 +133,5 @@ def progress_from_proto(message: pb.VersionProgress) -> Progress | None:
     return Progress(
         *(message.model, message.number, message.claim, stage),
         *(message.share, message.handovers, written, message.error),
+        nonfinite=message.nonfinite_elements,
     )

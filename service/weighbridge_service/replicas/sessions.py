@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from weighbridge.errors import NotFound, VersionFailed
+from weighbridge_service.plan.declarations import Agreement, Home
 from weighbridge_service.push import events as on
-from weighbridge_service.push.declarations import Agreement, Home
 from weighbridge_service.push.registry import Push, Registry
 from weighbridge_service.push.session import PushSession
 from weighbridge_service.push.state import BEFORE_SEALED, FINAL, VISIBLE, Phase, PushState, check_not_failed
 from weighbridge_service.replicas.progress import Progress, SharedPush, Stage
-from weighbridge_storage.images import Lease
-from weighbridge_storage.names import ModelName
-from weighbridge_storage.objects import ByteArray
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.stores.objects import ByteArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class FilesElsewhere:
 class SharedSessions:
     """The sessions of this process that other replicas take part in. Thread-safe.
 
-    Is `heartbeat.SharedPushes` and `handlers.OwnFiles`.
+    Is `heartbeat.SharedPushes` and `api.grpc.replica_handlers.OwnFiles`.
 
     Args:
         registry: all sessions.
@@ -67,8 +67,8 @@ class SharedSessions:
                 if home == replica:
                     session.post(on.ReplicaLost(number, error))
 
-    def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Lease]:
-        """See `handlers.OwnFiles`."""
+    def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Hold]:
+        """See `api.grpc.replica_handlers.OwnFiles`."""
         pushes = [push for push, _ in self._pushes(model, number, claim)]
         for push in pushes:
             check_not_failed(push.state)
@@ -119,7 +119,9 @@ def _hear(session: PushSession, sender: Home, progress: Progress) -> None:
     match progress.stage:
         case Stage.COMPLETE | Stage.WRITTEN:
             handed_in = progress.stage is Stage.WRITTEN
-            session.take_progress(replica, progress.written, handed_in=handed_in)
+            session.take_progress(
+                replica, progress.written, handed_in=handed_in, nonfinite=progress.nonfinite
+            )
         case Stage.PUBLISHED:
             session.post(on.SaidPublished())
         case Stage.FAILED | Stage.ABORTED:
@@ -164,4 +166,5 @@ def _progress(push: Push, agreed: Agreement) -> Progress:
         case _:
             stage = Stage.COMPLETE if written is None else Stage.WRITTEN
     handovers = agreed.handovers.get(share, 0)
-    return Progress(opened.model, opened.number, agreed.claim, stage, share, handovers, written, error)
+    name, nonfinite = (opened.model, opened.number, agreed.claim), state.holding.here
+    return Progress(*name, stage, share, handovers, written, error, nonfinite)

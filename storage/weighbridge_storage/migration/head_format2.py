@@ -21,12 +21,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from weighbridge.errors import DataLoss, InvalidArgument
-from weighbridge.resources import Retention
-from weighbridge_storage import entries, strict_json
-from weighbridge_storage.entries import FailedEntry, OpenEntry, Ref, VersionEntry
-from weighbridge_storage.head import Head
-from weighbridge_storage.names import HEAD_FILE
+from weighbridge._core.resources import Retention
+from weighbridge.errors import DataLoss
+from weighbridge_storage.documents import entries, strict_json
+from weighbridge_storage.documents.entries import FailedEntry, OpenEntry, Ref, VersionEntry
+from weighbridge_storage.documents.names import HEAD_FILE
+from weighbridge_storage.head.head import Head
 
 FORMATS = (1, 2)
 
@@ -46,7 +46,7 @@ def read_head(data: bytes, where: str = HEAD_FILE) -> Head:
     if found not in FORMATS:
         raise DataLoss(f"{where} has format {found}, and formats 1 and 2 are to be migrated")
     refs = strict_json.Fields(document.table("refs"), f"{where}, refs")
-    try:
+    with strict_json.malformed_as_data_loss(where):
         head = Head(
             generation=document.integer("generation", 1),
             next_version=document.integer("next_version", 1),
@@ -60,8 +60,6 @@ def read_head(data: bytes, where: str = HEAD_FILE) -> Head:
             document.table("tombstones")
         else:
             head = _with_format_2(head, document)
-    except InvalidArgument as error:
-        raise DataLoss(f"{where} is malformed: {error.message}") from error
     document.end()
     return head
 

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from weighbridge.errors import DataLoss, InvalidArgument
-from weighbridge_storage import strict_json
-from weighbridge_storage.digests import FileDigests
-from weighbridge_storage.manifest import Manifest, files_from_json, tensors_from_json
-from weighbridge_storage.names import MANIFEST_FILE, ModelName, shown
+from weighbridge.errors import DataLoss
+from weighbridge_storage.documents import strict_json
+from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, shown
+from weighbridge_storage.versions.digests import FileDigests
+from weighbridge_storage.versions.manifest import Manifest, files_from_json, tensors_from_json
 
 FORMAT = 1
 NO_ROOT = "0" * 64
@@ -42,7 +42,7 @@ def read_manifest(data: bytes, where: str = MANIFEST_FILE) -> Manifest:
     found = fields.integer("format")
     if found != FORMAT:
         raise DataLoss(f"{where} has format {found}, and format {FORMAT} is to be migrated")
-    try:
+    with strict_json.malformed_as_data_loss(where):
         manifest = Manifest(
             model=ModelName.parse(fields.text("model")),
             version=fields.integer("version", 1),
@@ -55,8 +55,6 @@ def read_manifest(data: bytes, where: str = MANIFEST_FILE) -> Manifest:
             ),
             lineage=fields.table("lineage"),
         )
-    except InvalidArgument as error:
-        raise DataLoss(f"{where} is malformed: {error.message}") from error
     fields.end()
     return manifest
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+from weighbridge._core.json_values import JsonValue
+from weighbridge._core.resources import REF_LATEST
 from weighbridge.errors import (
     Conflict,
     DataLoss,
@@ -26,25 +27,24 @@ from weighbridge.errors import (
     NotFound,
     WeighbridgeError,
 )
-from weighbridge.resources import REF_LATEST
-from weighbridge_storage import document_digests, strict_json
-from weighbridge_storage.entries import Ref
-from weighbridge_storage.head import Head
-from weighbridge_storage.head_changes import stamp
-from weighbridge_storage.head_store import HeadStore
-from weighbridge_storage.manifest import Manifest
+from weighbridge_storage.documents import document_digests, strict_json
+from weighbridge_storage.documents.entries import Ref
+from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, blocks_key, version_key
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import stamp
+from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.migration import head_format2, manifest_format1
-from weighbridge_storage.names import MANIFEST_FILE, ModelName, blocks_key, version_key
-from weighbridge_storage.objects import IfMatch, ObjectStore
-from weighbridge_storage.version_reading import tensors_of_files
-from weighbridge_storage.version_verifying import digest_object
+from weighbridge_storage.stores.objects import IfMatch, ObjectStore
+from weighbridge_storage.versions.manifest import Manifest
+from weighbridge_storage.versions.reading import tensors_of_files
+from weighbridge_storage.versions.verifying import digest_object
 
 _ATTEMPTS = 10
 """How often a head is begun with anew because somebody else has changed it, or its write may have failed."""
 
 
 @dataclass(frozen=True)
-class MigratedModel:
+class MigratedModel(JsonValue):
     """What was done with one model.
 
     Attributes:
@@ -69,10 +69,6 @@ class MigratedModel:
     def ok(self) -> bool:
         """Whether all is migrated."""
         return not self.problems and not self.failure
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return asdict(self)
 
 
 def migrate_store(
@@ -310,7 +306,7 @@ def without(head: Head, numbers: Collection[int]) -> Head:
     """A head of before, without some of its versions and the refs that name them; ``latest`` names the highest that is left."""
     recent = {number: entry for number, entry in head.recent.items() if number not in numbers}
     refs = {name: ref for name, ref in head.refs.items() if ref.version not in numbers}
-    durable = [number for number, entry in recent.items() if not entry.retired]
-    if REF_LATEST not in refs and durable:
-        refs[REF_LATEST] = Ref(max(durable))
+    released = [number for number, entry in recent.items() if entry.released]
+    if REF_LATEST not in refs and released:
+        refs[REF_LATEST] = Ref(max(released))
     return replace(head, recent=recent, refs=refs)

@@ -1,8 +1,16 @@
-"""SGLang starts from the service, and takes over any version while it runs; each rank brings only what it holds.
+"""Adapter to SGLang: a server starts from the service, and takes over any version while it runs; each rank brings only what it holds.
 
 To install weighbridge next to SGLang 0.5.23 is enough: SGLang finds `plugin` by its entry point, in every process. A model path
 ``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION`` makes a server start from the service, `load` is what updates of weights name as their
-``load_format``, and `weighbridge.integrations.sglang_server` drives a running server over HTTP.
+``load_format``, and `weighbridge.follow.sglang` drives a running server over HTTP.
+
+May import: `engine_rank`, `_lazy`, `_clients` and folders below, and SGLang.
+
+- `plugin`: hooks into SGLang.
+- `connecting`: a server's start from the service.
+- `wanted`: the version that a request or a model path names.
+- `configuration`: settings that decide where loaders put weights.
+- `model`: a rank's model, to the contract.
 """
 
 from __future__ import annotations
@@ -27,8 +35,11 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> No
         FailedPrecondition: it went wrong for a rank; all of them keep what they have.
         InvalidArgument: what came does not say which version is wanted.
     """
-    from weighbridge.integrations.sglang import updating, wanted
+    from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank
+    from weighbridge.integrations.sglang.wanted import Wanted
 
     if len(named_tensors) != 1:
         raise InvalidArgument(f"{len(named_tensors)} names came, and one has to say which version is wanted")
-    updating.updates_of(model).apply(wanted.Wanted.from_json(named_tensors[0][0]))
+    wanted = Wanted.from_json(named_tensors[0][0])
+    rank = sglang_rank(model)
+    rank.apply(number_to_update_to(rank, wanted), wanted.source)

@@ -35,8 +35,6 @@ def configuration_of(model: torch.nn.Module) -> str:
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.runtime_context import get_context
 
-    from weighbridge.integrations.sglang.agreeing import parallel
-
     here = parallel()
     experts = get_global_expert_location_metadata()
     arguments: dict[str, Any] = get_context().resolved_server_args_dict()
@@ -54,3 +52,10 @@ def configuration_of(model: torch.nn.Module) -> str:
         sort_keys=True,
         default=str,
     )
+
+
+def parallel() -> Any:
+    """SGLang's sizes and groups of this process."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from sglang.srt.connector import BaseFileConnector
 
-from weighbridge.engine import EngineClient
-from weighbridge.integrations.sglang.agreeing import everybody, together, world
-from weighbridge.integrations.sglang.updating import updates_of
+from weighbridge.integrations.engine_rank.agreement import ProcessGroup
+from weighbridge.integrations.sglang.model import number_on, sglang_rank
 from weighbridge.integrations.sglang.wanted import SCHEME, Wanted
 
 
@@ -49,7 +48,7 @@ class Connector(BaseFileConnector):  # type: ignore[misc]  # SGLang's, of which 
         return self.weights
 
     def _files(self) -> dict[str, bytes]:
-        with EngineClient(self.wanted.server, retry_seconds=self.wanted.retry_seconds) as client:
+        with self.wanted.source.connect() as client:
             return client.model_files(self.wanted.model, self.wanted.version)
 
 
@@ -63,10 +62,12 @@ def load_first(
 ) -> Any:
     """Around ``RemoteModelLoader._load_model_from_remote_fs``: each rank brings what it holds, and the loader does what is left."""
     if isinstance(client, Connector):
-        rank = updates_of(model).rank
-        wanted = client.wanted
-        number = everybody(world(), together(world(), lambda: rank.number(wanted)))[0]
-        client.weights = rank.first_load(wanted, number)
+        from sglang.srt.distributed.parallel_state import get_world_group
+
+        rank, wanted = sglang_rank(model), client.wanted
+        number = number_on(ProcessGroup(get_world_group().cpu_group), rank, wanted)
+        source, recording = rank.load(wanted.source, number)
+        client.weights = source.tensors(None if recording is None else recording.unrecorded)
     return original(loader, model, client, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Where does SGLang call this? Three functions are wrapped, by SGLang's own registry of hooks."""
+"""Hooks into SGLang: four of its functions are wrapped, by its own registry of hooks."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ def control(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
-    from weighbridge.integrations.sglang.agreeing import everybody, parallel
-    from weighbridge.integrations.sglang.updating import updates_of
+    from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank
 
-    updates = updates_of(manager.tp_worker.model_runner.model)
+    rank = sglang_rank(manager.tp_worker.model_runner.model)
     try:
         if request.action == PREPARE:
-            updates.prepare(Wanted.from_json((request.skip_tensor_list or [""])[0]))
+            wanted = Wanted.from_json((request.skip_tensor_list or [""])[0])
+            rank.prepare_all(number_to_update_to(rank, wanted), wanted.source)
         elif request.action == DISCARD:
-            updates.discard()
+            rank.discard()
         elif request.action != STATUS:
             return CheckWeightsReqOutput(success=False, message=f"there is no action {request.action!r}")
     except WeighbridgeError as error:
         return CheckWeightsReqOutput(success=False, message=str(error))
-    ranks = everybody(parallel().tp_group, updates.state())
+    ranks = rank.engine.ranks.all_gather_object(rank.status().to_json())
     return CheckWeightsReqOutput(success=True, message=json.dumps({"ranks": ranks}))

@@ -1,4 +1,4 @@
-"""Which version of which model at which service a request or a model path names.
+"""Order for a version: the service, the model and the version that a request or a model path names.
 
 Pure text: neither SGLang nor torch is needed to say it.
 """
@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weighbridge.errors import InvalidArgument
+from weighbridge.integrations.engine_rank.source import ModelSource
 
 SCHEME = "weighbridge"
 LOAD_FORMAT = "weighbridge.integrations.sglang.load"
@@ -27,7 +28,7 @@ class Wanted:
         server: ``host:port`` of the service's gRPC face.
         model: ``namespace/name``.
         version: a number or a ref.
-        lane: how weights travel, as for `weighbridge.client.Client`; None leaves it to each rank's environment.
+        lane: how weights travel, as for `weighbridge.Client`; None leaves it to each rank's environment.
         retry_seconds: how long to keep trying when the service cannot be reached.
     """
 
@@ -47,6 +48,11 @@ class Wanted:
             raise InvalidArgument(
                 f"{self} names no version", fix=f"as in {SCHEME}://HOST:PORT/acme/smol@latest"
             )
+
+    @property
+    def source(self) -> ModelSource:
+        """The same without the version."""
+        return ModelSource(self.model, self.server, self.lane, self.retry_seconds)
 
     @staticmethod
     def from_url(url: str) -> Wanted:
@@ -81,8 +87,3 @@ class Wanted:
 
     def __str__(self) -> str:
         return f"{self.model}@{self.version}"
-
-
-def label(model: str, number: int) -> str:
-    """What an engine that serves a version calls it."""
-    return f"{model}@{number}"

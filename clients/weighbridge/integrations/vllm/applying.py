@@ -1,4 +1,4 @@
-"""Bring an update to the layers of a model that may be computing with repacked or derived weights.
+"""Application of an update to the layers of a model that may be computing with repacked or derived weights.
 
 A layer whose weights vLLM processes after loading goes through vLLM's own layerwise reloading: it is made anew in the format of checkpoints,
 filled, processed, and copied to where the kernels read. A layer of which it was seen that processing does nothing to it is filled in
@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
-from weighbridge import lazy
+from weighbridge import _lazy as lazy
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.vllm import layers
 
@@ -47,10 +47,10 @@ class Applier:
         """By which all that is filled was seen to be what the layers compute with."""
 
     def check(self, recording: lazy.Recording) -> None:
-        """See whether all that was recorded is in the model still.
+        """Refuse a model that does not have all that was recorded any more.
 
         Raises:
-            FailedPrecondition: it is not.
+            FailedPrecondition: names what is missing.
         """
         missing = recording.targets.keys() - layers.names_loaded(self._model)
         if missing:

@@ -1,4 +1,4 @@
-"""The layers of a vLLM model, in the format of checkpoints and in that of kernels."""
+"""Layers of a vLLM model, in the format of checkpoints and in that of kernels."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Where weights come from: what a user of vLLM writes into ``--model-loader-extra-config``."""
+"""Settings of where weights come from: what a user of vLLM writes into ``--model-loader-extra-config``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from weighbridge.engine import EngineClient
 from weighbridge.errors import InvalidArgument
+from weighbridge.integrations.engine_rank.source import ModelSource
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "server": (str,),
@@ -63,10 +63,20 @@ class Settings:
             float(given.get("retry_seconds", 60.0)),
         )
 
-    def connect(self) -> EngineClient:
-        """A client of the service."""
-        return EngineClient(self.server, lane=self.lane, retry_seconds=self.retry_seconds)
+    @property
+    def source(self) -> ModelSource:
+        """The same without the version."""
+        return ModelSource(self.model, self.server, self.lane, self.retry_seconds)
 
     def write(self) -> dict[str, Any]:
         """As an extra config that `read` reads."""
         return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def source_for(
+    known: ModelSource | None, model: str | None, server: str | None, lane: str | None
+) -> ModelSource | None:
+    """What is known of where versions come from, with what is said of it now; None if no model is known."""
+    if model is not None and (known is None or known.model != model):
+        known = ModelSource(model)
+    return known and replace(known, server=server or known.server, lane=lane or known.lane)

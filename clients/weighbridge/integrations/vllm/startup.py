@@ -18,9 +18,9 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from weighbridge._lazy.remembered import cache_folder
 from weighbridge.integrations.vllm import NAME
 from weighbridge.integrations.vllm.settings import Settings
-from weighbridge.lazy.remembered import cache_folder
 
 logger = init_logger(f"vllm.plugins.{__name__}")
 
@@ -75,7 +75,7 @@ def _complete(arguments: Any, transfer_config: Any) -> None:
 
 
 def _take_from_service(arguments: Any, settings: Settings, has_folder: bool) -> None:
-    with settings.connect() as client:
+    with settings.source.connect() as client:
         version = client.version(settings.model, settings.version)
         files = {} if has_folder else client.model_files(settings.model, version.number)
     arguments.model_loader_extra_config = replace(settings, version=str(version.number)).write()

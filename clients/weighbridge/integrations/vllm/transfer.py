@@ -1,11 +1,15 @@
-"""vLLM's weight-transfer engine ``weighbridge``: vLLM's calls, as what a rank does about them."""
+"""Weight-transfer engine ``weighbridge`` of vLLM: its calls, as calls of an `EngineRank`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -13,8 +17,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weighbridge.errors import InvalidArgument
-from weighbridge.integrations.vllm import ranks
-from weighbridge.integrations.vllm.serving import ServingRank
+from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
+from weighbridge.integrations.vllm.model import vllm_rank
+from weighbridge.integrations.vllm.settings import source_for
 
 
 @dataclass
@@ -65,21 +70,22 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.rank = ServingRank(model, vllm_config)
+        self.rank = vllm_rank(model, vllm_config)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the service, and find out what this rank takes of a version."""
-        with ranks.one_voice():
-            self.rank.all_connect(self.rank.settings_for(init_info.model, init_info.server, init_info.lane))
+        source = source_for(self.rank.source, init_info.model, init_info.server, init_info.lane)
+        with one_voice():
+            agree(self.rank.engine.ranks, "the engine is not connected", partial(self.rank.connect, source))
 
     def start_weight_update(self) -> None:
         """Nothing is touched yet."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Prepare a version, or bring it to the parameters."""
-        with ranks.one_voice():
+        with one_voice():
             if update_info.phase == "prepare":
-                self.rank.all_prepare(update_info.version)
+                self.rank.prepare_all(update_info.version)
             else:
                 self.rank.apply(update_info.version)
 
@@ -89,3 +95,17 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
     def shutdown(self) -> None:
         """End the connection to the service."""
         self.rank.close()
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Let only the last rank raise what all ranks have raised.
+
+    vLLM reads its workers' answers in the order of ranks and stops at the first failure: whatever ranks behind that one have answered
+    would be taken for the answer to the next call.
+    """
+    try:
+        yield
+    except RanksFailed:
+        if get_world_group().is_last_rank:
+            raise

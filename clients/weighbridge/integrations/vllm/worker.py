@@ -1,4 +1,4 @@
-"""What an agent beside a vLLM server can ask its workers, by ``/collective_rpc``. The load format puts it there by itself."""
+"""Worker extension of vLLM: what an agent beside a server can ask its workers, by ``/collective_rpc``. The load format puts it there."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from weighbridge.errors import FailedPrecondition
-from weighbridge.integrations.vllm.serving import ServingRank
+from weighbridge.integrations.engine_rank.rank import EngineRank
+from weighbridge.integrations.vllm.settings import source_for
 
 
 class WorkerExtension:
-    """Methods of every worker (``--worker-extension-cls``).
+    """Methods of every worker (``--worker-extension-cls``). Each answers with the rank's `Status` as JSON, and ``failed``.
 
     None of them raises: a failure is a text under ``failed`` in the answer. vLLM reads its workers' answers in order and stops at the first that
     raised; what the others have answered would be taken for answers to the next call. All but `weighbridge_apply` return at once, because the
@@ -21,15 +22,14 @@ class WorkerExtension:
     """
 
     weight_transfer_engine: Any
-    vllm_config: Any
     model_runner: Any
 
     def weighbridge_connect(self, info: str) -> dict[str, Any]:
         """Say where versions come from: JSON with ``model``, ``server`` and ``lane``, of which any may be left out."""
         said = json.loads(info)
 
-        def connect(rank: ServingRank) -> None:
-            rank.connect(rank.settings_for(said.get("model"), said.get("server"), said.get("lane")))
+        def connect(rank: EngineRank) -> None:
+            rank.connect(source_for(rank.source, said.get("model"), said.get("server"), said.get("lane")))
 
         return self._weighbridge_do(connect)
 
@@ -40,11 +40,8 @@ class WorkerExtension:
     def weighbridge_apply(self, version: str) -> dict[str, Any]:
         """Bring a version, named by its number, to the parameters, while nothing is being computed."""
 
-        def apply(rank: ServingRank) -> None:
-            from vllm.config import set_current_vllm_config
-
-            with set_current_vllm_config(self.vllm_config):
-                rank.apply(int(version))
+        def apply(rank: EngineRank) -> None:
+            rank.apply(int(version))
             torch.accelerator.synchronize()
             self.model_runner.reset_lora_state()
             # a session that somebody has begun and left: vLLM would refuse the next one, on every worker
@@ -58,18 +55,18 @@ class WorkerExtension:
 
     def weighbridge_discard(self) -> dict[str, Any]:
         """Give back the memory of what was prepared."""
-        return self._weighbridge_do(ServingRank.discard)
+        return self._weighbridge_do(EngineRank.discard)
 
-    def _weighbridge_do(self, what: Callable[[ServingRank], None]) -> dict[str, Any]:
+    def _weighbridge_do(self, what: Callable[[EngineRank], None]) -> dict[str, Any]:
         rank = getattr(self.weight_transfer_engine, "rank", None)
         try:
-            if not isinstance(rank, ServingRank):
+            if not isinstance(rank, EngineRank):
                 raise FailedPrecondition(
                     "this engine takes no updates from weighbridge",
                     fix="""start it with --weight-transfer-config '{"backend": "weighbridge"}'""",
                 )
             what(rank)
         except Exception as error:
-            status = rank.status() if isinstance(rank, ServingRank) else {}
+            status = rank.status().to_json() if isinstance(rank, EngineRank) else {}
             return {**status, "failed": str(error) or repr(error)}
-        return {**rank.status(), "failed": ""}
+        return {**rank.status().to_json(), "failed": ""}

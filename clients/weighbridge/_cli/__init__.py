@@ -1,0 +1,135 @@
+"""Command line, ``weighbridge``: commands, and what becomes of the process when one ends.
+
+May import: all of `weighbridge`; when a command runs, `weighbridge_service`, `weighbridge_storage` and `weighbridge_demo`. A
+command's module is imported when the command is named, and what does the work (grpc, torch, rich) when it runs, so that help
+comes at once.
+
+- `looking`: models, versions, refs, tags; verification.
+- `moving`: import, push, pull, restore, export.
+- `keeping`: retention, collection, memory ahead of a push.
+- `gating`: which versions are held, and approval.
+- `removing`: deletion of versions and models, pushes that are given up.
+- `following`: an agent beside a running engine.
+- `serving`: the service, and the demonstration.
+- `examining`: doctor.
+- `maintaining`: fsck and migration of a store.
+- `converting`: conversion of folders.
+- `rank_files`: files of one rank's slices.
+- `parsing`: arguments.
+- `output`: tables, progress and JSON.
+- `running`: a command's life: clients, errors, exit codes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from weighbridge import __version__
+
+_MODULE_OF = {
+    "serve": "serving",
+    "import": "moving",
+    "push": "moving",
+    "pull": "moving",
+    "restore": "moving",
+    "export": "moving",
+    "convert": "converting",
+    "models": "looking",
+    "versions": "looking",
+    "show": "looking",
+    "tag": "looking",
+    "watch": "looking",
+    "follow": "following",
+    "verify": "looking",
+    "approve": "gating",
+    "gate": "gating",
+    "retention": "keeping",
+    "collect": "keeping",
+    "delete": "removing",
+    "abort": "removing",
+    "warm": "keeping",
+    "fsck": "maintaining",
+    "migrate": "maintaining",
+    "doctor": "examining",
+    "demo": "serving",
+}
+_INTERRUPTED = 130
+"""What shells report of a process that was interrupted: 128 and SIGINT."""
+
+
+class _LazyGroup(click.Group):
+    """Commands that are imported when they are named; listed in the order of the table."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_MODULE_OF)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        module = _MODULE_OF.get(cmd_name)
+        if module is None:
+            return None
+        found: click.Command = getattr(
+            importlib.import_module(f"weighbridge._cli.{module}"), f"{cmd_name}_command"
+        )
+        return found
+
+
+@click.group(
+    cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(__version__, prog_name="weighbridge")
+def commands() -> None:
+    """Move model weights from the machines that train to the machines that serve.
+
+    MODEL is namespace/name. A version is a number or a ref: acme/smol@17, acme/smol@latest (the newest in the object
+    store), acme/smol@live (the newest that can be pulled), or a tag such as acme/smol@prod. Both pass by versions that are held.
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit code: 0; 1 if the command failed; 2 if it was misspelt; 130 if it was interrupted.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except click.Abort:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # whoever read our output has seen enough; the interpreter must not try to flush the rest when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        code = commands.main(args=list(arguments), prog_name="weighbridge", standalone_mode=False)
+    except click.ClickException as error:
+        # what is misspelt has not been parsed, so --json is looked for in what was typed
+        if "--json" in itertools.takewhile(lambda argument: argument != "--", arguments):
+            _print_as_json(error)
+        else:
+            error.show()
+        return error.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _print_as_json(error: click.ClickException) -> None:
+    from weighbridge._cli.output import print_error
+    from weighbridge.errors import InvalidArgument
+
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    command = context.command_path if context is not None else "weighbridge"
+    print_error(InvalidArgument(error.format_message(), fix=f"see `{command} --help`"), as_json=True)

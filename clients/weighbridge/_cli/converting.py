@@ -1,0 +1,127 @@
+"""Command that converts folders, with no service running."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from weighbridge._cli.output import print_json, print_left_out, progress_bar
+from weighbridge._cli.parsing import size
+from weighbridge._cli.running import Command, needs_extra
+from weighbridge._core.text.sizes import readable_size
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command("convert", cls=Command)
+@click.argument("source", type=_FOLDER)
+@click.argument("target", type=_FOLDER)
+@click.option(
+    "--config",
+    type=_FOLDER,
+    help="Hugging Face folder with the config.json, tokenizer and so on of a torch_dist SOURCE.  "
+    "[default: SOURCE/hf, or SOURCE itself]",
+)
+@click.option(
+    "--keys",
+    type=click.Choice(["auto", "stacked", "per-layer"]),
+    default="auto",
+    show_default=True,
+    help="To torch_dist: one key for all layers, or one for each, as trainers do that save with non_homogeneous_layers; auto "
+    "stacks layers that are all alike.",
+)
+@click.option(
+    "--spec",
+    type=click.Choice(["te", "local"]),
+    default="te",
+    show_default=True,
+    help="To torch_dist: whose names norms have, Transformer Engine's or those of Megatron's own layers.",
+)
+@click.option(
+    "--vocab-multiple",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="To torch_dist: pad the vocabulary to a multiple of it.",
+)
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    callback=lambda ctx, param, text: None if text is None else size(ctx, param, text),
+    help="Largest file.  [default: 5GB to Hugging Face, 2GB to torch_dist]",
+)
+@click.option(
+    "--workers", type=click.IntRange(min=1), help="Processes that copy.  [default: one for each CPU, up to 4]"
+)
+@click.option(
+    "--memory-budget",
+    metavar="SIZE",
+    callback=size,
+    default="2GiB",
+    show_default=True,
+    help="Most memory of all processes together, whatever the size of the model.",
+)
+@click.option(
+    "--restart", is_flag=True, help="Begin anew; throw away what an interrupted conversion has left."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a report as JSON, also of errors.")
+def convert_command(
+    source: Path,
+    target: Path,
+    config: Path | None,
+    keys: str,
+    spec: str,
+    vocab_multiple: int,
+    max_shard_size: int | None,
+    workers: int | None,
+    memory_budget: int,
+    restart: bool,
+    as_json: bool,
+) -> None:
+    """Convert a Hugging Face folder to torch_dist, or back.
+
+    SOURCE is a Hugging Face folder or a torch_dist checkpoint of Megatron-core, and TARGET becomes the other kind. It is new,
+    and appears when it is complete. No service is needed, and the model may be larger than memory. If the command is
+    interrupted, running it again goes on where it stopped.
+    """
+    with needs_extra("service"):
+        from weighbridge_service.converting.conversions import ConvertOptions
+        from weighbridge_service.converting.convert import convert_folder
+
+    options = ConvertOptions(
+        config=config,
+        keys=keys,  # type: ignore[arg-type]  # click has compared it with the choices
+        spec=spec,  # type: ignore[arg-type]
+        vocab_multiple=vocab_multiple,
+        max_file_bytes=max_shard_size,
+    )
+
+    def resumed(done: int, total: int) -> None:
+        click.echo(
+            f"going on: {readable_size(done)} of {readable_size(total)} are converted already", err=True
+        )
+
+    try:
+        with progress_bar(f"converting to {target.name}") as update:
+            report = convert_folder(
+                source,
+                target,
+                options,
+                workers=workers,
+                memory_budget=memory_budget,
+                restart=restart,
+                on_progress=update,
+                on_resume=resumed,
+            )
+    except KeyboardInterrupt:
+        click.echo("interrupted: run the same command again, and it goes on where it stopped", err=True)
+        raise
+    if as_json:
+        print_json(report.to_json())
+        return
+    click.echo(
+        f"{target}: {readable_size(report.bytes)}, {report.tensors} tensors in {len(report.files)} files, "
+        f"{report.seconds:.1f} s"
+    )
+    print_left_out(report.left_out)

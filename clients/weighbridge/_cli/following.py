@@ -1,0 +1,135 @@
+"""Command that keeps a running engine on a ref: follow."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weighbridge._cli.looking import say_if_absent
+from weighbridge._cli.output import print_json
+from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._core.resources import REF_LATEST
+from weighbridge._core.text.sizes import readable_size
+
+if TYPE_CHECKING:
+    from weighbridge.follow.agent import Followed
+    from weighbridge.follow.engines import Engine
+
+
+@click.command("follow", cls=Command)
+@click.argument("model")
+@click.option(
+    "--engine",
+    "kind",
+    type=click.Choice(["vllm", "sglang"]),
+    default="vllm",
+    show_default=True,
+    help="What the engine is.",
+)
+@click.option(
+    "--url", help="The engine's HTTP address; by default port 8000 (vLLM) or 30000 (SGLang) of this machine."
+)
+@click.option("--ref", default=REF_LATEST, show_default=True, help="Which ref to follow.")
+@click.option(
+    "--pause-mode",
+    type=click.Choice(["wait", "keep", "retract", "abort"]),
+    help="What becomes of requests under way: wait for their ends (vLLM, its default), keep them and go on with new weights, "
+    "compute what they have so far again by the new weights (retract: SGLang, its default), abort them.",
+)
+@click.option(
+    "--engine-key", envvar="WEIGHBRIDGE_ENGINE_KEY", default="", help="SGLang's admin key, if it has one."
+)
+@click.option(
+    "--engine-server",
+    metavar="HOST:PORT",
+    help="The service's address as the engine reaches it; as --server if not given.",
+)
+@click.option(
+    "--lane", type=click.Choice(["grpc", "local", "auto"]), help="How weights travel to the engine."
+)
+@click.option(
+    "--count",
+    type=click.IntRange(min=1),
+    help="End after so many lines; with exit code 1 if the last one is a failure.",
+)
+@click.option("--force", is_flag=True, help="Also if the engine says that it serves another model.")
+@client_options
+@click.pass_context
+def follow_command(
+    ctx: click.Context,
+    model: str,
+    kind: str,
+    url: str | None,
+    ref: str,
+    pause_mode: str | None,
+    engine_key: str,
+    engine_server: str | None,
+    lane: str | None,
+    count: int | None,
+    force: bool,
+    server: str,
+    as_json: bool,
+) -> None:
+    """Take a running vLLM or SGLang server along with a ref.
+
+    Each new version is fetched while the server answers; then it is paused, gets it, and goes on. On any failure it keeps the version
+    that it has. One line a version.
+    """
+    from weighbridge._clients.engine import EngineClient
+    from weighbridge.follow.agent import Follower
+
+    signal.signal(signal.SIGTERM, _end_tidily)  # else the engine would stay paused
+    engine = _engine(kind, url, model, engine_server or server, lane, pause_mode, engine_key)
+    with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
+        say_if_absent(client.model(model), ref)
+        done = None
+        for done in itertools.islice(Follower(client, model, engine, ref, force=force).run(), count):
+            if as_json:
+                print_json(done.to_json(), one_line=True)
+            else:
+                click.echo(_line(done))
+    ctx.exit(1 if done is not None and done.error else 0)
+
+
+def _end_tidily(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _engine(
+    kind: str,
+    url: str | None,
+    model: str,
+    server: str,
+    lane: str | None,
+    pause_mode: str | None,
+    engine_key: str,
+) -> Engine:
+    from weighbridge.follow.sglang import SglangServer
+    from weighbridge.follow.vllm import VllmServer
+
+    modes = {
+        "vllm": {None: "wait", "wait": "wait", "keep": "keep", "abort": "abort"},
+        "sglang": {None: "retract", "retract": "retract", "keep": "in_place", "abort": "abort"},
+    }[kind]
+    if pause_mode not in modes:
+        raise click.UsageError(f"--engine {kind} has no --pause-mode {pause_mode}")
+    mode: Any = modes[pause_mode]
+    if kind == "sglang":
+        url = url or "http://127.0.0.1:30000"
+        return SglangServer(url, server, model, api_key=engine_key, lane=lane, pause_mode=mode)
+    return VllmServer(url or "http://127.0.0.1:8000", model, server, lane=lane, pause_mode=mode)
+
+
+def _line(done: Followed) -> str:
+    if done.error:
+        serves = "no version" if done.serves is None else f"version {done.serves}"
+        return f"{done.model}@{done.version}: failed, and the engine serves {serves}: {done.error}"
+    if not done.nbytes:
+        return f"{done.model}@{done.version}: the engine has it"
+    return (
+        f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {done.prepare_seconds:.2f} s, "
+        f"engine paused for {done.pause_seconds:.2f} s"
+    )

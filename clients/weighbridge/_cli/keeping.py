@@ -1,0 +1,155 @@
+"""Commands that say what is kept, and what there is room for: retention, collect, warm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from weighbridge._cli.output import print_json, print_table, readable_time
+from weighbridge._cli.parsing import duration
+from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._core.resources import Retention
+from weighbridge._core.text.sizes import readable_size
+
+if TYPE_CHECKING:
+    from weighbridge._clients.client import Client
+    from weighbridge._core.collection import Collection
+
+
+def _connect(server: str) -> Client:
+    from weighbridge._clients.client import Client
+
+    return Client(server, retry_seconds=RETRY_SECONDS)
+
+
+@click.command("retention", cls=Command)
+@click.argument("model")
+@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the newest N versions.")
+@click.option(
+    "--keep-every",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Keep one of each K consecutive numbers: the first that is there.",
+)
+@click.option(
+    "--keep-younger",
+    "keep_younger_s",
+    callback=duration,
+    metavar="TIME",
+    help="Keep versions younger than TIME, such as 7d, 12h or 30m.",
+)
+@click.option("--keep-everything", is_flag=True, help="Delete nothing any more.")
+@client_options
+def retention_command(
+    model: str,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_younger_s: int | None,
+    keep_everything: bool,
+    server: str,
+    as_json: bool,
+) -> None:
+    """Show or say which versions of a model are kept.
+
+    A version is kept if one of the rules speaks for it or a ref names it; the others are deleted some time later. New
+    rules replace all that were there. Without any option the rules are shown.
+    """
+    rules = Retention(keep_last or 0, keep_every or 0, keep_younger_s or 0)
+    if keep_everything and not rules.keeps_everything:
+        raise click.UsageError("--keep-everything goes with no other rule")
+    with _connect(server) as client:
+        if keep_everything or not rules.keeps_everything:
+            client.set_retention(model, rules)
+        else:
+            rules = client.retention(model)
+    if as_json:
+        print_json({"model": model, **rules.to_json()})
+    else:
+        click.echo(f"{model}: keeps {_rules_text(rules)}")
+
+
+def _rules_text(rules: Retention) -> str:
+    parts = [
+        *([f"the last {rules.keep_last}"] if rules.keep_last else []),
+        *([f"one of every {rules.keep_every}"] if rules.keep_every else []),
+        *([f"those younger than {_time_text(rules.keep_younger_s)}"] if rules.keep_younger_s else []),
+    ]
+    return ", ".join([*parts, "what refs name"]) if parts else "everything"
+
+
+def _time_text(seconds: int) -> str:
+    for unit, name in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds % unit == 0:
+            return f"{seconds // unit}{name}"
+    return f"{seconds}s"
+
+
+@click.command("collect", cls=Command)
+@click.argument("model")
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@client_options
+@click.pass_context
+def collect_command(ctx: click.Context, model: str, dry_run: bool, server: str, as_json: bool) -> None:
+    """Delete what need not be kept of a model now.
+
+    Services do so by themselves now and then. A version that is not kept is taken out of history first, and deleted
+    by a collection after the grace time. The exit code is 1 if a deletion failed.
+    """
+    with _connect(server) as client:
+        report = client.collect(model, dry_run=dry_run)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _show(report)
+    ctx.exit(1 if report.problems else 0)
+
+
+def _show(report: Collection) -> None:
+    rows: list[tuple[object, str, str]] = [
+        *((v.number, "kept", ", ".join([*v.rules, *v.refs])) for v in report.kept),
+        *((number, "retired", "no rule and no ref speaks for it") for number in report.retired),
+        *((v.number, "waits", _why_it_waits(v.until_ms, v.readers)) for v in report.waiting),
+        *((v.number, "deleted", readable_size(v.nbytes)) for v in report.deleted),
+        *((number, "given up", "nothing more was heard of it") for number in report.given_up),
+        *((v.number, "swept", f"{v.objects} objects of no version") for v in report.swept),
+    ]
+    print_table(("VERSION", "", ""), rows)
+    for count, what in (
+        (report.uploads_discarded, "unfinished uploads discarded"),
+        (report.leases_removed, "leases of dead readers removed"),
+    ):
+        if count:
+            click.echo(f"{count} {what}")
+    for problem in report.problems:
+        click.echo(problem, err=True)
+    summary = f"{len(report.deleted)} versions deleted, {readable_size(report.deleted_bytes)}"
+    click.echo(f"{report.model}: {summary}{' (dry run: nothing was changed)' if report.dry_run else ''}")
+
+
+def _why_it_waits(until_ms: int, readers: int) -> str:
+    who = f"{readers} readers" if readers else "the grace time"
+    return f"{who}, until {readable_time(until_ms)} at least"
+
+
+@click.command("warm", cls=Command)
+@click.argument("model")
+@client_options
+@click.pass_context
+def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> None:
+    """Make the memory now that the first pushes of a model need.
+
+    It is room that nobody has, within the service's memory budget; another model that needs it gets it. The exit code is 1 if there is
+    not as much as pushes want that follow each other.
+    """
+    with _connect(server) as client:
+        memory = client.warm(model)
+    if as_json:
+        print_json(memory.to_json())
+    else:
+        click.echo(
+            f"{model}: memory for {memory.images} of {memory.wanted} images, {readable_size(memory.image_bytes)} each"
+        )
+        if memory.images < memory.wanted:
+            click.echo("there is no room for more: `weighbridge doctor` says what limits it", err=True)
+    ctx.exit(0 if memory.images >= memory.wanted else 1)

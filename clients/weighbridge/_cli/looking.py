@@ -1,0 +1,280 @@
+"""Commands that look at models and versions, and name them: models, versions, show, tag, watch, verify."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weighbridge._cli.output import print_json, print_table, readable_time
+from weighbridge._cli.parsing import comparisons, model_perhaps_at_version
+from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._core.metadata import Metadata
+from weighbridge._core.references import Reference
+from weighbridge._core.resources import REF_LATEST, REF_LIVE, why_held
+from weighbridge._core.text.sizes import readable_size
+from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge.errors import FailedPrecondition
+
+if TYPE_CHECKING:
+    from weighbridge._clients.engine import EngineClient
+    from weighbridge._core.resources import Model, Version
+
+
+def _connect(server: str) -> EngineClient:
+    from weighbridge._clients.engine import EngineClient
+
+    return EngineClient(server, retry_seconds=RETRY_SECONDS)
+
+
+@click.command("models", cls=Command)
+@client_options
+def models_command(server: str, as_json: bool) -> None:
+    """List all models."""
+    with _connect(server) as client:
+        found = client.models()
+    if as_json:
+        print_json([model.to_json() for model in found])
+        return
+    rows = [
+        (m.name, _type_text(m), m.dtype, m.tensor_count, readable_size(m.tensor_bytes), _refs_text(m.refs))
+        for m in found
+    ]
+    print_table(("MODEL", "TYPE", "DTYPE", "TENSORS", "SIZE", "REFS"), rows)
+
+
+def _type_text(model: Model) -> str:
+    return (model.model_type or "-") + ("" if model.weight_map else " (no weight map)")
+
+
+def _refs_text(refs: Mapping[str, int]) -> str:
+    return ", ".join(f"{ref}={number}" for ref, number in sorted(refs.items())) or "-"
+
+
+@click.command("versions", cls=Command)
+@click.argument("model")
+@click.option(
+    "--all", "include_invisible", is_flag=True, help="Also those being received, and those that failed."
+)
+@click.option(
+    "--where",
+    multiple=True,
+    metavar="COMPARISON",
+    callback=comparisons,
+    help="Only those of whose metadata this is true, such as 'reward>=0.7'; with = != < <= > or >=, and in quotes for the shell. "
+    "All must be true if it is given several times.",
+)
+@client_options
+def versions_command(
+    model: str, include_invisible: bool, where: tuple[str, ...], server: str, as_json: bool
+) -> None:
+    """List a model's versions, newest first."""
+    with _connect(server) as client:
+        found = client.versions(model, include_invisible=include_invisible, where=where)
+        refs = client.refs(model)
+    if as_json:
+        print_json([version.to_json() for version in found])
+        return
+    rows = [
+        (
+            v.number,
+            v.state.value,
+            v.step,
+            v.run,
+            readable_size(v.tensor_bytes),
+            readable_time(v.create_time_ms),
+            ", ".join(_names_of(refs, v.number)) or "-",
+            ", ".join(v.held) or "-",
+            _metadata_text(v.metadata) or "-",
+            v.error or "; ".join(f"waits for {what}" for what in v.waits_for),
+        )
+        for v in found
+    ]
+    print_table(("VERSION", "STATE", "STEP", "RUN", "SIZE", "CREATED", "REFS", "HELD", "METADATA", ""), rows)
+
+
+def _metadata_text(metadata: Metadata) -> str:
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in sorted(metadata.items()))
+
+
+def _names_of(refs: Mapping[str, int], number: int) -> list[str]:
+    return sorted(ref for ref, named in refs.items() if named == number)
+
+
+@click.command("show", cls=Command)
+@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL[@VERSION]")
+@click.option("--tensors", "with_tensors", is_flag=True, help="Also list the tensors: name, dtype, shape.")
+@client_options
+def show_command(reference: Reference, with_tensors: bool, server: str, as_json: bool) -> None:
+    """Show a model and one of its versions.
+
+    Without @VERSION it is the newest one.
+    """
+    with _connect(server) as client:
+        model = client.model(reference.model)
+        wanted = reference.version or next((ref for ref in (REF_LATEST, REF_LIVE) if ref in model.refs), "")
+        if not wanted:  # all that there are may be held
+            wanted = next((str(version.number) for version in client.versions(model.name)), "")
+        version = client.version(model.name, wanted) if wanted else None
+        tensors = None
+        if with_tensors:
+            if version is None:
+                raise FailedPrecondition(
+                    f"{model.name} has no version yet",
+                    fix=f"push one: weighbridge push HF_DIR {model.name} --step N",
+                )
+            tensors = list(client.pull(model.name, version.number).layout.tensors.values())
+    if as_json:
+        shown: dict[str, Any] = {"model": model.to_json(), "version": version.to_json() if version else None}
+        if tensors is not None:
+            shown["tensors"] = [
+                {"name": t.name, "dtype": t.dtype.name, "shape": list(t.shape)} for t in tensors
+            ]
+        print_json(shown)
+        return
+    lines = [
+        ("model", model.name),
+        ("type", _type_text(model)),
+        ("dtype", model.dtype),
+        ("tensors", f"{model.tensor_count}, {readable_size(model.tensor_bytes)}"),
+        ("files", ", ".join(model.files)),
+        ("refs", _refs_text(model.refs)),
+        *(_version_lines(version, model.refs) if version else [("version", "none yet")]),
+    ]
+    for label, text in lines:
+        click.echo(f"{label + ':':<10}{text}")
+    if tensors is not None:
+        click.echo()
+        print_table(("TENSOR", "DTYPE", "SHAPE"), [(t.name, t.dtype, list(t.shape)) for t in tensors])
+
+
+def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str, str]]:
+    names = ", ".join(_names_of(refs, version.number))
+    lines = [
+        ("version", f"{version.number}, {version.state.value}" + (f" ({names})" if names else "")),
+        ("step", f"{version.step} of run {version.run}"),
+        ("created", readable_time(version.create_time_ms)),
+        ("ready", readable_time(version.ready_time_ms)),
+        ("verified", readable_time(version.verified_time_ms)),
+        ("durable", readable_time(version.durable_time_ms)),
+    ]
+    if version.metadata:
+        lines.append(("metadata", _metadata_text(version.metadata)))
+    if version.nonfinite_elements:
+        lines.append(("warning", f"{version.nonfinite_elements} elements are NaN or infinite"))
+    if version.held:
+        lines.append(("held", why_held(version)))
+    if version.approved_reasons:
+        by = f" by {version.approved_by}" if version.approved_by else ""
+        note = f": {version.approved_note}" if version.approved_note else ""
+        what = f"{', '.join(version.approved_reasons)}, {readable_time(version.approved_time_ms)}{by}{note}"
+        lines.append(("approved", what))
+    lines += [("waiting", f"for {what}") for what in version.waits_for]
+    if version.error:
+        lines.append(("error", version.error + "".join(f"\n  - {line}" for line in version.error_details)))
+    return lines
+
+
+@click.command("tag", cls=Command)
+@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL@VERSION")
+@click.argument("name")
+@click.option("--delete", is_flag=True, help="Take the tag away; @VERSION may be left out.")
+@client_options
+def tag_command(reference: Reference, name: str, delete: bool, server: str, as_json: bool) -> None:
+    """Let the tag NAME name a version, or take the tag away."""
+    model, version = reference.model, reference.version
+    if not delete and not version:
+        raise click.UsageError(
+            f"{model!r} names no version: write {model}@latest, or a number or another ref"
+        )
+    number: int | None = None
+    with _connect(server) as client:
+        if delete:
+            if version:
+                _check_names(client, model, name, version)
+            client.delete_ref(model, name)
+        else:
+            number = client.set_ref(model, name, version).number
+    if as_json:
+        print_json({"model": model, "ref": name, "number": number})
+    else:
+        click.echo(f"{model}: {name} is gone" if delete else f"{model}: {name} names version {number}")
+
+
+def _check_names(client: EngineClient, model: str, name: str, version: str) -> None:
+    """Refuse to take a tag away that names another version than the caller thinks."""
+    named, meant = client.refs(model).get(name), client.version(model, version).number
+    if named is not None and named != meant:
+        raise FailedPrecondition(
+            f"the tag {name} of {model} names version {named}, not {meant}",
+            fix=f"leave @{version} out to take it away whatever it names",
+        )
+
+
+@click.command("watch", cls=Command)
+@click.argument("model")
+@click.option("--ref", default=REF_LIVE, show_default=True, help="Which ref to watch.")
+@click.option("--count", type=click.IntRange(min=1), help="End after so many versions.")
+@client_options
+def watch_command(model: str, ref: str, count: int | None, server: str, as_json: bool) -> None:
+    """Print each version that a ref comes to name.
+
+    Begins with the one it names now; one line a version. Waits out a service that restarts.
+    """
+    with _connect(server) as client:
+        # a service that is not there, or a wrong name, is an error now; later ones are waited out
+        say_if_absent(client.model(model), ref)
+        for version in itertools.islice(client.watch(model, ref), count):
+            if as_json:
+                print_json(version.to_json(), one_line=True)
+            else:
+                click.echo(str(version))
+
+
+def say_if_absent(model: Model, ref: str) -> None:
+    """Say on stderr that a model does not have a ref that is about to be waited for."""
+    if ref in model.refs:
+        return
+    if ref in (REF_LATEST, REF_LIVE):
+        missing = f"{model.name} has no version yet."
+    else:
+        meant = did_you_mean(ref, [REF_LATEST, REF_LIVE, *model.refs])
+        missing = f"{model.name} has no ref {ref!r}{meant or f': it has {_refs_text(model.refs)}.'}"
+    click.echo(f"{missing} Waiting until there is one.", err=True)
+
+
+@click.command("verify", cls=Command)
+@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL[@VERSION]")
+@client_options
+@click.pass_context
+def verify_command(ctx: click.Context, reference: Reference, server: str, as_json: bool) -> None:
+    """Check a version's files against their digests.
+
+    Without @VERSION it is the latest one. The exit code is 1 if anything differs.
+    """
+    with _connect(server) as client:
+        found = client.verify(reference.model, reference.version or REF_LATEST)
+    if as_json:
+        print_json(
+            {
+                "model": reference.model,
+                "number": found.number,
+                "ok": not found.problems,
+                "tensors_checked": found.tensors_checked,
+                "bytes_checked": found.bytes_checked,
+                "problems": list(found.problems),
+                "nonfinite_elements": found.nonfinite_elements,
+            }
+        )
+    else:
+        for problem in found.problems:
+            click.echo(problem)
+        verdict = f"{len(found.problems)} problems" if found.problems else "all is well"
+        checked = f"{found.tensors_checked} tensors, {readable_size(found.bytes_checked)} checked"
+        click.echo(f"{reference.model}@{found.number}: {verdict} ({checked})")
+        if found.nonfinite_elements:
+            click.echo(f"{found.nonfinite_elements} elements are NaN or infinite, as they were pushed")
+    ctx.exit(1 if found.problems else 0)

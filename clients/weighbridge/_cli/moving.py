@@ -1,0 +1,523 @@
+"""Commands that move weights: import, push, pull, restore, export."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from weighbridge._cli.output import print_json, print_left_out, progress_bar
+from weighbridge._cli.parsing import key_values, model_at_version, size
+from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, needs_extra
+from weighbridge._core.megatron_rank import MegatronRank
+from weighbridge._core.metadata import Metadata
+from weighbridge._core.references import Reference
+from weighbridge._core.resources import why_held
+from weighbridge._core.text.sizes import readable_size
+from weighbridge.errors import InvalidArgument, WeighbridgeError
+
+if TYPE_CHECKING:
+    from weighbridge._clients.engine import EngineClient
+    from weighbridge._clients.push_handle import PushHandle
+    from weighbridge._clients.push_options import PushOptions
+    from weighbridge._clients.trainer import TrainerClient
+    from weighbridge._core.layouts import Layout
+    from weighbridge._core.resources import Version
+    from weighbridge._core.slices import TensorParallel
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+_SIZE = click.IntRange(min=1)
+_RANK = click.IntRange(min=0)
+
+
+def _push_options(function: F) -> F:
+    """Add what is said of a version that is pushed."""
+    for option in (
+        click.option(
+            "--metadata",
+            multiple=True,
+            metavar="KEY=VALUE",
+            callback=key_values,
+            help="Keep this with the version; can be given several times.",
+        ),
+        click.option(
+            "--candidate", is_flag=True, help="Hold the version: live and latest pass it by until approved."
+        ),
+        click.option(
+            "--allow-nonfinite",
+            is_flag=True,
+            help="Do not hold the version if elements of it are NaN or infinite.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+# -- into the service ----------------------------------------------------------------------------------------------------
+
+
+@click.command("import", cls=Command)
+@click.argument("folder", type=_FOLDER)
+@click.argument("model")
+@click.option(
+    "--config",
+    type=_FOLDER,
+    help="Hugging Face folder with the config.json, tokenizer and so on of a torch_dist FOLDER.  "
+    "[default: FOLDER/hf, or FOLDER itself]",
+)
+@click.option(
+    "--dtype",
+    help="The dtype that all weights must have, such as bf16.  [default: each tensor keeps the one it has]",
+)
+@click.option(
+    "--dequantize",
+    metavar="DTYPE",
+    help="Turn block-quantised fp8 weights into this dtype, such as bf16.  [default: keep them as they are]",
+)
+@click.option(
+    "--step", type=click.IntRange(min=0), default=0, show_default=True, help="Recorded with the version."
+)
+@click.option(
+    "--no-weight-map",
+    is_flag=True,
+    help="Register the model by its tensors alone, although there may be a weight map for its model type.",
+)
+@_push_options
+@client_options
+def import_command(
+    folder: Path,
+    model: str,
+    config: Path | None,
+    dtype: str | None,
+    dequantize: str | None,
+    step: int,
+    no_weight_map: bool,
+    allow_nonfinite: bool,
+    candidate: bool,
+    metadata: Metadata,
+    server: str,
+    as_json: bool,
+) -> None:
+    """Register a model and push its first weights.
+
+    FOLDER is a folder that save_pretrained() has written, or a torch_dist checkpoint of Megatron-core; its config.json,
+    tokenizer and so on become MODEL's. If MODEL is registered already, its files are replaced and the weights become a
+    further version.
+    """
+    options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
+    if (folder / ".metadata").exists():
+        if dequantize or no_weight_map:
+            option = "--dequantize" if dequantize else "--no-weight-map"
+            raise InvalidArgument(f"{option} is for Hugging Face folders: leave it out")
+        version = _import_checkpoint(folder, model, config, dtype, step, server, options)
+    else:
+        if config is not None:
+            raise InvalidArgument(
+                f"--config is for torch_dist checkpoints, and {folder} is none",
+                fix="leave it out: a Hugging Face folder has its own config.json",
+            )
+        # before anything is registered: a model keeps the dtypes that it was registered with
+        if dtype is not None:
+            _check_dtype(folder, dtype)
+        with _trainer(server) as client:
+            handle = client.import_folder(
+                model,
+                folder,
+                dequantize=dequantize or "",
+                step=step,
+                run="import",
+                weight_map=not no_weight_map,
+                **options,
+            )
+            version = _finish(client, handle, model)
+    _report_pushed(version, as_json)
+
+
+def _import_checkpoint(
+    folder: Path,
+    model: str,
+    config: Path | None,
+    dtype: str | None,
+    step: int,
+    server: str,
+    options: PushOptions,
+) -> Version:
+    from weighbridge._core import dtypes
+
+    with needs_extra("service"):
+        from weighbridge_service.converting.pushing import CheckpointToPush
+
+    checkpoint = CheckpointToPush.read(folder, config)
+    found = sorted({spec.dtype.short for spec in checkpoint.tensors})
+    if dtype is not None and found != [dtypes.parse(dtype).short]:
+        raise InvalidArgument(
+            f"the weights in {folder} are in {' and '.join(found)}, not all in {dtype}",
+            fix="weights are kept as they are: leave --dtype out",
+        )
+    print_left_out(checkpoint.left_out, err=True)
+    with _trainer(server) as client:
+        handle = checkpoint.push(client, model, step=step, run="import", **options)
+        return _finish(client, handle, model)
+
+
+@click.command("push", cls=Command)
+@click.argument("hf_dir", type=_FOLDER)
+@click.argument("model")
+@click.option("--step", type=click.IntRange(min=0), required=True, help="Recorded with the version.")
+@click.option(
+    "--run", default="default", show_default=True, help="Name of the training run, recorded as well."
+)
+@click.option(
+    "--cast",
+    type=click.Choice(["allow", "exact", "never"]),
+    default="allow",
+    show_default=True,
+    help="Whether floating-point tensors of another dtype than the model's are cast: exact only to a wider one.",
+)
+@_push_options
+@client_options
+def push_command(
+    hf_dir: Path,
+    model: str,
+    step: int,
+    run: str,
+    cast: str,
+    allow_nonfinite: bool,
+    candidate: bool,
+    metadata: Metadata,
+    server: str,
+    as_json: bool,
+) -> None:
+    """Push a Hugging Face folder as a new version.
+
+    Waits until the version is in the object store.
+    """
+    options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
+    with _trainer(server) as client:
+        handle = client.push_folder(model, hf_dir, step=step, run=run, cast=cast, **options)
+        version = _finish(client, handle, model)
+    report = handle.report()
+    if report.cast_tensors:
+        exact = "exact" if report.widened_tensors == report.cast_tensors else "rounded"
+        click.echo(f"{report.cast_tensors} tensors were cast to the model's dtype ({exact})", err=True)
+    _report_pushed(version, as_json)
+
+
+def _trainer(server: str) -> TrainerClient:
+    from weighbridge._clients.trainer import TrainerClient
+
+    return TrainerClient(server, retry_seconds=RETRY_SECONDS)
+
+
+def _check_dtype(hf_dir: Path, wanted: str) -> None:
+    """Refuse a folder whose weights are not all in one dtype."""
+    from weighbridge._core import dtypes
+    from weighbridge._formats.safetensors_files import layout_of_files, map_folder
+
+    files = layout_of_files({name: data.data for name, data in map_folder(hf_dir).items()})
+    found = sorted({spec.dtype.short for spec in files.layout.tensors.values()})
+    if found != [dtypes.parse(wanted).short]:
+        raise InvalidArgument(
+            f"the weights in {hf_dir} are in {' and '.join(found)}, not all in {wanted}",
+            fix="weights are kept as they are: cast them before, and save the folder again",
+        )
+
+
+def _finish(client: TrainerClient, handle: PushHandle, model: str) -> Version:
+    """Wait until a push is durable; one that fails or is interrupted is given up at once."""
+    try:
+        with progress_bar(f"pushing {model}@{handle.number}") as update:
+            return handle.wait(
+                on_progress=lambda version: update(version.received_bytes, version.tensor_bytes)
+            )
+    except (KeyboardInterrupt, WeighbridgeError) as error:
+        with contextlib.suppress(WeighbridgeError):  # it has failed already, or is complete
+            client.abort(model, handle.number, str(error) or "interrupted")
+        raise
+
+
+def _report_pushed(version: Version, as_json: bool) -> None:
+    if as_json:
+        print_json(version.to_json())
+    else:
+        click.echo(f"{version}: {readable_size(version.tensor_bytes)}")
+    if version.held:
+        click.echo(why_held(version), err=True)
+
+
+# -- out of the service --------------------------------------------------------------------------------------------------
+
+
+def _layer_range(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, int] | None:
+    """Callback of the option ``A:B``."""
+    if text is None:
+        return None
+    first, _, end = text.partition(":")
+    if not (text.isascii() and first.isdigit() and end.isdigit()):
+        raise click.BadParameter(f"{text!r} is no range of layers: write it like 0:16", ctx, param)
+    return int(first), int(end)
+
+
+@click.command("pull", cls=Command)
+@click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
+@click.option(
+    "--out",
+    type=_FOLDER,
+    required=True,
+    help="A new folder; for one rank's slices one that other ranks write to as well.",
+)
+@click.option("--tp-size", type=_SIZE, help="Only the slices of one rank of so many tensor-parallel ranks.")
+@click.option("--tp-rank", type=_RANK, help="Which rank, from 0.")
+@click.option("--ep-size", type=_SIZE, help="Only the experts of one rank of so many.")
+@click.option("--ep-rank", type=_RANK, help="Which of them, from 0.")
+@click.option("--etp-size", type=_SIZE, help="Ranks that share the matrices of each expert.  [default: 1]")
+@click.option("--etp-rank", type=_RANK, help="Which of them, from 0.")
+@click.option(
+    "--layers",
+    metavar="A:B",
+    callback=_layer_range,
+    help="Only a pipeline stage: its first layer, from 0, and one past its last.",
+)
+@click.option(
+    "--vocab-multiple",
+    type=_SIZE,
+    help="Pad embedding and output layer with zeros to a multiple of it, and cut both; engines use 64.  [default: the "
+    "embedding is whole on each rank, as transformers has it]",
+)
+@click.option("--dtype", help="Cast floating-point tensors, e.g. to bf16.  [default: keep them as they are]")
+@client_options
+def pull_command(
+    reference: Reference,
+    out: Path,
+    tp_size: int | None,
+    tp_rank: int | None,
+    ep_size: int | None,
+    ep_rank: int | None,
+    etp_size: int | None,
+    etp_rank: int | None,
+    layers: tuple[int, int] | None,
+    vocab_multiple: int | None,
+    dtype: str | None,
+    server: str,
+    as_json: bool,
+) -> None:
+    """Pull a version, or one rank's slices of it.
+
+    The whole version becomes a Hugging Face folder that transformers loads. One rank's slices go to the file
+    model-tp{RANK}-of-{SIZE}.safetensors (-ep{RANK}-of-{SIZE}, -etp{RANK}-of-{SIZE}, -layers{A}-{B} follow where they are
+    asked for), with Hugging Face's names, and config.json beside it. Its __metadata__ says which part of each tensor they
+    are.
+    """
+    _check_together(tp_size=tp_size, tp_rank=tp_rank)
+    _check_together(ep_size=ep_size, ep_rank=ep_rank)
+    _check_together(etp_size=etp_size, etp_rank=etp_rank)
+    with _engine(server) as client:
+        if all(option is None for option in (tp_size, ep_size, etp_size, layers, vocab_multiple)):
+            _write_folder(client, reference, out, as_json, "pulling", {"dtype": dtype})
+            return
+        from weighbridge._core.slices import ExpertParallel, TensorParallel
+
+        experts = None
+        if ep_size is not None or etp_size is not None:
+            experts = ExpertParallel(ep_size or 1, ep_rank or 0, etp_size or 1, etp_rank or 0)
+        part = TensorParallel(
+            tp_size or 1,
+            tp_rank or 0,
+            experts=experts,
+            layers=layers,
+            vocab_multiple=1 if vocab_multiple is None else vocab_multiple,
+        )
+        _pull_rank(client, reference, out, part, dtype, as_json)
+
+
+@click.command("export", cls=Command)
+@click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
+@click.argument("folder", type=_FOLDER)
+@click.option("--dtype", help="Cast floating-point tensors, e.g. to bf16.  [default: keep them as they are]")
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    callback=size,
+    default="5GB",
+    show_default=True,
+    help="Largest safetensors file.",
+)
+@client_options
+def export_command(
+    reference: Reference, folder: Path, dtype: str | None, max_shard_size: int, server: str, as_json: bool
+) -> None:
+    """Write a version in another dtype or size of files.
+
+    FOLDER is new or empty, and becomes a Hugging Face folder that transformers loads.
+    """
+    with _engine(server) as client:
+        settings = {"dtype": dtype, "max_shard_bytes": max_shard_size}
+        _write_folder(client, reference, folder, as_json, "exporting", settings)
+
+
+@click.command("restore", cls=Command)
+@click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
+@click.option("--out", type=_FOLDER, required=True, help="Folder; other ranks may write to it as well.")
+@click.option("--tp-size", type=_SIZE, help="Tensor-parallel ranks.  [default: 1]")
+@click.option("--tp-rank", type=_RANK, help="Which of them, from 0.")
+@click.option("--pp-size", type=_SIZE, help="Pipeline stages.  [default: 1]")
+@click.option("--pp-rank", type=_RANK, help="Which of them, from 0.")
+@click.option("--ep-size", type=_SIZE, help="Ranks over which experts are spread.  [default: 1]")
+@click.option("--ep-rank", type=_RANK, help="Which of them, from 0.")
+@click.option("--etp-size", type=_SIZE, help="Tensor-parallel ranks inside of experts.  [default: 1]")
+@click.option("--etp-rank", type=_RANK, help="Which of them, from 0.")
+@client_options
+def restore_command(
+    reference: Reference,
+    out: Path,
+    tp_size: int | None,
+    tp_rank: int | None,
+    pp_size: int | None,
+    pp_rank: int | None,
+    ep_size: int | None,
+    ep_rank: int | None,
+    etp_size: int | None,
+    etp_rank: int | None,
+    server: str,
+    as_json: bool,
+) -> None:
+    """Restore what one Megatron-core rank holds.
+
+    They go to the file megatron-tp{R}-of-{T}-pp{Q}-of-{P}.safetensors (with experts -ep{..}-of-{..} and so on behind it),
+    with Megatron-core's keys, one a layer and expert, each as the rank's own parameter is: gate and up of SwiGLU together.
+    Its __metadata__ says which part of the global tensor they are.
+    """
+    _check_together(tp_size=tp_size, tp_rank=tp_rank)
+    _check_together(pp_size=pp_size, pp_rank=pp_rank)
+    _check_together(ep_size=ep_size, ep_rank=ep_rank)
+    _check_together(etp_size=etp_size, etp_rank=etp_rank)
+    at = MegatronRank(
+        tp=(tp_rank or 0, tp_size or 1),
+        pp=(pp_rank or 0, pp_size or 1),
+        ep=(ep_rank or 0, ep_size or 1),
+        etp=(etp_rank or 0, etp_size or 1),
+    )
+    name = f"megatron-tp{at.tp[0]}-of-{at.tp[1]}-pp{at.pp[0]}-of-{at.pp[1]}"
+    name += f"-ep{ep_rank}-of-{ep_size}" if ep_size else ""
+    name += f"-etp{etp_rank}-of-{etp_size}" if etp_size else ""
+    with needs_extra("torch"):
+        import torch  # noqa: F401 (before anything is written)
+    with _trainer(server) as client:
+        version = client.version(reference.model, reference.version)
+        layout = client.describe_shards(reference.model, at)
+        stream = _shards_of(client, version, layout)
+        about = _described(at)
+        path = out / f"{name}.safetensors"
+        _write_rank(path, version, layout, stream, about, {}, as_json, "restoring")
+
+
+def _described(at: MegatronRank) -> dict[str, str]:
+    """The metadata of a rank's file: sizes and ranks by name."""
+    grids = {"tensor": at.tp, "pipeline": at.pp, "expert": at.ep, "expert_tensor": at.etp}
+    return {
+        f"{grid}_parallel_{what}": str(value)
+        for grid, (rank, size) in grids.items()
+        for what, value in (("size", size), ("rank", rank))
+    }
+
+
+def _shards_of(client: TrainerClient, version: Version, layout: Layout) -> Iterator[memoryview]:
+    """The bytes of each shard that a rank restores."""
+    import torch
+
+    arriving: dict[int, torch.Tensor] = {}
+
+    def allocate(index: int) -> torch.Tensor:
+        shard = layout.placements[index].shard
+        arriving[index] = torch.empty(shard.box.extent, dtype=layout.tensors[shard.tensor].dtype.torch)
+        return arriving[index]
+
+    for _, index in client.restore_layout(version.model, layout, allocate, version=version.number):
+        yield arriving.pop(index).reshape(-1).view(torch.uint8).numpy().data
+
+
+def _check_together(**options: int | None) -> None:
+    """Refuse a size without a rank, or a rank without a size: the ranks of a job must not all take rank 0."""
+    missing = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is None]
+    if len(missing) == 1:
+        raise click.UsageError(f"{missing[0]} is missing: a size and a rank go together")
+
+
+def _engine(server: str) -> EngineClient:
+    from weighbridge._clients.engine import EngineClient
+
+    return EngineClient(server, retry_seconds=RETRY_SECONDS)
+
+
+def _write_folder(
+    client: EngineClient,
+    reference: Reference,
+    folder: Path,
+    as_json: bool,
+    verb: str,
+    settings: dict[str, Any],
+) -> None:
+    with needs_extra("torch"):
+        import torch  # noqa: F401 (before anything is written)
+    with progress_bar(f"{verb} {reference.model}@{reference.version}") as update:
+        version = client.export(reference.model, reference.version, folder, on_progress=update, **settings)
+    _report_written(version, sorted(folder.iterdir()), as_json)
+
+
+def _pull_rank(
+    client: EngineClient,
+    reference: Reference,
+    out: Path,
+    part: TensorParallel,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    from weighbridge._cli.rank_files import describe
+    from weighbridge._core import dtypes
+    from weighbridge._formats import hf_folder
+
+    pull = client.pull(reference.model, reference.version, part, dtype=dtype)
+    files = client.model_files(reference.model, pull.version.number)
+    name, about = describe(part, dtype)
+    config = files["config.json"]
+    beside = {"config.json": config if dtype is None else hf_folder.with_dtype(config, dtypes.parse(dtype))}
+    _write_rank(out / name, pull.version, pull.layout, pull.stream(), about, beside, as_json, "pulling")
+
+
+def _write_rank(
+    path: Path,
+    version: Version,
+    layout: Layout,
+    stream: Iterator[bytes] | Iterator[memoryview],
+    about: dict[str, str],
+    beside: dict[str, bytes],
+    as_json: bool,
+    verb: str,
+) -> None:
+    """Write the file of one rank, and the files beside it."""
+    from weighbridge._cli.rank_files import check_absent, lay_out_rank_file, write_beside, write_rank_file
+
+    check_absent(path)
+    file = lay_out_rank_file(layout, {"model": version.model, "version": str(version.number), **about})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name, content in beside.items():
+        write_beside(path.with_name(name), content)
+    with progress_bar(f"{verb} {version.model}@{version.number}") as update:
+        write_rank_file(path, file, layout, stream, update)
+    _report_written(version, [path, *map(path.with_name, beside)], as_json)
+
+
+def _report_written(version: Version, paths: list[Path], as_json: bool) -> None:
+    nbytes = sum(path.stat().st_size for path in paths)
+    if as_json:
+        folder = paths[0].parent
+        names = [path.name for path in paths]
+        print_json({"version": version.to_json(), "folder": str(folder), "files": names, "bytes": nbytes})
+    else:
+        where = paths[0] if len(paths) == 1 else paths[0].parent
+        click.echo(f"{version}: {readable_size(nbytes)} in {where}")

@@ -1,0 +1,146 @@
+"""Types of arguments: a model with or without a version, sizes, durations, locations of stores."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from weighbridge._core.metadata import (
+    Metadata,
+    MetadataValue,
+    checked_metadata,
+    conditions,
+    parse_value,
+)
+from weighbridge._core.references import Reference, parse_reference
+from weighbridge.errors import InvalidArgument
+
+_UNITS = {
+    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
+    **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)},
+}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_DURATION = re.compile(r"([0-9]{1,15}) ?([A-Za-z]?)", re.ASCII)
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size: ``5GB`` and ``500MB`` count in thousands, ``2GiB`` in 1024s; a bare number is bytes.
+
+    Raises:
+        InvalidArgument: it is not a number with such a unit, or less than one byte.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    scale = _UNITS.get(match[2].lower() or "b") if match else None
+    size = int(float(match[1]) * scale) if match and scale else 0
+    if size < 1:
+        raise InvalidArgument(
+            f"{text!r} is not a size", fix="write it like 5GB, 500MB or 2GiB, or as a number of bytes"
+        )
+    return size
+
+
+def parse_duration(text: str) -> int:
+    """Seconds of a time: ``7d``, ``12h``, ``30m``, ``90s`` or ``2w``. A number without a unit could mean anything.
+
+    Raises:
+        InvalidArgument: it is not a whole number with such a unit, or less than one second.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    scale = _SECONDS.get(match[2].lower()) if match else None
+    seconds = int(match[1]) * scale if match and scale else 0
+    if seconds < 1:
+        raise InvalidArgument(f"{text!r} is not a time", fix="write it with a unit, like 7d, 12h, 30m or 90s")
+    return seconds
+
+
+def model_at_version(ctx: click.Context, param: click.Parameter, text: str) -> Reference:
+    """Callback of an argument ``MODEL@VERSION``."""
+    with _misspelt(ctx, param):
+        return parse_reference(text)
+
+
+def model_perhaps_at_version(ctx: click.Context, param: click.Parameter, text: str) -> Reference:
+    """Callback of an argument ``MODEL[@VERSION]``."""
+    with _misspelt(ctx, param):
+        return parse_reference(text, need_version=False)
+
+
+def key_values(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> Metadata:
+    """Callback of an option ``KEY=VALUE`` that can be given several times."""
+    found: dict[str, MetadataValue] = {}
+    with _misspelt(ctx, param):
+        for text in texts:
+            key, equals, value = text.partition("=")
+            if not equals or key in found:
+                raise InvalidArgument(
+                    f"{text!r} gives no value, or {key!r} a second one", fix="write it like reward=0.71"
+                )
+            found[key] = parse_value(value)
+        return checked_metadata(found)
+
+
+def comparisons(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Callback of an option that compares metadata and can be given several times."""
+    with _misspelt(ctx, param):
+        conditions(texts)
+    return texts
+
+
+def size(ctx: click.Context, param: click.Parameter, text: str) -> int:
+    """Callback of an option that is a size in bytes."""
+    with _misspelt(ctx, param):
+        return parse_size(text)
+
+
+def size_or(**words: int | None) -> Callable[[click.Context, click.Parameter, str], int | None]:
+    """Callback of an option that is a size in bytes, or one of these words."""
+
+    def parse(ctx: click.Context, param: click.Parameter, text: str) -> int | None:
+        return words[text] if text in words else size(ctx, param, text)
+
+    return parse
+
+
+def duration(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """Callback of an option that is a time, in seconds; None if it is not given."""
+    with _misspelt(ctx, param):
+        return None if text is None else parse_duration(text)
+
+
+@contextmanager
+def _misspelt(ctx: click.Context, param: click.Parameter) -> Iterator[None]:
+    try:
+        yield
+    except InvalidArgument as error:
+        raise click.BadParameter(f"{error.message}: {error.fix}", ctx, param) from error
+
+
+class StoreLocation(click.Path):
+    """The location of a store: a folder, or a URL of a kind that `weighbridge_storage.opening` knows.
+
+    Args:
+        exists: whether the folder has to be there.
+    """
+
+    name = "location"
+
+    def __init__(self, *, exists: bool = False) -> None:
+        super().__init__(exists=exists, file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A path, or the URL as it is."""
+        if isinstance(value, str) and "://" in value:
+            from weighbridge_storage.opening import check_url
+
+            try:
+                check_url(value)
+            except InvalidArgument as error:
+                self.fail(error.message, param, ctx)
+            return value
+        return super().convert(value, param, ctx)

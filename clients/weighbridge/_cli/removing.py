@@ -1,0 +1,93 @@
+"""Commands that take something away: delete, abort."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from weighbridge._cli.output import counted, print_json
+from weighbridge._cli.parsing import model_at_version, model_perhaps_at_version
+from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._core.references import Reference
+from weighbridge._core.text.sizes import readable_size
+from weighbridge.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from weighbridge._clients.client import Client
+
+
+def _connect(server: str) -> Client:
+    from weighbridge._clients.client import Client
+
+    return Client(server, retry_seconds=RETRY_SECONDS)
+
+
+@click.command("delete", cls=Command)
+@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL[@NUMBER]")
+@click.option("--yes", is_flag=True, help="Delete a whole model without asking.")
+@client_options
+def delete_command(reference: Reference, yes: bool, server: str, as_json: bool) -> None:
+    """Delete a version, or a model with all of its versions.
+
+    A version that a ref names cannot be deleted. One that is deleted is in no list from then on, and its objects go after the grace time. A deleted model's name can be registered again at once,
+    also with other tensors.
+    """
+    if reference.version:
+        _delete_version(reference, server, as_json)
+        return
+    model = reference.model
+    with _connect(server) as client:
+        if not yes:
+            _confirm(client, model, as_json)
+        deleted = client.delete_model(model)
+    if as_json:
+        print_json(deleted.to_json())
+        return
+    click.echo(f"{model}: deleted, with {counted(deleted.versions, 'version')}")
+
+
+def _delete_version(reference: Reference, server: str, as_json: bool) -> None:
+    try:
+        number = reference.number
+    except InvalidArgument as error:
+        raise click.UsageError(f"{error.message}; what a ref names cannot be deleted") from error
+    with _connect(server) as client:
+        client.delete_version(reference.model, number)
+    if as_json:
+        print_json({"model": reference.model, "number": number})
+    else:
+        click.echo(f"{reference.model}: version {number} is deleted")
+
+
+def _confirm(client: Client, model: str, as_json: bool) -> None:
+    """Have the name typed again. Raises click.UsageError where nobody can."""
+    if as_json or not _at_a_terminal():
+        raise click.UsageError(f"this deletes {model} with all of its versions: confirm it with --yes")
+    found, count = client.model(model), len(client.versions(model))
+    click.echo(f"{model}: {counted(count, 'version')} of {readable_size(found.tensor_bytes)} will be deleted")
+    typed: str = click.prompt("Type the model's name to go on", err=True)
+    if typed != model:
+        raise click.Abort
+
+
+def _at_a_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+@click.command("abort", cls=Command)
+@click.argument("reference", callback=model_at_version, metavar="MODEL@NUMBER")
+@click.option("--reason", default="aborted from the command line", show_default=True, help="Kept with it.")
+@client_options
+def abort_command(reference: Reference, reason: str, server: str, as_json: bool) -> None:
+    """Give up a version that is being received.
+
+    Its ranks are told so. A version that is visible and cannot be made durable can be given up, too. `weighbridge versions MODEL --all` lists what is being received.
+    """
+    with _connect(server) as client:
+        version = client.abort(reference.model, reference.number, reason)
+    if as_json:
+        print_json(version.to_json())
+    else:
+        click.echo(f"{version}: {version.error}")

@@ -1,0 +1,68 @@
+"""Base of all commands: common options, clients, exit codes and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+
+from weighbridge._cli.output import print_error
+from weighbridge.errors import FailedPrecondition, WeighbridgeError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+RETRY_SECONDS = 5.0
+"""How long a command tries to reach the service: someone is waiting for the answer."""
+
+
+class Command(click.Command):
+    """A command whose errors are shown as Weighbridge describes them, and end it with exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except WeighbridgeError as error:
+            problem = error
+        except BrokenPipeError:
+            raise  # not an error: whoever reads the output has seen enough
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename is not None else ""
+            allow = "let this user read and write there (ls -ld says who may), or name another place"
+            fix = allow if isinstance(error, PermissionError) else ""
+            problem = FailedPrecondition(f"{where}{error.strerror or error}", fix=fix)
+        print_error(problem, as_json=ctx.params.get("as_json", False))
+        return ctx.exit(1)
+
+
+def client_options(function: F) -> F:
+    """Add ``--server`` and ``--json``, which commands have that talk to a service by gRPC."""
+    server = click.option(
+        "--server",
+        envvar="WEIGHBRIDGE_SERVER",
+        metavar="HOST:PORT[,...]",
+        default="127.0.0.1:50051",
+        show_default=True,
+        show_envvar=True,
+        help="The service's gRPC address, or those of its replicas.",
+    )
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, also for errors.")
+    return server(as_json(function))
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Say which extra is missing if an import in the block fails.
+
+    Raises:
+        FailedPrecondition: a package that the extra brings is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise FailedPrecondition(
+            f"{error.name} is not installed, and this command needs it",
+            fix=f"pip install 'weighbridge[{extra}]'",
+        ) from error

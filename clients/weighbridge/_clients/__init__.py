@@ -1,0 +1,22 @@
+"""Clients of trainers and engines, and the runs of a push and of a pull.
+
+May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` or `integrations`.
+
+- `client`: models, versions, refs.
+- `trainer`: the client of a trainer rank.
+- `engine`: the client of an engine rank.
+- `connection`: control calls with retries and failover.
+- `transport`: what carries one client's weights.
+- `steps`: a call as steps without I/O.
+- `control_calls`, `push_calls`: calls of every client, and of a push, as such steps.
+- `outages`: what is told of a service that cannot be reached.
+- `known_layouts`: layouts that the service need not send again.
+- `pushing`: the run of a push.
+- `replica_checksums`: what a push says of shards that other ranks hold, too.
+- `push_options`: what a trainer says of a version beside its weights.
+- `push_handle`: its progress and cost.
+- `push_routes`: which part of a push goes to which replica.
+- `pulling`: the run of a pull.
+- `filling`: a torch model that a pull fills.
+- `restoring`: the run of a restore.
+"""

@@ -1,0 +1,331 @@
+"""Client for models, versions and refs; base of the clients of trainers and engines."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from weighbridge._clients import control_calls, push_calls
+from weighbridge._clients.connection import Connection
+from weighbridge._clients.outages import Outage
+from weighbridge._core.collection import Collection
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.references import Reference
+from weighbridge._core.resources import (
+    REF_LIVE,
+    DeletedModel,
+    Gate,
+    Model,
+    Retention,
+    Verification,
+    Version,
+    VersionState,
+    WarmMemory,
+)
+from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Client:
+    """Connections to the service. Every method that takes a model and a version takes ``namespace/name@version`` for both.
+
+    Connects when first used; safe to use from several threads, and after a fork only
+    if it was not used before.
+
+    Args:
+        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Several addresses of
+            replicas, with commas between them, are used in turn: the next one when the one in use cannot be reached.
+        retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
+        lane: how weights travel: ``local`` by memory that is shared with the service, ``grpc`` by its gRPC face, ``auto`` by the
+            first if this process runs on the service's machine and by the second otherwise. By default ``WEIGHBRIDGE_LANE``, or
+            ``auto``.
+        connections: over how many connections a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
+            machine with fewer than four processors. All other calls have a connection of their own.
+
+    Raises:
+        InvalidArgument: there is no such port or lane, or there cannot be so many connections.
+    """
+
+    def __init__(
+        self,
+        server: str | None = None,
+        *,
+        retry_seconds: float = 60.0,
+        lane: str | None = None,
+        connections: int | None = None,
+    ) -> None:
+        self._connection = Connection(server, retry_seconds=retry_seconds, lane=lane, connections=connections)
+
+    @property
+    def server(self) -> str:
+        """The service's address; several with commas between them."""
+        return str(self._connection.addresses)
+
+    @property
+    def retry_seconds(self) -> float:
+        """How long to keep trying when the service cannot be reached, or has no room."""
+        return self._connection.retry_seconds
+
+    def close(self) -> None:
+        """Close all connections. Tensors that are views of a version stay valid until they are gone."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def register_files(
+        self,
+        model: str,
+        files: Mapping[str, bytes],
+        dtype: str | torch.dtype = "",
+        tensors: Iterable[TensorSpec] = (),
+        *,
+        weight_map: bool = True,
+    ) -> Model:
+        """Register a model by the content of its files, ``config.json`` among them. Repeating it is harmless.
+
+        Args:
+            model: ``namespace/name``.
+            files: content of the files besides the weights, by name.
+            dtype: of the weights; by default what ``tensors`` says, or else ``config.json``.
+            tensors: the tensors in its files of weights, if there are such files. Of a model type without a weight map they are all that
+                is known.
+            weight_map: False registers it by ``tensors`` alone, although there may be a weight map for its model type.
+
+        Raises:
+            InvalidArgument: its model type has no weight map and there are no ``tensors``, or a name or a file is wrong.
+            FailedPrecondition: the model is registered already, with other tensors.
+        """
+        return self._connection.run(control_calls.register_model(model, files, dtype, tensors, weight_map))
+
+    def model(self, model: str) -> Model:
+        """One model. Raises NotFound."""
+        return self._connection.run(control_calls.get_model(model))
+
+    def models(self) -> list[Model]:
+        """All models, by name."""
+        return self._connection.run(control_calls.list_models())
+
+    def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
+        """The files besides the weights that belong to a version, or as registered now if no version is named.
+
+        Raises:
+            NotFound: no such model or version.
+            DataLoss: a name is none that a file in the model's own folder can have.
+        """
+        return self._connection.run(control_calls.model_files(model, version))
+
+    def version(self, model: str, version: str | int | None = None) -> Version:
+        """One version, by number or ref; by default the latest. Raises NotFound."""
+        return self._connection.run(control_calls.get_version(model, version))
+
+    def wait_for(
+        self,
+        model: str,
+        version: str | int | None,
+        state: VersionState,
+        *,
+        timeout: float | None = None,
+        on_progress: Callable[[Version], None] | None = None,
+    ) -> Version:
+        """Wait until a version has reached a state.
+
+        Args:
+            model: which model.
+            version: which version; None for the one that ``model`` names.
+            state: OPEN, RECEIVING, READY, VERIFIED or DURABLE.
+            timeout: seconds; None waits as long as it takes.
+            on_progress: is called with the version as it stands now and then.
+
+        Raises:
+            VersionFailed: it failed, or could not be made durable.
+            DeadlineExceeded: not in time.
+        """
+        return self._connection.run(control_calls.wait_for(model, version, state, timeout, on_progress))
+
+    def versions(
+        self, model: str, *, include_invisible: bool = False, where: Sequence[str] = ()
+    ) -> list[Version]:
+        """A model's versions, newest first.
+
+        Args:
+            model: which model.
+            include_invisible: also those still being received, and those that have failed lately.
+            where: only those of whose metadata all of these are true, such as ``reward>=0.7``; with ``= != < <= >`` or ``>=``. A version
+                without the value is left out, and so are those behind the newest 10,000.
+
+        Raises:
+            InvalidArgument: one of these compares nothing.
+        """
+        listing = control_calls.list_versions(model, include_invisible=include_invisible, where=where)
+        return self._connection.run(listing)
+
+    def watch(self, model: str, ref: str | None = None) -> Iterator[Version]:
+        """The version a ref names now, then each one it moves to, for ever; by default ``live``. Reconnects when the service comes back.
+
+        A version that is replaced before it could be sent may be left out; the newest never is.
+
+        Raises:
+            NotFound: the model is not registered.
+            Unavailable, ResourceExhausted: the service could not be reached, or had no place for another watch, within
+                `retry_seconds` from the start.
+        """
+        meant = Reference.of(model, ref, REF_LIVE)
+        for _, version in self.watch_refs([(meant.model, meant.version)]):
+            yield version
+
+    def watch_refs(self, refs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Version]]:
+        """As `watch`, for several refs, also of several models, over one stream.
+
+        Args:
+            refs: model and ref of each.
+
+        Yields:
+            The ref, and the version that it names; which model's it is says the version.
+        """
+        watch, outage = control_calls.Watch.begin(refs, self.retry_seconds), Outage(self.server)
+        while True:
+            failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
+            try:
+                for index, version in self._connection.responses(*watch.call):
+                    watch = watch.received(index, version.number)
+                    outage.over()
+                    yield watch.refs[index][1], version
+            except (Unavailable, ResourceExhausted) as error:
+                failure = error
+            outage.failed(failure)
+            pause, watch = watch.failed(
+                failure, closed=self._connection.closed, now=time.monotonic(), jitter=random.random()
+            )
+            time.sleep(pause)
+
+    def refs(self, model: str) -> dict[str, int]:
+        """Version number by ref."""
+        return self._connection.run(control_calls.list_refs(model))
+
+    def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
+        """Let a tag name a version in the object store; by default the latest."""
+        return self._connection.run(control_calls.set_ref(model, ref, version))
+
+    def delete_ref(self, model: str, ref: str) -> None:
+        """Take a tag away. Raises NotFound."""
+        self._connection.run(control_calls.delete_ref(model, ref))
+
+    def verify(self, model: str, version: str | int | None = None) -> Verification:
+        """Compare a version's files in the object store with the digests in its manifest."""
+        return self._connection.run(control_calls.verify(model, version))
+
+    def retention(self, model: str) -> Retention:
+        """Which versions of a model are kept. Raises NotFound."""
+        return self._connection.run(control_calls.get_retention(model))
+
+    def set_retention(self, model: str, retention: Retention) -> Retention:
+        """Say which versions of a model are kept, instead of what was said before.
+
+        The others are deleted by the next collection; they can be read for a grace time after that. ``Retention()`` keeps
+        everything.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        return self._connection.run(control_calls.set_retention(model, retention))
+
+    def gate(self, model: str) -> Gate:
+        """Which versions of a model are held. Raises NotFound."""
+        return self._connection.run(control_calls.get_gate(model))
+
+    def set_gate(self, model: str, gate: Gate) -> Gate:
+        """Say which versions of a model are held, of those that are opened from now on, instead of what was said before.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        return self._connection.run(control_calls.set_gate(model, gate))
+
+    def approve(self, model: str, number: int | None = None, *, note: str = "", by: str = "") -> Version:
+        """Hold a version no longer: ``live`` and ``latest`` may name it, if it is newer than what they name. Repeating it is harmless.
+
+        Args:
+            model: which model.
+            number: the version's number.
+            note: is kept with the approval.
+            by: who approves it; by default the address that the service sees.
+
+        Returns:
+            The version after that. One that was not held is as it was.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: it is not complete yet, or was taken out of history.
+        """
+        return self._connection.run(control_calls.approve(model, number, by=by, note=note))
+
+    def delete_version(self, model: str, number: int | None = None) -> Version:
+        """Take a version out of history, whatever the retention says; it can be read by its number for a grace time.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: a ref names it, as ``latest`` does the newest one, or it is not durable yet.
+        """
+        return self._connection.run(control_calls.delete_version(model, number))
+
+    def delete_model(self, model: str) -> DeletedModel:
+        """Take a model away with all of its versions, refs and rules.
+
+        Its name can be registered again at once, also with other tensors; the numbers of its versions go on, so that none is given twice.
+        Streams that are under way go on for a grace time; then the versions' objects are deleted by collections.
+
+        Args:
+            model: which model.
+
+        Raises:
+            NotFound: the model is not registered.
+            FailedPrecondition: versions are being received.
+        """
+        return self._connection.run(control_calls.delete_model(model))
+
+    def abort(self, model: str, number: int | None = None, reason: str = "aborted by a client") -> Version:
+        """Give a version up that has not become visible yet, or that cannot be made durable.
+
+        The latter stays visible until a newer version is; no further attempt is made.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: it is visible already, and nothing keeps it from becoming durable.
+        """
+        return self._connection.run(push_calls.abort(model, number, reason))
+
+    def collect(self, model: str, *, dry_run: bool = False) -> Collection:
+        """Delete what need not be kept of a model now; services do so by themselves now and then.
+
+        Args:
+            model: which model.
+            dry_run: only say what would be done.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        return self._connection.run(control_calls.collect(model, dry_run=dry_run))
+
+    def warm(self, model: str) -> WarmMemory:
+        """Have the service make memory for a model's next versions now, so that the first push does not wait for it.
+
+        It takes room that nobody has, within the service's budget, and holds nothing: another model that needs the room gets it.
+
+        Args:
+            model: which model.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        return self._connection.run(control_calls.warm(model))

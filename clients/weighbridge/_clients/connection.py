@@ -1,0 +1,130 @@
+"""Connection of one client to the service: control calls with retries and failover, and the transport of its weights."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+
+from weighbridge._clients.steps import Call, Steps, take
+from weighbridge._clients.transport import Transport
+from weighbridge._transport import rpc
+from weighbridge._transport.backoff import Backoff
+from weighbridge.errors import ResourceExhausted, Unavailable
+
+T = TypeVar("T")
+
+
+class Connection(Transport):
+    """Channels to the service, one for each of its addresses that was used, and what carries weights. Thread-safe.
+
+    A call goes to the address in use; where that cannot be reached, to the next one at once, and after a pause when all of them have
+    failed. Arguments are those of `Transport`.
+    """
+
+    def __init__(
+        self,
+        server: str | None = None,
+        *,
+        retry_seconds: float = 60.0,
+        lane: str | None = None,
+        connections: int | None = None,
+    ) -> None:
+        super().__init__(server, retry_seconds=retry_seconds, lane=lane, connections=connections)
+        self._channels: dict[str, grpc.Channel] = {}
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed: nothing is asked for any more."""
+        return self._closed
+
+    def run(self, steps: Steps[T], *, at: str | None = None, retry_seconds: float | None = None) -> T:
+        """Take the steps of a control call in this thread; their result.
+
+        Args:
+            steps: what is to be done.
+            at: the only address at which to call; None for any.
+            retry_seconds: overrides the connection's; 0 for one try of each call.
+
+        Raises:
+            WeighbridgeError: what the service answered, or why it could not be asked.
+        """
+        seconds = self.retry_seconds if retry_seconds is None else retry_seconds
+        return take(steps, lambda call: self._call(call, at, seconds))
+
+    def responses(self, path: str, request: bytes, decode: Callable[[bytes], T]) -> Iterator[T]:
+        """Responses of a stream that carries no weights. The call ends with the iteration.
+
+        Raises:
+            WeighbridgeError: what the service answered; Unavailable if the connection broke, and the next call goes to the next address.
+        """
+        address = self.addresses.current
+        call: Any = None
+        try:
+            with rpc.translated_errors(address), self._ending_when_closed():
+                call = self._channel(address).unary_stream(path, None, decode)(request)
+                for response in call:
+                    self.addresses.answered(address)
+                    yield response
+        except Unavailable:
+            self.addresses.failed(address)
+            raise
+        finally:
+            if call is not None:
+                call.cancel()
+
+    def close(self) -> None:
+        """Close all connections: what is under way fails. Tensors that are views of a version stay valid until they are gone."""
+        with self._lock:
+            self._closed = True
+            channels = list(self._channels.values())
+        super().close()
+        for channel in channels:
+            channel.close()
+
+    def _channel(self, address: str) -> grpc.Channel:
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the client has been closed")
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = self._channels[address] = rpc.open_channel(address)
+            return channel
+
+    def _call(self, call: Call, at: str | None, seconds: float) -> bytes:
+        """Make a call that is safe to repeat until it is answered."""
+        backoff = Backoff(seconds)
+        while True:
+            address = at or self.addresses.current
+            try:
+                with rpc.translated_errors(address), self._ending_when_closed():
+                    method: Callable[..., bytes] = rpc.in_parts(self._channel(address), call.path)
+                    found = method(call.request, timeout=call.seconds)
+                self.addresses.answered(address)
+                return found
+            except (Unavailable, ResourceExhausted) as error:
+                if self._closed:
+                    raise
+                if isinstance(error, Unavailable) and self.addresses.failed(address) and at is None:
+                    continue
+                retry = backoff.after_error(error, time.monotonic(), random.random())
+                if retry is None:
+                    raise
+            backoff = retry.backoff
+            with self._ending_when_closed():
+                rpc.connect_within(self._channel(at or self.addresses.current), retry.pause)
+
+    @contextmanager
+    def _ending_when_closed(self) -> Iterator[None]:
+        """Raise Unavailable where grpc has its own word for a channel that was closed meanwhile."""
+        try:
+            yield
+        except ValueError as error:
+            if not self._closed:
+                raise
+            raise Unavailable("the client has been closed") from error

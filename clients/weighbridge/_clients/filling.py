@@ -1,0 +1,142 @@
+"""Fill of a torch model by a pull: which of its tensors take which slices. All is checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weighbridge._clients.pulling import PullPlan
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.resources import Version
+from weighbridge._core.slices import Boxes
+from weighbridge._formats.tensor_stream import written_as
+from weighbridge.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+    FilledTensors = Callable[[Callable[[int], torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a pull has filled.
+
+    Attributes:
+        version: which version it was filled from.
+        tensors: names of the version's tensors that came, as far as this rank holds them.
+        nbytes: bytes that came.
+        cast: those that were cast to another floating-point dtype.
+        missing: names of the target that the pull does not bring; what shares memory with a tensor that it brings is not missing.
+        unexpected: names that the pull brings and the target does not have.
+    """
+
+    version: Version
+    tensors: tuple[str, ...]
+    nbytes: int
+    cast: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A fill that fits.
+
+    Attributes:
+        boxes: what is to be pulled instead of what was planned; None if that is it.
+        tensors: one for each placement of what is pulled, of the extent of its box.
+        report: what will have been filled.
+    """
+
+    boxes: Boxes | None
+    tensors: tuple[torch.Tensor, ...]
+    report: Filled
+
+
+def fit(
+    plan: PullPlan, target: torch.nn.Module | Mapping[str, torch.Tensor], *, cast: str, strict: bool
+) -> Fill:
+    """Find the tensors of a model that a pull fills; see `Pull.into`.
+
+    Raises:
+        InvalidArgument: ``target`` is no module or state dict, or ``cast`` is none.
+        LayoutError: names, shapes, dtypes or placements do not fit; names each tensor.
+    """
+    import torch
+
+    from weighbridge._formats.torch_state import check_not_copied, torch_shards
+
+    offsets: dict[str, tuple[int, ...]] = {}
+    slices: dict[str, TensorSpec] = {}
+    for shard, _, _, _ in plan.layout.placements:
+        if shard.tensor in slices:
+            raise LayoutError(
+                f"{shard.tensor} comes in several boxes, and a state dict has one tensor for it",
+                fix="fill tensors of your own for each box: pull.filled(tensor_for)",
+            )
+        offsets[shard.tensor] = shard.box.offset
+        spec = plan.layout.tensors[shard.tensor]
+        slices[shard.tensor] = TensorSpec(shard.tensor, spec.dtype, shard.box.extent)
+    held = torch_shards(target, slices, cast=cast, whole=strict, others=not strict, filled=True)
+    if isinstance(target, torch.nn.Module):
+        check_not_copied(target, held)
+    by_name = {
+        placement.shard.tensor: tensor
+        for placement, tensor in zip(held.layout.placements, held.tensors, strict=True)
+        if placement.shard.box == Box.whole(slices[placement.shard.tensor].shape)
+    }
+    as_planned = len(held.tensors) == len(by_name) == len(slices)
+    return Fill(
+        None if as_planned else Boxes(_shifted(held.layout, offsets)),
+        tuple(by_name[name] for name in slices) if as_planned else held.tensors,
+        Filled(
+            version=plan.version,
+            tensors=tuple(held.layout.tensors),
+            nbytes=held.layout.nbytes,
+            cast=held.cast,
+            missing=held.unknown,
+            unexpected=held.absent,
+        ),
+    )
+
+
+def _shifted(
+    layout: Layout, offsets: Mapping[str, Sequence[int]]
+) -> list[tuple[str, Sequence[int], Sequence[int]]]:
+    """Boxes of slices as boxes of the whole tensors."""
+    return [
+        (
+            shard.tensor,
+            tuple(a + b for a, b in zip(offsets[shard.tensor], shard.box.offset, strict=True)),
+            shard.box.extent,
+        )
+        for shard, _, _, _ in layout.placements
+    ]
+
+
+def fill_tensors(layout: Layout, tensors: Sequence[torch.Tensor], filled: FilledTensors) -> None:
+    """Pull slices into tensors; into those of another floating-point dtype through one of the slice's, for as long as it comes.
+
+    Args:
+        layout: of what is pulled.
+        tensors: one for each placement, on any device.
+        filled: pulls into what it is given, in the order of placements.
+    """
+    import torch
+
+    to_cast: dict[int, torch.Tensor] = {}
+
+    def tensor_for(index: int) -> torch.Tensor:
+        tensor = tensors[index]
+        dtype = written_as(layout.tensors[layout.placements[index].shard.tensor], tensor)
+        if dtype == tensor.dtype:
+            return tensor
+        made = to_cast[index] = torch.empty_like(tensor, dtype=dtype)
+        return made
+
+    for index, _ in enumerate(filled(tensor_for)):
+        if index in to_cast:
+            tensors[index].copy_(to_cast.pop(index))

@@ -1,0 +1,198 @@
+"""One run of a planned pull in blocking steps, each a few milliseconds or the wait for the next bytes.
+
+The blocking client takes the steps where it is called, the asyncio client in threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+from weighbridge._clients.transport import Transport
+from weighbridge._core.layouts import Layout, Placement
+from weighbridge._core.resources import Version
+from weighbridge._core.slices import LayoutRequest
+from weighbridge._core.striping import Striping
+from weighbridge._formats.host_slices import HostSlices, Slices
+from weighbridge._formats.tensor_stream import StreamWriter
+from weighbridge._lane.loans import ReadLoan
+from weighbridge._lane.local_lane import GRPC, LOCAL
+from weighbridge._transport import pieces, rpc, wire
+from weighbridge._transport.bulk import StreamReceiver, Way
+from weighbridge._transport.request_parts import encoded_parts
+from weighbridge.errors import DataLoss, FailedPrecondition, Unavailable, WeighbridgeError
+from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
+
+if TYPE_CHECKING:
+    import torch
+
+_RUN_BYTES = 16 << 20
+_RUN_TENSORS = 256
+
+Step: TypeAlias = "Iterator[tuple[str, torch.Tensor]]"
+"""Names and tensors that come without waiting for more bytes, each made when it is taken; all must be taken before the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullPlan:
+    """What a pull brings.
+
+    Attributes:
+        version: which version; fixed, wherever the ref moves meanwhile.
+        layout: the slices in the order in which they come.
+        request: what was asked for.
+        dtype: what floating-point tensors are cast to; empty if they are not.
+    """
+
+    version: Version
+    layout: Layout
+    request: LayoutRequest
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slices."""
+        return self.layout.nbytes
+
+
+class PullRun:
+    """One run. To be used by one thread at a time; any other may stop it.
+
+    Args:
+        transport: carries the weights.
+        plan: what comes.
+
+    Attributes:
+        lane: how the weights come, ``local`` or ``grpc``; empty before `borrow`.
+        lane_reason: why they do not come by ``local``, if that was wanted.
+    """
+
+    def __init__(self, transport: Transport, plan: PullPlan) -> None:
+        self.lane = self.lane_reason = ""
+        self._lane = transport.lane
+        self._plan = plan
+        self._loan: ReadLoan | None = None
+        self._receiver = StreamReceiver(
+            self._open_at,
+            transport.streams,
+            nbytes=plan.nbytes,
+            on_header=self._check,
+            retry_seconds=transport.retry_seconds,
+        )
+        self._stopped = False
+
+    @cached_property
+    def _request(self) -> weight_service_pb2.LayoutRequest:
+        return wire.request_to_proto(self._plan.request)
+
+    def borrow(self) -> None:
+        """Borrow the version where it lies, if this process can read it there: the first step."""
+        self.lane, self.lane_reason = GRPC, ""
+        if not self._lane.wanted:
+            return
+        version = self._plan.version
+        try:
+            if self._plan.dtype:
+                raise FailedPrecondition("a cast is made by the service, and sent by gRPC")
+            loan = self._lane.read(version.model, version.number, self._plan.request, self._plan.layout)
+        except WeighbridgeError as error:
+            self.lane_reason = self._lane.refused(error, f"pull of {version}")
+            return
+        self._loan, self.lane = loan, LOCAL
+        if self._stopped:
+            self._loan = None
+
+    def tensors(self) -> Iterator[Step]:
+        """Bring the slices as tensors in host memory: of the loan if there is one, and of their own otherwise."""
+        import torch
+
+        placements, specs = self._plan.layout.placements, self._plan.layout.tensors
+
+        def allocate(index: int) -> torch.Tensor:
+            shard = placements[index].shard
+            return torch.empty(shard.box.extent, dtype=specs[shard.tensor].dtype.torch)
+
+        if self._loan is None:
+            return self._streamed(allocate)
+        return self._borrowed(map(self._loan.tensor, range(len(placements))))
+
+    def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[Step]:
+        """Bring the slices into tensors that the caller makes."""
+        if self._loan is None:
+            return self._streamed(tensor_for)
+        return self._borrowed(self._loan.filled(tensor_for))
+
+    def bring(self, buffer: torch.Tensor | None, *, pin: bool) -> Slices:
+        """Bring all slices to this machine, if they are not there already."""
+        if self._loan is not None:
+            return self._loan
+        slices = HostSlices(self._plan.layout, buffer, pin=pin)
+        for step in self._streamed(slices.tensor):
+            deque(step, maxlen=0)
+        return slices
+
+    def stream(self) -> Iterator[memoryview]:
+        """The bytes of the slices by gRPC, one behind the other, checked, in pieces of 1 MiB at most."""
+        return iter(self._receiver)
+
+    def stop(self) -> None:
+        """End the run: what was borrowed goes back, and who takes a step gets `Unavailable`, unless it is at the end."""
+        self._stopped = True
+        self._loan = None
+        self._receiver.stop()
+
+    def _streamed(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[Step]:
+        writer = StreamWriter(self._plan.layout, tensor_for)
+        placements = self._plan.layout.placements
+        for data in self._receiver:
+            yield ((placements[index].shard.tensor, tensor) for index, tensor in writer.feed(data))
+
+    def _borrowed(self, tensors: Iterator[torch.Tensor]) -> Iterator[Step]:
+        placements = self._plan.layout.placements
+
+        def step(indexes: range) -> Step:
+            for index in indexes:
+                if self._stopped:
+                    raise Unavailable("the pull was stopped: its client has been closed")
+                yield placements[index].shard.tensor, next(tensors)
+
+        return map(step, _runs(placements))
+
+    def _open_at(
+        self, way: Way, striping: Striping, offset: int
+    ) -> Iterable[pieces.Carried[weight_service_pb2.PullResponse]]:
+        request = weight_service_pb2.PullRequest(
+            model=self._plan.version.model,
+            version=str(self._plan.version.number),
+            layout=self._request,
+            offset=offset,
+            dtype=self._plan.dtype,
+            striping=wire.striping_to_proto(striping),
+        )
+        return rpc.streamed(
+            way.channel,
+            "/weighbridge.v1.WeightService/Pull",
+            encoded_parts(request),
+            pieces.decoder(weight_service_pb2.PullResponse),
+            way.metadata,
+        )
+
+    def _check(self, header: checkpoint_service_pb2.StreamHeader) -> None:
+        planned = self._plan.nbytes
+        if header.stream_bytes != planned:
+            raise DataLoss(f"a stream of {header.stream_bytes} bytes came, and {planned} were planned")
+
+
+def _runs(placements: Sequence[Placement]) -> Iterator[range]:
+    """The indexes of placements, in runs of what takes some milliseconds to copy."""
+    begin = nbytes = 0
+    for index, placement in enumerate(placements):
+        nbytes += placement.nbytes
+        if nbytes >= _RUN_BYTES or index + 1 - begin == _RUN_TENSORS:
+            yield range(begin, index + 1)
+            begin, nbytes = index + 1, 0
+    if begin < len(placements):
+        yield range(begin, len(placements))

@@ -1,0 +1,139 @@
+"""Control calls of a push as steps without I/O: open, declare, state, seal, abort; and which shards a rank holds, or tensors a model."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from weighbridge._clients.steps import Pause, Steps, call_method
+from weighbridge._core.layouts import Layout
+from weighbridge._core.megatron_rank import MegatronRank
+from weighbridge._core.references import Reference
+from weighbridge._core.resources import Version
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.waits import Reminder, ranks_text
+from weighbridge._transport import wire
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_DECLARE_SECONDS = 600.0
+"""How long a rank waits for the other ranks to declare what they hold."""
+_DECLARE_CALL_SECONDS = 10.0
+"""How long one call waits for that before it is made again."""
+
+_call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"])
+
+
+def open_version(opening: pb.OpenVersionRequest) -> Steps[Version]:
+    """Open a version, or find the one that another rank has opened."""
+    return wire.version_from_proto((yield from _call("OpenVersion", opening)).version)
+
+
+def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[pb.DeclareLayoutResponse]:
+    """Declare what a rank holds, and wait until all ranks have; what it is to push, and where.
+
+    Raises:
+        DeadlineExceeded: not all ranks have come; names the absent ones.
+    """
+    request = pb.DeclareLayoutRequest(
+        model=header.model, number=header.number, rank=header.rank, client_id=header.client_id, digest=layout.digest
+    )  # fmt: skip
+    give_up, reminder = time.monotonic() + _DECLARE_SECONDS, Reminder()
+    while True:
+        try:
+            response: pb.DeclareLayoutResponse = yield from _call(
+                "DeclareLayout", request, _DECLARE_CALL_SECONDS
+            )
+        except DeadlineExceeded:  # the service is too busy to answer
+            if time.monotonic() > give_up:
+                raise
+            continue
+        if response.layout_needed:
+            request.layout.CopyFrom(wire.layout_to_proto(layout, space))
+        elif response.retry_after_ms:
+            if time.monotonic() > give_up:
+                raise DeadlineExceeded(
+                    f"{header.model}@{header.number}: not all ranks have declared their layout",
+                    details=[f"rank {rank}" for rank in response.absent_ranks],
+                    fix="every rank calls push with the same step, run and world_size",
+                )
+            if response.absent_ranks and (seconds := reminder.due()) is not None:
+                who = ranks_text(response.absent_ranks)
+                log.warning(
+                    "%s@%d: for %.0f s, waits for %s to declare", header.model, header.number, seconds, who
+                )
+            request.ClearField("layout")  # it has arrived
+            yield Pause(response.retry_after_ms / 1000 * random.uniform(0.75, 1.25))  # not all at once
+        else:
+            return response
+
+
+def received(header: pb.PushHeader) -> Steps[list[tuple[int, int]]]:
+    """The ranges of a rank's stream that have arrived."""
+    request = pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank)
+    state = yield from _call("GetPushState", request)
+    return [(each.start, each.end) for each in state.received]
+
+
+def seal(
+    header: pb.PushHeader,
+    replicas: Sequence[pb.ReplicaChecksum] = (),
+    *,
+    nonfinite_elements: int | None = None,
+) -> Steps[None]:
+    """Say that a rank has pushed everything, what it holds of shards that other ranks hold, too, and how much of what it has pushed is
+    not finite; None if it has not counted.
+    """
+    yield from _call(
+        "SealRank",
+        pb.SealRankRequest(
+            model=header.model,
+            number=header.number,
+            rank=header.rank,
+            client_id=header.client_id,
+            replicas=replicas,
+            nonfinite_elements=nonfinite_elements,
+        ),
+    )
+
+
+def abort(model: str, number: int | None, reason: str) -> Steps[Version]:
+    """Give a version up."""
+    meant = Reference.of(model, number)
+    request = pb.AbortVersionRequest(model=meant.model, number=meant.number, reason=reason)
+    return wire.version_from_proto((yield from _call("AbortVersion", request)).version)
+
+
+def describe_shards(model: str, rank: MegatronRank) -> Steps[Layout]:
+    """The shards that a Megatron-core rank holds."""
+    request = pb.DescribeShardsRequest(
+        model=model,
+        tensor_parallel_rank=rank.tp[0], tensor_parallel_size=rank.tp[1],
+        pipeline_parallel_rank=rank.pp[0], pipeline_parallel_size=rank.pp[1],
+        expert_parallel_rank=rank.ep[0], expert_parallel_size=rank.ep[1],
+        expert_tensor_parallel_rank=rank.etp[0], expert_tensor_parallel_size=rank.etp[1],
+    )  # fmt: skip
+    return wire.layout_from_proto((yield from _call("DescribeShards", request)).layout)
+
+
+def describe_tensors(model: str) -> Steps[Layout]:
+    """All tensors of a model, whole, by Hugging Face's names.
+
+    Raises:
+        FailedPrecondition: the service is too old to say.
+    """
+    request = pb.DescribeShardsRequest(
+        model=model, tensor_parallel_size=1, pipeline_parallel_size=1, space=wire.space_to_proto(TensorSpace.HUGGING_FACE)
+    )  # fmt: skip
+    found = (yield from _call("DescribeShards", request)).layout
+    if wire.space_from_proto(found.space) != TensorSpace.HUGGING_FACE:  # it does not know the field
+        raise FailedPrecondition(
+            "the service does not say which tensors a model has",
+            fix="update the service to this client's version",
+        )
+    return wire.layout_from_proto(found)

@@ -1,0 +1,153 @@
+"""Handle of a push: how it is getting on, and what it has cost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from weighbridge._clients import control_calls
+from weighbridge._clients.connection import Connection
+from weighbridge._core.resources import Version, VersionState, why_held
+from weighbridge.errors import DeadlineExceeded
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What one rank's push cost.
+
+    Attributes:
+        held_seconds: how long `push` kept the rank.
+        copy_seconds: of these, copying the shards out.
+        stream_bytes: bytes this rank pushed.
+        stream_seconds: how long they were on their way, behind the rank's back.
+        lane: how they went: ``local``, ``grpc``, or ``mixed`` if some belong to files that a replica of the service on another machine
+            writes.
+        lane_reason: why they did not go by ``local``, if that was wanted.
+        local_bytes: how many of them were written to shared memory; the others went by gRPC.
+        cast_tensors: of how many tensors the bytes were cast to the model's dtypes on the way.
+        widened_tensors: how many of these casts are exact: to a dtype that has all numbers of the tensor's own.
+        nonfinite_elements: how many of the elements that this rank pushed are NaN or infinite in the model's dtypes, an element that the
+            version's files have twice counted twice. None if the source of a push of its own does not count them.
+        nonfinite_tensors: the names of the first 20 tensors that have any, as this rank calls them, with their counts.
+    """
+
+    held_seconds: float
+    copy_seconds: float
+    stream_bytes: int
+    stream_seconds: float
+    lane: str
+    lane_reason: str
+    local_bytes: int
+    cast_tensors: int = 0
+    widened_tensors: int = 0
+    nonfinite_elements: int | None = 0
+    nonfinite_tensors: tuple[tuple[str, int], ...] = ()
+
+
+class PushHandle:
+    """A push on its way. The shards have been copied out: the rank may change its tensors.
+
+    Attributes:
+        model: the model.
+        number: the version's number.
+        stream_bytes: bytes this rank pushes.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        model: str,
+        number: int,
+        stream_bytes: int,
+        report: Future[PushReport],
+        seal: Callable[[], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.number = number
+        self.stream_bytes = stream_bytes
+        self._connection = connection
+        self._report = report
+        self._held_seal = seal
+
+    @property
+    def sealed(self) -> bool:
+        """Whether this rank has sealed: its part of the version is complete."""
+        return self._held_seal is None and self.done and self._report.exception() is None
+
+    def seal(self) -> None:
+        """Seal a rank whose seal was held: without it the version cannot become visible. Nothing happens if it is sealed already.
+
+        Raises:
+            WeighbridgeError: this rank's push failed, or the version was given up.
+        """
+        self.report()
+        if self._held_seal is not None:
+            self._held_seal()
+            self._held_seal = None
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's bytes have arrived and it has sealed unless its seal is held, or has failed to."""
+        return self._report.done()
+
+    def report(self, timeout: float | None = None) -> PushReport:
+        """Wait until this rank has sealed, or its bytes have arrived if its seal is held; what its push cost.
+
+        Raises:
+            WeighbridgeError: the push failed.
+            DeadlineExceeded: not sealed within ``timeout`` seconds.
+        """
+        try:
+            return self._report.result(timeout)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{self.model}@{self.number}: this rank had not sealed within {timeout} s"
+            ) from error
+
+    def wait(
+        self,
+        until: VersionState | str = VersionState.DURABLE,
+        *,
+        timeout: float | None = None,
+        on_progress: Callable[[Version], None] | None = None,
+    ) -> Version:
+        """Wait for the version.
+
+        Args:
+            until: ``ready`` (engines can pull it), ``verified`` or ``durable`` (in the object store).
+            timeout: seconds; None waits as long as it takes.
+            on_progress: is called with the version as it stands now and then.
+
+        Raises:
+            VersionFailed: it cannot be completed; lists what is missing.
+            WeighbridgeError: this rank's push failed.
+            DeadlineExceeded: not within ``timeout`` seconds.
+
+        A version that is held (`Version.held`) is waited for like any other, and the log says so.
+        """
+        if on_progress is None:
+            started = time.monotonic()
+            self.report(timeout)
+            left = None if timeout is None else max(timeout - (time.monotonic() - started), 0.0)
+            return self._wait(until, left, None)
+
+        def watched(version: Version) -> None:
+            if self.done:
+                self.report()  # raises if this rank's push has failed
+            on_progress(version)
+
+        return self._wait(until, timeout, watched)
+
+    def _wait(
+        self, until: VersionState | str, timeout: float | None, on_progress: Callable[[Version], None] | None
+    ) -> Version:
+        waiting = control_calls.wait_for(self.model, self.number, VersionState(until), timeout, on_progress)
+        version = self._connection.run(waiting)
+        if version.held:
+            log.warning("%s", why_held(version))
+        return version

@@ -1,0 +1,61 @@
+"""Options of a push: what a trainer says of a version beside its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypedDict
+
+from weighbridge._core.metadata import Metadata
+from weighbridge._core.resources import HELD_CANDIDATE, Version
+from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge._transport import wire
+from weighbridge.errors import FailedPrecondition
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+
+
+class PushOptions(TypedDict, total=False):
+    """What every way to push takes. All ranks of a push say the same, or only some of them anything.
+
+    Attributes:
+        metadata: texts, finite numbers and booleans that are kept with the version: at most 32, with keys of up to 64 letters, digits
+            and ``_ . / -``, and 4 KiB in all.
+        candidate: hold the version: ``live`` and ``latest`` pass it by until it is approved (`Client.approve`).
+        allow_nonfinite: do not hold the version for elements that are NaN or infinite, as is done otherwise.
+    """
+
+    metadata: Metadata
+    candidate: bool
+    allow_nonfinite: bool
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Refuse what is no option of a push, before anything is pushed without what was meant.
+
+    Raises:
+        TypeError: as Python does for keywords that a function does not have.
+    """
+    for name in options.keys() - PushOptions.__annotations__.keys():
+        raise TypeError(f"a push has no option {name!r}{did_you_mean(name, PushOptions.__annotations__)}")
+
+
+def say(opening: pb.OpenVersionRequest, options: PushOptions) -> None:
+    """Put options into a request. Raises InvalidArgument, and as `check_options`."""
+    check_options(options)
+    opening.candidate = options.get("candidate", False)
+    opening.allow_nonfinite = options.get("allow_nonfinite", False)
+    for key, value in wire.metadata_to_proto(options.get("metadata") or {}).items():
+        opening.metadata[key].CopyFrom(value)
+
+
+def check_heard(opening: pb.OpenVersionRequest, version: Version) -> None:
+    """Raise FailedPrecondition if the service has opened a version without what was said of it: an older one does not know it."""
+    held = {*version.held, *version.approved_reasons}
+    unheard = [
+        *(["candidates"] if opening.candidate and HELD_CANDIDATE not in held else []),
+        *(["metadata"] if opening.metadata and not version.metadata else []),
+    ]
+    if unheard:
+        raise FailedPrecondition(
+            f"the service that has opened {version} knows no {' and no '.join(unheard)}",
+            fix="update the service to this client's version, or push without",
+        )

@@ -1,0 +1,107 @@
+"""Checksums of shards that other ranks hold, too: the service compares them, and refuses what is no replica."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from weighbridge._core.layouts import Layout, Shard
+from weighbridge._formats.push_sources import OpenSource
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+
+_STAGED_BYTES = 64 << 20
+"""How much of the shards is copied out at one time."""
+_SAMPLE_BYTES = 64 << 10
+_SAMPLED = 16
+"""Each push compares parts of one in so many shards."""
+_MOST = 60_000
+"""Checksums in one message."""
+
+
+class ReplicaChecksums:
+    """What a client says of shards that other ranks hold, too: all of them until a version with the layout is visible, samples later. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: set[tuple[str, str]] = set()
+        self._compared: dict[tuple[str, str], int] = {}
+
+    def of_push(
+        self,
+        model: str,
+        number: int,
+        layout: Layout,
+        shared: Sequence[int],
+        open_source: OpenSource,
+        is_visible: Callable[[int], bool],
+    ) -> list[pb.ReplicaChecksum]:
+        """The checksums for one push.
+
+        Args:
+            model: which model.
+            number: of the version: all ranks sample the same parts.
+            layout: the shards that the rank holds.
+            shared: which of them others hold, too; indexes.
+            open_source: of shards by index, as for the push.
+            is_visible: whether a version of the model, by its number, has become visible.
+        """
+        if not shared:
+            return []
+        # samples in each case: other ranks may have compared all before
+        found = [_sample(layout, index, number) for index in shared]
+        parts = [part for part in found if part is not None]
+        if not self._agreed((model, layout.digest), number, is_visible):
+            parts += [(index, 0, layout.placements[index].nbytes) for index in shared]
+        parts = list(dict.fromkeys(parts))[:_MOST]
+        return [
+            pb.ReplicaChecksum(shard=index, start=start, end=end, checksum=_checksum(layout, index, start, end, open_source))
+            for index, start, end in parts
+        ]  # fmt: skip
+
+    def _agreed(self, key: tuple[str, str], number: int, is_visible: Callable[[int], bool]) -> bool:
+        """Whether all ranks have been found to hold the same: a version of which all was compared is visible."""
+        with self._lock:
+            compared = self._compared.setdefault(key, number)
+            agreed = key in self._known
+        agreed = agreed or (compared != number and is_visible(compared))
+        with self._lock:
+            if agreed:
+                self._known.add(key)
+            else:
+                self._compared[key] = number
+        return agreed
+
+
+def _sample(layout: Layout, index: int, number: int) -> tuple[int, int, int] | None:
+    """The part of a shard that is compared in every push; None if none of it is."""
+    placement = layout.placements[index]
+    dice = _dice(placement.shard, number)
+    if dice % _SAMPLED:
+        return None
+    start = dice // _SAMPLED % max(placement.nbytes - _SAMPLE_BYTES, 1)
+    return index, start, min(start + _SAMPLE_BYTES, placement.nbytes)
+
+
+def _dice(shard: Shard, number: int) -> int:
+    """A number that is the same on all ranks that hold the box."""
+    return zlib.crc32(f"{shard.tensor} {shard.box} {number}".encode())
+
+
+def _checksum(layout: Layout, index: int, start: int, end: int, open_source: OpenSource) -> int:
+    digest = xxhash.xxh3_64()
+    source = open_source([index], layout.select([index]))
+    try:
+        for begin in range(start, end, _STAGED_BYTES):
+            stop = min(begin + _STAGED_BYTES, end)
+            staged = source.stage([(begin, stop)])
+            try:
+                digest.update(staged.read(begin, stop))
+            finally:
+                if staged is not source:
+                    staged.release()
+    finally:
+        source.release()
+    return digest.intdigest()

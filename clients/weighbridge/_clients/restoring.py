@@ -1,0 +1,105 @@
+"""Restores of what a rank holds: by Megatron-core's names through a stream of its own, by Hugging Face's through a pull."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from weighbridge._clients import control_calls
+from weighbridge._clients.connection import Connection
+from weighbridge._clients.engine import Pull
+from weighbridge._clients.filling import fill_tensors
+from weighbridge._clients.known_layouts import KnownLayouts
+from weighbridge._core.layouts import Layout
+from weighbridge._core.references import Reference
+from weighbridge._core.resources import REF_LATEST, Version
+from weighbridge._core.slices import Boxes
+from weighbridge._core.striping import Striping
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats.tensor_stream import StreamWriter
+from weighbridge._transport import bulk, pieces, rpc, wire
+from weighbridge._transport.request_parts import encoded_parts
+from weighbridge.errors import DataLoss
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+
+def megatron_shards(
+    connection: Connection,
+    model: str,
+    layout: Layout,
+    tensor_for: Callable[[int], torch.Tensor],
+    version: str | int | None,
+) -> Iterator[tuple[Version, int]]:
+    """Fill shards in megatron-core's tensor space; see `TrainerClient.restore_layout`."""
+    meant = Reference.of(model, version, REF_LATEST)
+    message = wire.layout_to_proto(layout, TensorSpace.MEGATRON)
+    resolved: list[Version] = []
+
+    def open_at(
+        way: bulk.Way, striping: Striping, offset: int
+    ) -> Iterable[pieces.Carried[pb.RestoreResponse]]:
+        # once the ref is resolved, a stream that is opened again stays with that version
+        wanted = str(resolved[0].number) if resolved else meant.version
+        request = pb.RestoreRequest(
+            model=meant.model,
+            version=wanted,
+            layout=message,
+            offset=offset,
+            striping=wire.striping_to_proto(striping),
+        )
+        return rpc.streamed(
+            way.channel,
+            "/weighbridge.v1.CheckpointService/Restore",
+            encoded_parts(request),
+            pieces.decoder(pb.RestoreResponse),
+            way.metadata,
+        )
+
+    def on_header(header: pb.StreamHeader) -> None:
+        if header.stream_bytes != layout.nbytes:
+            raise DataLoss(
+                f"a stream of {header.stream_bytes} bytes came for {layout.nbytes} bytes of shards"
+            )
+        resolved.append(wire.version_from_proto(header.version))
+
+    writer = StreamWriter(layout, tensor_for)
+    stream = bulk.StreamReceiver(
+        open_at,
+        connection.streams,
+        nbytes=layout.nbytes,
+        on_header=on_header,
+        retry_seconds=connection.retry_seconds,
+    )
+    for data in stream:
+        for index, _ in writer.feed(data):
+            yield resolved[0], index
+
+
+def hugging_face_shards(
+    connection: Connection,
+    model: str,
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    version: str | int | None,
+) -> Version:
+    """Fill shards in Hugging Face's tensor space, and cast those whose tensors are of another floating-point dtype.
+
+    Args:
+        connection: the client's.
+        model: ``namespace/name``.
+        layout: which shards.
+        tensors: one for each of them, of the extent of its box, on any device.
+        version: a number or a ref.
+
+    Returns:
+        The version that they were filled from.
+    """
+    if not tensors:
+        return connection.run(control_calls.get_version(model, version))
+    boxes = Boxes([(shard.tensor, *shard.box) for shard, _, _, _ in layout.placements])
+    plan = connection.run(control_calls.plan_pull(KnownLayouts(), model, version, boxes, None))
+    fill_tensors(plan.layout, tensors, Pull(connection, plan).filled)
+    return plan.version

@@ -1,0 +1,459 @@
+"""Client of a trainer rank: pushes the shards it holds, and restores shards of any version."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from weighbridge._clients import push_calls, restoring
+from weighbridge._clients.client import Client
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.push_options import PushOptions, check_options, say
+from weighbridge._clients.pushing import Pusher
+from weighbridge._core import dtypes
+from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.megatron_rank import MegatronRank
+from weighbridge._core.references import Reference
+from weighbridge._core.resources import REF_LATEST, Model, Version
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats import hf_folder, safetensors_files
+from weighbridge._formats.folder_weights import FolderWeights
+from weighbridge._formats.memory_forms import ModelTensors
+from weighbridge._formats.push_sources import OpenSource, ShardSource, StagingPool, TensorSource
+from weighbridge.errors import InvalidArgument, NotFound
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TrainerClient(Client):
+    """The trainer's side of the service; one for each rank.
+
+    Args:
+        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        run: name of the training run, the same on all ranks; part of the version's lineage.
+        retry_seconds, lane, connections: as for `Client`.
+    """
+
+    def __init__(
+        self,
+        server: str | None = None,
+        *,
+        run: str = "default",
+        retry_seconds: float = 60.0,
+        lane: str | None = None,
+        connections: int | None = None,
+    ) -> None:
+        super().__init__(server, retry_seconds=retry_seconds, lane=lane, connections=connections)
+        self.run = run
+        self._staging = StagingPool()
+        self._pusher = Pusher(self._connection)
+        self._tensors_of: dict[str, ModelTensors] = {}
+
+    def register_model(
+        self,
+        model: str,
+        hf_dir: str | Path,
+        *,
+        dtype: str | torch.dtype = "",
+        tensors: Any = None,
+        weight_map: bool = True,
+    ) -> Model:
+        """Register a model by a Hugging Face folder: its ``config.json``, tokenizer and so on, not its weights.
+
+        A model type without a weight map is registered by its tensors: by the headers of the folder's weights, or by ``tensors``. Such a
+        model has Hugging Face's names alone. Repeating it is harmless, so every rank may call it, with its own part of ``tensors``.
+
+        Args:
+            model: ``namespace/name``.
+            hf_dir: the folder. If it has weights, their headers are compared with ``config.json``.
+            dtype: of the weights, such as ``bf16``; by default each tensor's own if they are known, and otherwise what
+                ``config.json`` says. Without a weight map, only floating-point tensors of 16 bits or more get it.
+            tensors: a torch module, a state dict, or pairs of a name and a tensor, as for `push_state_dict`, by whose names, global
+                shapes and dtypes the model is registered; by default the folder's weights. Data is not read: the meta device will do.
+            weight_map: False registers it by its tensors alone, although there may be a weight map for its model type: of a quantised
+                model, or one with layers of its own.
+
+        Raises:
+            InvalidArgument: its model type has no weight map and its tensors are not known, or they are not what ``config.json``
+                describes (names the tensors).
+            LayoutError: ``tensors`` has LoRA adapters that are not merged, or what is no tensor.
+            DataLoss: a file of weights is damaged.
+            FailedPrecondition: the model is registered already, with other tensors.
+        """
+        folder = Path(hf_dir)
+        files = hf_folder.side_files(folder)
+        specs: Iterable[TensorSpec] = ()
+        if tensors is not None:
+            from weighbridge._formats.torch_state import tensor_specs
+
+            specs = tensor_specs(tensors)
+        elif safetensors_files.has_weights(folder):
+            specs = FolderWeights.read(folder, files["config.json"]).layout.tensors.values()
+        return self.register_files(model, files, dtype, specs, weight_map=weight_map)
+
+    def push(
+        self,
+        model: str,
+        sharded_state_dict: Any,
+        *,
+        step: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run: str | None = None,
+        request_id: str | None = None,
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Hand over this rank's shards as a new version. All ranks call it with the same step.
+
+        Returns once the shards are copied out: training may go on and change them. The bytes travel behind it. Of
+        shards that several ranks hold, each is pushed by one of them. The first push waits until all ranks have come.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            sharded_state_dict: what Megatron-core's ``model.sharded_state_dict()`` returns.
+            step: the training step.
+            rank: this rank, from 0; by default torch.distributed's, or 0.
+            world_size: number of ranks that push; by default torch.distributed's, or 1.
+            run: overrides the client's.
+            request_id: what makes the ranks of one push find each other; by default run and step.
+            options: metadata, and whether the version is held: `PushOptions`.
+
+        Raises:
+            NotFound: the model is not registered.
+            LayoutError: shapes, dtypes or names contradict the model, or the ranks together do not hold all of it.
+            AlreadyExists: another process pushes as this rank of this step.
+        """
+        check_options(options)
+        from weighbridge._formats.megatron_state import sharded_tensors
+        from weighbridge._formats.torch_state import rank_and_world
+
+        shards = sharded_tensors(sharded_state_dict)
+        rank, world_size = rank_and_world(rank, world_size)
+        return self.push_shards(
+            model, shards.layout, TensorSpace.MEGATRON, self._source_of(shards.tensors), step=step, rank=rank,
+            world_size=world_size, run=run, request_id=request_id, **options,
+        )  # fmt: skip
+
+    def push_state_dict(
+        self,
+        model: str,
+        state_dict_or_module: Any,
+        *,
+        step: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run: str | None = None,
+        request_id: str | None = None,
+        cast: str = "allow",
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Hand over this rank's part of a torch model as a new version: FSDP2, HSDP, tensor parallelism, DDP, or one process.
+
+        As `push`, with Hugging Face's names. ``_orig_mod``, ``_fsdp_wrapped_module`` and a leading ``module`` are stripped from them.
+        Tied copies of other tensors, and rotary frequencies, are left out. What several ranks hold is pushed by one of them.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            state_dict_or_module: a module, of which the ``state_dict()`` is taken; a state dict; or pairs of name and tensor. Tensors are
+                DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
+            step: the training step.
+            rank: this rank; by default torch.distributed's, or 0.
+            world_size: number of ranks that push; by default torch.distributed's, or 1.
+            run: overrides the client's.
+            request_id: what makes the ranks of one push find each other; by default run and step.
+            cast: ``allow`` casts floating-point tensors of another dtype than the model's on the way (integers never); ``exact`` does so
+                if the model's is wider; ``never`` refuses them. The report says how many were cast.
+            options: as for `push`.
+
+        Raises:
+            NotFound: the model is not registered.
+            InvalidArgument: that is no state dict, or ``cast`` is neither.
+            LayoutError: names, shapes, dtypes or placements contradict the model, LoRA adapters are not merged, or the ranks together do
+                not hold all of it; names each tensor.
+            AlreadyExists: another process pushes as this rank of this step.
+        """
+        check_options(options)
+        from weighbridge._formats.torch_state import rank_and_world, torch_shards
+
+        rank, world_size = rank_and_world(rank, world_size)
+        with self._tensors(model) as tensors:
+            shards = torch_shards(state_dict_or_module, tensors, cast=cast, whole=world_size == 1)
+            return self.push_shards(
+                model, shards.layout, TensorSpace.HUGGING_FACE, self._source_of(shards.tensors), step=step, rank=rank,
+                world_size=world_size, run=run, request_id=request_id, **options,
+            )  # fmt: skip
+
+    def _source_of(self, tensors: Sequence[torch.Tensor]) -> OpenSource:
+        def chosen(indexes: Sequence[int], stream: Layout) -> ShardSource:
+            return TensorSource(self._staging, stream, [tensors[i] for i in indexes])
+
+        return chosen
+
+    @contextmanager
+    def _tensors(self, model: str) -> Iterator[ModelTensors]:
+        """A model's tensors, which are asked for once; and again after a call that relied on them was refused."""
+        tensors = self._tensors_of.get(model)
+        if tensors is None:
+            tensors = ModelTensors(self._connection.run(push_calls.describe_tensors(model)).tensors)
+            self._tensors_of[model] = tensors
+        try:
+            yield tensors
+        except (InvalidArgument, NotFound):  # the model may have been deleted, and registered with others
+            self._tensors_of.pop(model, None)
+            raise
+
+    def import_folder(
+        self,
+        model: str,
+        hf_dir: str | Path,
+        *,
+        dequantize: str = "",
+        step: int = 0,
+        run: str | None = None,
+        weight_map: bool = True,
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Register a model by a Hugging Face folder, and push its weights.
+
+        Args:
+            model: ``namespace/name``.
+            hf_dir: the folder.
+            dequantize: the dtype, such as ``bf16``, that block-quantised fp8 weights are turned into on the way; by default
+                they are kept as they are.
+            step: recorded with the version.
+            run: overrides the client's.
+            weight_map: as for `register_model`.
+            options: as for `push`.
+
+        Raises:
+            As `register_model` and `push_folder` do, and:
+            InvalidArgument: ``dequantize`` is given, and there is nothing to dequantise or a scale is missing.
+        """
+        check_options(options)
+        dtype = dtypes.parse(dequantize) if dequantize else None
+        if dtype is not None and not dtype.is_float:
+            raise InvalidArgument(f"fp8 weights cannot become {dtype}", fix="use bf16, fp16 or fp32")
+        files = hf_folder.side_files(Path(hf_dir))
+        weights = FolderWeights.read(Path(hf_dir), files["config.json"], dequantize=dtype)
+        files["config.json"] = weights.config_json
+        self.register_files(model, files, "", weights.layout.tensors.values(), weight_map=weight_map)
+        return self._push_weights(model, weights, step, run, str(uuid.uuid4()), options)
+
+    def push_folder(
+        self,
+        model: str,
+        hf_dir: str | Path,
+        *,
+        step: int = 0,
+        run: str | None = None,
+        request_id: str | None = None,
+        cast: str = "allow",
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Push the weights of a Hugging Face folder as a new version of a registered model.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            hf_dir: a folder with safetensors files.
+            step: recorded with the version.
+            run: overrides the client's.
+            request_id: what makes a repeated call find its version; unique by default.
+            cast: ``allow`` casts floating-point tensors of another dtype than the model's as they are read, ``exact`` does so if the model's
+                is wider, ``never`` refuses them. The report says how many were cast.
+            options: as for `push`.
+
+        Raises:
+            NotFound: the model is not registered, or the folder has no safetensors files.
+            LayoutError: the folder's tensors are not those of the model.
+            DataLoss: a file is damaged.
+        """
+        check_options(options)
+        config = Path(hf_dir) / "config.json"
+        weights = FolderWeights.read(Path(hf_dir), config.read_bytes() if config.is_file() else b"{}")
+        with self._tensors(model) as tensors:
+            weights = weights.as_model_has_them(tensors, cast)
+            return self._push_weights(model, weights, step, run, request_id or str(uuid.uuid4()), options)
+
+    def _push_weights(
+        self,
+        model: str,
+        weights: FolderWeights,
+        step: int,
+        run: str | None,
+        request_id: str,
+        options: PushOptions,
+    ) -> PushHandle:
+        return self.push_shards(
+            model, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source, step=step, rank=0, world_size=1, run=run,
+            request_id=request_id, **options,
+        )  # fmt: skip
+
+    def push_shards(
+        self,
+        model: str,
+        layout: Layout,
+        space: TensorSpace,
+        open_source: OpenSource,
+        *,
+        step: int,
+        rank: int,
+        world_size: int,
+        run: str | None = None,
+        request_id: str | None = None,
+        hold_seal: bool = False,
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Push the shards of any layout; what `push` and `push_folder` do in the end.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            layout: the shards this rank holds, as one stream.
+            space: ``TensorSpace.MEGATRON`` or ``TensorSpace.HUGGING_FACE``, to which the names belong.
+            open_source: is called for the bytes of the shards that this rank is to push; and, for those that other ranks hold, too, before
+                that to compare them.
+            step, rank, world_size, run, request_id, options: as for `push`.
+            hold_seal: leave it to `PushHandle.seal` to say that this rank has pushed everything: until then no version becomes visible.
+        """
+        run = self.run if run is None else run
+        opening = pb.OpenVersionRequest(
+            model=model, step=step, run=run, ranks=world_size, client_id=self._connection.client_id,
+            request_id=request_id or f"{run}/{step}",
+        )  # fmt: skip
+        say(opening, options)
+        return self._pusher.push(opening, rank, layout, space, open_source, hold_seal=hold_seal)
+
+    def close(self) -> None:
+        """Wait until what was pushed has arrived or failed, then close the connection."""
+        self._pusher.close()
+        super().close()
+
+    def restore(self, model: str, sharded_state_dict: Any, *, version: str | int | None = None) -> Version:
+        """Fill a sharded state dict in place from any version, whatever parallelism it was pushed with.
+
+        Only this rank's bytes come over the wire.
+
+        Args:
+            model: ``namespace/name``.
+            sharded_state_dict: what Megatron-core's ``model.sharded_state_dict()`` returns.
+            version: a number or a ref; by default the latest.
+
+        Returns:
+            The version that was restored.
+
+        Raises:
+            NotFound: no such model or version.
+            LayoutError: shapes, dtypes or names contradict the model.
+        """
+        import torch
+
+        from weighbridge._formats.megatron_state import sharded_tensors
+
+        shards = sharded_tensors(sharded_state_dict)
+        with torch.no_grad():
+            steps = self.restore_layout(model, shards.layout, shards.tensors.__getitem__, version=version)
+            # a sharded state dict holds at least one shard
+            restored = [version for version, _ in steps][-1]
+            shards.finish_restore()
+        return restored
+
+    def restore_state_dict(
+        self, model: str, state_dict_or_module: Any, *, version: str | int | None = None
+    ) -> Version:
+        """Fill a torch model in place from any version, whatever parallelism it was pushed with.
+
+        Only this rank's bytes come over the wire. Tensors of another floating-point dtype than the model's are cast.
+
+        Args:
+            model: ``namespace/name``.
+            state_dict_or_module: as for `push_state_dict`. What it does not hold is not restored.
+            version: a number or a ref; by default the latest.
+
+        Returns:
+            The version that was restored.
+
+        Raises:
+            NotFound: no such model or version.
+            InvalidArgument: that is no state dict.
+            LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters are not merged; names each tensor.
+        """
+        import torch
+
+        from weighbridge._formats.torch_state import check_not_copied, torch_shards
+
+        meant = Reference.of(model, version, REF_LATEST)
+        with self._tensors(meant.model) as tensors, torch.no_grad():
+            held = torch_shards(state_dict_or_module, tensors, filled=True)
+            if isinstance(state_dict_or_module, torch.nn.Module):
+                check_not_copied(state_dict_or_module, held)
+            return self.restore_shards(meant.model, held.layout, held.tensors, version=meant.version)
+
+    def restore_shards(
+        self, model: str, layout: Layout, tensors: Sequence[torch.Tensor], *, version: str | int | None = None
+    ) -> Version:
+        """Fill the shards of any layout that has Hugging Face's names; what `restore_state_dict` does in the end.
+
+        Args:
+            model: ``namespace/name``.
+            layout: which shards.
+            tensors: one for each of them, of the extent of its box, on any device. One of another floating-point dtype is cast to.
+            version: a number or a ref; by default the latest.
+
+        Returns:
+            The version that was restored.
+
+        Raises:
+            NotFound: no such model, version or tensor.
+            InvalidArgument: the layout contradicts the model.
+        """
+        meant = Reference.of(model, version, REF_LATEST)
+        return restoring.hugging_face_shards(self._connection, meant.model, layout, tensors, meant.version)
+
+    def restore_layout(
+        self,
+        model: str,
+        layout: Layout,
+        tensor_for: Callable[[int], torch.Tensor],
+        *,
+        version: str | int | None = None,
+    ) -> Iterator[tuple[Version, int]]:
+        """Restore the shards of a layout in megatron-core's tensor space, one after the other.
+
+        Args:
+            model: ``namespace/name``.
+            layout: which shards, as a stream.
+            tensor_for: gives the tensor to fill for a placement, by index.
+            version: a number or a ref; by default the latest.
+
+        Yields:
+            The version, and the index of each placement that is complete.
+        """
+        return restoring.megatron_shards(self._connection, model, layout, tensor_for, version)
+
+    def describe_tensors(self, model: str, *, refresh: bool = False) -> Mapping[str, TensorSpec]:
+        """A model's tensors by name. They are asked for once, and again with ``refresh``: the name may stand for another model by now.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        known = self._tensors_of.pop(model, None) if refresh else None
+        with self._tensors(model) as tensors:
+            if known == tensors:
+                self._tensors_of[model] = tensors = known  # with what was derived from them
+            return tensors
+
+    def describe_shards(self, model: str, rank: MegatronRank | None = None) -> Layout:
+        """The shards that a Megatron-core rank holds, by per-layer keys.
+
+        Args:
+            model: ``namespace/name``.
+            rank: which rank, of which sizes; by default the only one.
+
+        Raises:
+            InvalidArgument: the sizes do not divide the model.
+        """
+        return self._connection.run(push_calls.describe_shards(model, rank or MegatronRank()))

@@ -1,0 +1,78 @@
+"""Transport of one client's weights: memory that it shares with the service, and connections for streams."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+
+from weighbridge._core.striping import default_connections
+from weighbridge._lane.local_lane import LocalLane, lane_wanted
+from weighbridge._transport import bulk, rpc
+from weighbridge._transport.addresses import Addresses
+from weighbridge.errors import Unavailable
+from weighbridge.v1 import local_lane_pb2, local_lane_pb2_grpc
+
+_LANE_SECONDS = 5.0
+
+
+class Transport:
+    """What carries one client's weights. Connects when first used; thread-safe.
+
+    Args:
+        server: addresses of the service, separated by commas; None for the default.
+        retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
+        lane: ``local``, ``grpc``, ``auto``, or None for the default.
+        connections: for a large stream, 1 to 16; None for the default.
+
+    Attributes:
+        addresses: where the service is reached, and which address is in use.
+        retry_seconds: as given.
+        client_id: the name of this client in its requests.
+        lane: the local lane.
+        streams: connections for streams from whichever address is in use.
+
+    Raises:
+        InvalidArgument: there is no such port or lane, or there cannot be so many connections.
+    """
+
+    def __init__(
+        self, server: str | None, *, retry_seconds: float, lane: str | None, connections: int | None
+    ) -> None:
+        self.addresses = addresses = Addresses.of(server)
+        self.retry_seconds = retry_seconds
+        self.client_id = str(uuid.uuid4())
+        self.lane = LocalLane(lane_wanted(lane), self.client_id, lambda: find_lane(addresses.current))
+        most = default_connections() if connections is None else connections
+        self.streams = bulk.Connections(addresses, most)
+        self._lock = threading.Lock()
+        self._streams_to: dict[str, bulk.Connections] = {}
+        weakref.finalize(self, self.lane.close).atexit = False
+
+    def streams_to(self, address: str) -> bulk.Connections:
+        """Connections for streams to one address and no other: a push stays with the replica at which it was opened."""
+        if self.addresses.all == (address,):
+            return self.streams
+        with self._lock:
+            if self.streams.closed:
+                raise Unavailable("the client has been closed")
+            made = self._streams_to.get(address)
+            if made is None:
+                made = self._streams_to[address] = bulk.Connections(Addresses([address]), self.streams.most)
+            return made
+
+    def close(self) -> None:
+        """Close all connections. Tensors that are views of a version stay valid until they are gone."""
+        self.lane.close()
+        self.streams.close()
+        with self._lock:
+            made = list(self._streams_to.values())
+        for connections in made:
+            connections.close()
+
+
+def find_lane(address: str) -> local_lane_pb2.GetLocalLaneResponse:
+    """Where the service's socket is, as the service at an address says."""
+    with rpc.open_channel(address) as channel, rpc.translated_errors(address):
+        stub = local_lane_pb2_grpc.LocalLaneServiceStub(channel)
+        return stub.GetLocalLane(local_lane_pb2.GetLocalLaneRequest(), timeout=_LANE_SECONDS)

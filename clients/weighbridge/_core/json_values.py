@@ -1,0 +1,39 @@
+"""Values as JSON: frozen dataclasses by the names of their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+
+class JsonValue:
+    """Base of dataclasses that are shown as JSON."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields as JSON values, by name."""
+        return {name: _json(getattr(self, name)) for name in _names(type(self))}  # type: ignore[arg-type]
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(each.name for each in dataclasses.fields(kind))
+
+
+def _json(value: Any) -> Any:
+    if type(value) in (int, str, bool, float):  # nearly all of them
+        return value
+    match value:
+        case JsonValue():
+            return value.to_json()
+        case Enum():
+            return value.value
+        case tuple() | list():
+            return [_json(each) for each in value]
+        case Mapping():
+            return {key: _json(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,171 @@
+"""Layouts: which boxes of which tensors are where.
+
+The shards of a trainer rank, a folder of safetensors files, the slices that an engine wants: all are one type. Every
+shard lies dense and row-major at a byte offset of a named buffer. The shards of a rank, and the slices of a pull, lie
+one behind the other in one buffer, the **stream**, whose name is the empty string; the shards of an HF folder lie in
+buffers named like its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple
+
+from weighbridge._core.boxes import Box
+from weighbridge._core.dtypes import DType
+from weighbridge.errors import LayoutError
+
+STREAM = ""
+MAX_RANK = 8
+"""Most axes a tensor may have (the largest known weight, a convolution over video patches, has five)."""
+MAX_NAME_LENGTH = 512
+MAX_TENSORS = 500_000
+"""Most tensors of a model; the largest there is has 70,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype and global shape of a tensor."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole tensor in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+class Shard(NamedTuple):
+    """One box of one tensor.
+
+    Attributes:
+        tensor: name of the tensor.
+        box: which part of it, in elements of the global tensor.
+        main: whether this is the main replica. Of all the shards with one box exactly one is (Megatron's
+            ``replica_id`` is all zeros); the others hold the same bytes.
+    """
+
+    tensor: str
+    box: Box
+    main: bool = True
+
+
+class Placement(NamedTuple):
+    """Where a shard lies: dense and row-major from byte `offset` of `buffer` on."""
+
+    shard: Shard
+    buffer: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors, and where their shards lie.
+
+    Attributes:
+        tensors: all tensors that occur, by name.
+        placements: the shards in order.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    placements: tuple[Placement, ...] = field(repr=False)
+
+    @staticmethod
+    def stream(specs: Iterable[TensorSpec], shards: Sequence[Shard]) -> Layout:
+        """The layout in which ``shards`` follow each other in one stream.
+
+        Raises:
+            LayoutError: a shard names a tensor that is not among ``specs``, or does not fit into it; two specs have
+                one name and differ.
+        """
+        tensors: dict[str, TensorSpec] = {}
+        for spec in specs:
+            if tensors.setdefault(spec.name, spec) != spec:
+                raise LayoutError(f"two tensors are called {spec.name}: {tensors[spec.name]} and {spec}")
+        placements = []
+        offset = 0
+        for shard in shards:
+            found = tensors.get(shard.tensor)
+            if found is None:
+                raise LayoutError(
+                    f"a shard belongs to {shard.tensor[:200]!r}, which the layout does not list"
+                )
+            if not shard.box.fits(found.shape):
+                raise LayoutError(
+                    f"a box with offset {list(shard.box.offset)[:MAX_RANK]} and extent "
+                    f"{list(shard.box.extent)[:MAX_RANK]} does not fit into {found}"
+                )
+            nbytes = shard.box.volume * found.dtype.itemsize
+            placements.append(Placement(shard, STREAM, offset, nbytes))
+            offset += nbytes
+        return Layout(MappingProxyType(tensors), tuple(placements))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all shards together; the length of the stream, if it is one."""
+        return sum(p.nbytes for p in self.placements)
+
+    @cached_property
+    def by_tensor(self) -> Mapping[str, tuple[int, ...]]:
+        """Indexes into `placements` for each tensor."""
+        found: dict[str, list[int]] = {}
+        for index, placement in enumerate(self.placements):
+            found.setdefault(placement.shard.tensor, []).append(index)
+        return {name: tuple(indexes) for name, indexes in found.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """Identity of the content: SHA-256, as 64 hex digits, over a canonical JSON text.
+
+        The text is ``[[name, dtype, shape] ... sorted by name], [[name, offset, extent, main, buffer, byte offset]
+        ... in order]``, without spaces.
+        """
+        tensors = [[t.name, t.dtype.name, t.shape] for _, t in sorted(self.tensors.items())]
+        shards = [
+            [p.shard.tensor, p.shard.box.offset, p.shard.box.extent, p.shard.main, p.buffer, p.offset]
+            for p in self.placements
+        ]
+        text = json.dumps([tensors, shards], separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def select(self, indexes: Sequence[int]) -> Layout:
+        """The stream of only these shards, in this order."""
+        tensors: dict[str, TensorSpec] = {}
+        placements = []
+        offset = 0
+        for index in indexes:
+            shard, _, _, nbytes = self.placements[index]
+            tensors[shard.tensor] = self.tensors[shard.tensor]
+            placements.append(Placement(shard, STREAM, offset, nbytes))
+            offset += nbytes
+        return Layout(MappingProxyType(tensors), tuple(placements))
+
+
+def check_spec(spec: TensorSpec) -> None:
+    """Refuse a tensor whose name or shape no model has: what comes over the wire is not trusted.
+
+    Raises:
+        LayoutError: says which rule is broken.
+    """
+    if not spec.name or len(spec.name) > MAX_NAME_LENGTH or not spec.name.isprintable():
+        raise LayoutError(
+            f"tensor name {spec.name[:80]!r} is empty, longer than {MAX_NAME_LENGTH} characters, or not printable"
+        )
+    if len(spec.shape) > MAX_RANK:
+        raise LayoutError(f"{spec.name} has {len(spec.shape)} axes, more than {MAX_RANK}")
+    if any(n < 0 for n in spec.shape):
+        raise LayoutError(f"{spec.name} has a negative extent in its shape {list(spec.shape)}")
+    if spec.nbytes >= 1 << 50:
+        raise LayoutError(f"{spec} would be larger than a pebibyte")

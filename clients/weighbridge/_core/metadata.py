@@ -1,0 +1,136 @@
+"""Metadata of versions: scalars that a trainer gives them by name, their bounds, and comparisons by which versions are listed."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from weighbridge.errors import InvalidArgument
+
+MetadataValue: TypeAlias = str | int | float | bool
+Metadata: TypeAlias = Mapping[str, MetadataValue]
+
+MAX_KEYS = 32
+MAX_BYTES = 4096
+"""Most bytes of the metadata of a version, as JSON."""
+_MAX_INTEGER = 2**63 - 1
+_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}")
+_CONDITION = re.compile(r"\s*([A-Za-z0-9_./-]+)\s*(>=|<=|!=|==|=|>|<)\s*(.*?)\s*", re.DOTALL)
+_COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+def checked_metadata(metadata: Mapping[str, object]) -> dict[str, MetadataValue]:
+    """Metadata as it is kept: texts, integers of 64 bits, finite numbers and booleans.
+
+    Raises:
+        InvalidArgument: a key or a value is none that can be kept, or there is more than `MAX_KEYS` and `MAX_BYTES` allow.
+    """
+    if len(metadata) > MAX_KEYS:
+        raise InvalidArgument(f"the metadata has {len(metadata)} entries, more than {MAX_KEYS}")
+    found = {key: _checked_value(key, value) for key, value in metadata.items()}
+    nbytes = len(json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode())
+    if nbytes > MAX_BYTES:
+        raise InvalidArgument(
+            f"the metadata has {nbytes} bytes as JSON, more than {MAX_BYTES}",
+            fix="keep what is long elsewhere, and its place here",
+        )
+    return found
+
+
+def _checked_value(key: object, value: object) -> MetadataValue:
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise InvalidArgument(
+            f"metadata is called {str(key)[:80]!r}", fix="use up to 64 letters, digits, and _ . / -"
+        )
+    match value:
+        case bool():
+            return value
+        case int() if abs(value) <= _MAX_INTEGER:
+            return int(value)
+        case float() if math.isfinite(value):
+            return float(value)
+        case str() if value.isprintable():
+            return str(value)
+    raise InvalidArgument(
+        f"the metadata {key} is {str(value)[:80]!r} ({type(value).__name__})",
+        fix="use a printable text, a finite number, an integer of 64 bits, or a bool; of a tensor its item()",
+    )
+
+
+def parse_value(text: str) -> MetadataValue:
+    """A value as it is typed: a JSON number, ``true``, ``false`` or a JSON string in quotes; everything else is a text.
+
+    Raises:
+        InvalidArgument: it is a number that is not finite.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidArgument(f"{text} is no finite number", fix="leave it out, or write it as a text")
+    return value if isinstance(value, str | int | float) else text
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A comparison of one value of a version's metadata.
+
+    Attributes:
+        key: which value.
+        comparison: ``=``, ``!=``, ``<``, ``<=``, ``>`` or ``>=``.
+        value: with what it is compared.
+    """
+
+    key: str
+    comparison: str
+    value: MetadataValue
+
+    @staticmethod
+    def parse(text: str) -> Condition:
+        """What a text such as ``reward>=0.7`` says. Raises InvalidArgument."""
+        found = _CONDITION.fullmatch(text) if len(text) <= MAX_BYTES else None
+        if found is None or not _KEY.fullmatch(found[1]):
+            raise InvalidArgument(
+                f"{text[:80]!r} compares nothing", fix="write it like reward>=0.7, with = != < <= > or >="
+            )
+        return Condition(found[1], "=" if found[2] == "==" else found[2], parse_value(found[3]))
+
+    def holds(self, metadata: Metadata) -> bool:
+        """Whether it is true of a version. Without the value it is not, and only what is of one kind can be less or greater."""
+        if self.key not in metadata:
+            return False
+        found = metadata[self.key]
+        if _kind(found) is not _kind(self.value):
+            return self.comparison == "!="
+        if isinstance(found, bool) and self.comparison not in ("=", "!="):
+            return False
+        return _COMPARISONS[self.comparison](found, self.value)
+
+
+def conditions(texts: Sequence[str]) -> list[Condition]:
+    """What several texts such as ``reward>=0.7`` say. Raises InvalidArgument."""
+    if len(texts) > MAX_KEYS:
+        raise InvalidArgument(f"{len(texts)} comparisons are more than {MAX_KEYS}")
+    return [Condition.parse(text) for text in texts]
+
+
+def all_hold(conditions: Iterable[Condition], metadata: Metadata) -> bool:
+    """Whether all of these are true of a version."""
+    return all(condition.holds(metadata) for condition in conditions)
+
+
+def _kind(value: MetadataValue) -> type:
+    return float if type(value) is int else type(value)

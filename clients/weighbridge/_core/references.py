@@ -1,0 +1,74 @@
+"""Reference to a version of a model: ``namespace/name@version``, or model and version apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weighbridge.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model, and which version of it.
+
+    Attributes:
+        model: ``namespace/name``.
+        version: a number or a ref; empty if none was named.
+    """
+
+    model: str
+    version: str
+
+    @property
+    def number(self) -> int:
+        """The version's number. Raises InvalidArgument if it is a ref, or none is named."""
+        if (
+            not (self.version.isascii() and self.version.isdigit())
+            or not 0 < int(self.version[:20]) < 1 << 64
+        ):
+            raise InvalidArgument(
+                f"{self.version[:80]!r} is no version number", fix=f"write it like {self.model}@17"
+            )
+        return int(self.version)
+
+    @staticmethod
+    def of(model: str, version: str | int | None = None, default: str = "") -> Reference:
+        """What a caller has named: ``"acme/smol", 17``, ``"acme/smol@17"``, or both, if they agree.
+
+        Args:
+            model: with or without ``@version``.
+            version: None if it was left out.
+            default: the version if none is named.
+
+        Raises:
+            InvalidArgument: the two contradict each other, or ``model`` is not MODEL@VERSION.
+        """
+        if "@" not in model:
+            return Reference(model, default if version is None else str(version))
+        found = parse_reference(model)
+        if version is not None and str(version) != found.version:
+            raise InvalidArgument(
+                f"{model!r} names version {found.version}, and version {version} was given besides",
+                fix="name the version once",
+            )
+        return found
+
+
+def parse_reference(text: str, *, need_version: bool = True) -> Reference:
+    """The model and version of ``namespace/name@version``.
+
+    Whether there are such a model and version, and whether the name is allowed, is for the service to say.
+
+    Raises:
+        InvalidArgument: there is no ``@`` although a version is needed, more than one, or nothing on one side of it.
+    """
+    model, at, version = text.partition("@")
+    if not at and need_version:
+        raise InvalidArgument(
+            f"{text!r} names no version", fix=f"write {text}@latest, or a number or another ref"
+        )
+    if not model or "@" in version or (at and not version):
+        raise InvalidArgument(
+            f"{text!r} is not MODEL@VERSION", fix="write it like acme/smol@latest or acme/smol@17"
+        )
+    return Reference(model, version)

@@ -1,0 +1,112 @@
+"""Requests of engines: whole tensors, the slices of one rank, or explicit boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from weighbridge.errors import InvalidArgument
+
+MAX_VOCAB_MULTIPLE = 1 << 16
+"""Largest multiple that a vocabulary is padded to: engines use 64, trainers up to 128 times their ranks."""
+_MAX_SIZE = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class FullTensors:
+    """Whole tensors.
+
+    Attributes:
+        names: only these, in this order; all tensors of the model if empty.
+    """
+
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallel:
+    """How the experts of a model are spread: each rank has a contiguous block of them, all blocks of one length.
+
+    Attributes:
+        size: ranks, or groups of ranks, over which the experts are spread.
+        rank: which block, from 0.
+        tp_size: ranks that share the matrices of each expert.
+        tp_rank: this one of them, from 0.
+    """
+
+    size: int
+    rank: int
+    tp_size: int = 1
+    tp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """What one rank of an engine holds, by the model's own parallel plan.
+
+    Key-value heads are replicated where there are fewer heads than ranks; what the plan does not cut comes whole. An
+    expert that the rank does not have, or a layer, does not come at all. Where the experts of a layer are stacked in one
+    tensor with gate and up side by side, that tensor comes as two boxes, the gate's before the up's, unless whole.
+
+    Attributes:
+        size: ranks that share the model.
+        rank: this one, from 0.
+        experts: how experts are spread; None if they are not, and each is cut like everything else.
+        layers: first decoder layer of a pipeline stage, and one past its last; None for all layers. The first stage has
+            the embedding too (and what comes before it: towers for images), the last one the final norm, the output
+            layer (or the embedding, if it is that as well) and the layers that predict further tokens.
+        vocab_multiple: 1 leaves the vocabulary to the model's own plan. A larger one is for engines whose embedding and
+            output layer are vocabulary-parallel: both are padded with rows of zeros to a multiple of it, and then cut.
+            64 in vLLM and SGLang.
+    """
+
+    size: int
+    rank: int
+    experts: ExpertParallel | None = field(default=None, kw_only=True)
+    layers: tuple[int, int] | None = field(default=None, kw_only=True)
+    vocab_multiple: int = field(default=1, kw_only=True)
+
+    def check(self) -> None:
+        """Refuse what fits no model.
+
+        Raises:
+            InvalidArgument: a rank does not exist, layers are out of order, or the multiple is none.
+        """
+        _check_rank("tensor-parallel", self.size, self.rank)
+        if self.experts is not None:
+            _check_rank("expert-parallel", self.experts.size, self.experts.rank)
+            _check_rank("expert-tensor-parallel", self.experts.tp_size, self.experts.tp_rank)
+        if self.layers is not None:
+            first, end = self.layers
+            if not 0 <= first < end <= _MAX_SIZE:
+                raise InvalidArgument(
+                    f"layers {first}:{end} are no pipeline stage",
+                    fix="name its first layer, counted from 0, and one past its last",
+                )
+        if not 1 <= self.vocab_multiple <= MAX_VOCAB_MULTIPLE:
+            raise InvalidArgument(
+                f"a vocabulary cannot be padded to a multiple of {self.vocab_multiple}",
+                fix=f"use a number from 1 to {MAX_VOCAB_MULTIPLE}; engines pad to 64",
+            )
+
+
+def _check_rank(what: str, size: int, rank: int) -> None:
+    if not 0 <= rank < size <= _MAX_SIZE:
+        raise InvalidArgument(
+            f"{what} rank {rank} of {size} does not exist", fix="ranks count from 0 to size - 1"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Explicit boxes of tensors.
+
+    Attributes:
+        boxes: ``(tensor name, offset, extent)``, offset and extent in elements on each axis. A tensor may occur in
+            several boxes.
+    """
+
+    boxes: Sequence[tuple[str, Sequence[int], Sequence[int]]]
+
+
+LayoutRequest = FullTensors | TensorParallel | Boxes

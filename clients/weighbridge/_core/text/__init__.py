@@ -1,0 +1,8 @@
+"""Words for people: what is said in tables, messages and errors. Pure.
+
+May import: nothing of this project.
+
+- `sizes`: sizes as text.
+- `waits`: what is waited for.
+- `suggestions`: the name that was probably meant.
+"""

@@ -1,0 +1,18 @@
+"""Forms in which weights lie in files and in processes, each a layout and a stream of its bytes.
+
+May import: `_core`, `_memory`, `_transport`, `weighbridge.errors`.
+
+- `safetensors_files`: headers and offsets of safetensors files.
+- `hf_folder`: Hugging Face folders.
+- `folder_weights`: the weights of such a folder as a stream.
+- `dequantizing`: block-quantised weights as floating-point ones.
+- `megatron_state`: the shards of a ``sharded_state_dict``.
+- `torch_state`: the tensors of a torch state dict that has Hugging Face's names.
+- `memory_forms`: tensors that are stacked, merged or renamed in memory.
+- `dtensors`: boxes and local tensors of DTensors.
+- `zero3`: parameters that DeepSpeed's ZeRO-3 has partitioned.
+- `tensor_stream`: tensors as a stream of bytes, and back.
+- `push_counts`: count of the non-finite elements of a push.
+- `push_sources`: bytes of a rank's stream while it is pushed.
+- `host_slices`: slices of a version in host memory.
+"""

@@ -1,0 +1,152 @@
+"""Boxes of a DTensor that this rank holds, and the local tensors with their elements.
+
+Placements are applied from left to right, each to what those before it have left, and cut an axis as `torch.chunk` does: the last
+ranks get less, or nothing. ``_StridedShard``, FSDP2's over an axis that tensor parallelism cuts too, cuts the axis into pieces first
+and takes its part of each. Source of the conventions: ``torch.distributed.tensor.placement_types`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge._core.boxes import Box
+from weighbridge.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Cut(NamedTuple):
+    """A cut of an axis over the ranks along one axis of a mesh.
+
+    Attributes:
+        ranks: how many there are.
+        rank: which of them, from 0.
+        pieces: into which the axis is cut before, each to be cut over the ranks; 1 but for a ``_StridedShard``.
+    """
+
+    ranks: int
+    rank: int
+    pieces: int = 1
+
+
+@functools.lru_cache(maxsize=4096)  # layers are cut alike
+def runs_after(length: int, cuts: tuple[Cut, ...]) -> tuple[tuple[int, int], ...]:
+    """What cuts, one after the other, leave of an axis: runs of indexes, the first of each and one past its last, in order."""
+    left = np.arange(length)
+    for cut in cuts:
+        left = np.concatenate([_chunk(piece, cut) for piece in _chunks(left, cut.pieces)])
+    ends = np.flatnonzero(np.diff(left) != 1)
+    starts = [*left[:1], *left[ends + 1]]
+    stops = [*left[ends], *left[-1:]]
+    return tuple((int(start), int(stop) + 1) for start, stop in zip(starts, stops, strict=True))
+
+
+def _chunks(indexes: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
+    return [_chunk(indexes, Cut(count, number)) for number in range(count)]
+
+
+def _chunk(indexes: NDArray[np.int64], cut: Cut) -> NDArray[np.int64]:
+    size = -(-len(indexes) // cut.ranks)
+    return indexes[cut.rank * size : (cut.rank + 1) * size]
+
+
+def local_shards(tensor: Any) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of a tensor that this rank holds, and for each a tensor of its extent that aliases the local one.
+
+    Args:
+        tensor: a DTensor, or any other tensor, which is held whole.
+
+    Returns:
+        Nothing for a rank that holds no element. Several boxes where runs of an axis lie apart in the whole tensor.
+
+    Raises:
+        LayoutError: the tensor waits for a reduction, is placed in an unknown way, or its local tensor contradicts its placements.
+    """
+    local = local_tensor(tensor)
+    if not _is_dtensor(tensor):
+        return [(Box.whole(tuple(local.shape)), local)] if local.numel() else []
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # other ranks hold it
+        return []
+    cuts = cuts_of(tensor.placements, tensor.device_mesh.shape, coordinate, tensor.dim())
+    runs = [runs_after(length, each) for length, each in zip(tensor.shape, cuts, strict=True)]
+    shape = [sum(stop - start for start, stop in of_axis) for of_axis in runs]
+    if shape != list(local.shape):
+        raise LayoutError(
+            f"its local tensor is {list(local.shape)}, and by its placements {tensor.placements} it is {shape}"
+        )
+    return [(box, local[where]) for box, where in _boxes(runs)]
+
+
+def cuts_of(
+    placements: Sequence[Any], mesh: Sequence[int], coordinate: Sequence[int], axes: int
+) -> list[tuple[Cut, ...]]:
+    """For each axis of a tensor the cuts that a DTensor's placements make.
+
+    Args:
+        placements: one for each axis of the mesh.
+        mesh: its shape.
+        coordinate: of this rank in it.
+        axes: of the tensor.
+
+    Raises:
+        LayoutError: a placement is neither ``Shard`` nor ``Replicate``.
+    """
+    cuts: list[list[Cut]] = [[] for _ in range(axes)]
+    for placement, ranks, rank in zip(placements, mesh, coordinate, strict=True):
+        if placement.is_replicate():
+            continue
+        if placement.is_partial():
+            raise LayoutError(f"it is {placement!r}: its parts have not been added up; redistribute it first")
+        if not hasattr(placement, "dim"):
+            raise LayoutError(
+                f"its placement {placement!r} is not supported; redistribute it to Shard or Replicate"
+            )
+        cuts[placement.dim].append(Cut(ranks, rank, int(getattr(placement, "split_factor", 1))))
+    return [tuple(of_axis) for of_axis in cuts]
+
+
+def _boxes(runs: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Box, tuple[slice, ...]]]:
+    """All boxes that runs on each axis form, and where each is in the local tensor."""
+    axes = []
+    for of_axis in runs:
+        ends = itertools.accumulate(stop - start for start, stop in of_axis)
+        axes.append(
+            [
+                (start, stop, slice(end - stop + start, end))
+                for (start, stop), end in zip(of_axis, ends, strict=True)
+            ]
+        )
+    return [
+        (
+            Box(tuple(start for start, _, _ in corner), tuple(stop - start for start, stop, _ in corner)),
+            tuple(where for _, _, where in corner),
+        )
+        for corner in itertools.product(*axes)
+    ]
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """The local tensor of a DTensor, or any other tensor itself; without its history, and when the collective that makes it is done."""
+    import torch
+
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local() if _is_dtensor(tensor) else tensor
+    api = sys.modules.get("torch.distributed._functional_collectives")
+    if api is not None and isinstance(local, api.AsyncCollectiveTensor):
+        local = local.wait()
+    return local.detach()
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    # only who has imported it can have one, and the import takes half a second
+    api = sys.modules.get("torch.distributed.tensor")
+    return api is not None and isinstance(tensor, api.DTensor)

@@ -1,0 +1,145 @@
+"""Weights of a Hugging Face folder, as a stream to be pushed from where they lie."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge._core.dtypes import DType
+from weighbridge._core.layouts import Layout, Placement, TensorSpec
+from weighbridge._formats import safetensors_files
+from weighbridge._formats.dequantizing import Dequantized
+from weighbridge._formats.push_sources import CastingSource, MappedSource, OpenSource
+from weighbridge.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """The weights in a folder.
+
+    Attributes:
+        layout: the weights as one stream, in the order of the files.
+        open_source: gives the bytes of some of its shards.
+        config_json: the config that belongs to them.
+        tensors: gives names and tensors, mapped as they lie in the files. They must not be written to.
+    """
+
+    layout: Layout
+    open_source: OpenSource = field(repr=False)
+    config_json: bytes = field(repr=False)
+    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]] = field(repr=False)
+
+    @staticmethod
+    def read(folder: Path, config_json: bytes, *, dequantize: DType | None = None) -> FolderWeights:
+        """Find out what is in a folder. Of weights, only what has to be compared is read.
+
+        A second copy of a tensor that the config ties to another one is left out.
+
+        Args:
+            folder: the folder.
+            config_json: its ``config.json``.
+            dequantize: what block-quantised fp8 weights are turned into as they are read; None keeps them.
+
+        Raises:
+            NotFound: there is no folder, or no safetensors file in it.
+            DataLoss: a file is damaged.
+            InvalidArgument: tied tensors are not the same, or the weights cannot be dequantised.
+        """
+        buffers = safetensors_files.map_folder(folder)
+        files = safetensors_files.layout_of_files({name: data.data for name, data in buffers.items()}).layout
+        files = _without_copies(files, buffers, config_json)
+        if dequantize is not None:
+            weights = Dequantized(files, buffers, config_json, dequantize)
+            return FolderWeights(weights.layout, weights.open_source, weights.config_json, lambda: iter(()))
+        layout = Layout.stream(files.tensors.values(), [p.shard for p in files.placements])
+        return FolderWeights(
+            layout,
+            MappedSource.opener(files.placements, buffers),
+            config_json,
+            lambda: _mapped_tensors(files, buffers),
+        )
+
+    def as_model_has_them(self, model: Mapping[str, TensorSpec], cast: str) -> FolderWeights:
+        """The weights in the model's dtypes: themselves, if they are in these; else cast as they are read.
+
+        Args:
+            model: its tensors, by name.
+            cast: as for `torch_shards`.
+
+        Raises:
+            InvalidArgument: there is no such ``cast``.
+            LayoutError: names or shapes contradict the model, or a tensor is not cast; names each.
+        """
+        from weighbridge._formats.torch_state import check_cast, torch_shards
+
+        check_cast(cast)
+        given = self.layout.tensors
+        if all(name not in model or model[name].dtype == spec.dtype for name, spec in given.items()):
+            return self
+        found = torch_shards(self.tensors(), model, cast=cast, whole=True)
+        return replace(self, layout=found.layout, open_source=CastingSource.opener(found.tensors))
+
+
+def _mapped_tensors(
+    files: Layout, buffers: Mapping[str, NDArray[np.uint8]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    for shard, buffer, offset, nbytes in files.placements:
+        spec = files.tensors[shard.tensor]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
+            data = torch.from_numpy(buffers[buffer][offset : offset + nbytes])
+        if offset % spec.dtype.itemsize:
+            data = data.clone()  # torch wants elements at multiples of their size
+        yield shard.tensor, data.view(spec.dtype.torch).reshape(spec.shape)
+
+
+def tied_copies(config_json: bytes, tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Tensors that a config ties to another one and that are there all the same, each with that one.
+
+    Published folders have such copies: transformers leaves them out when it writes, and ignores them when it reads.
+    """
+    try:
+        config = json.loads(config_json)
+        text = config.get("text_config") or {}
+        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is True
+    except (ValueError, AttributeError, RecursionError):
+        return {}  # whoever reads the config for its own sake says what is wrong with it
+    heads = [name for name in tensors if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
+    embeddings = [name for name in tensors if name.endswith("embed_tokens.weight") and ".layers." not in name]
+    if not tied or len(heads) != 1 or len(embeddings) != 1:
+        return {}
+    copy, original = tensors[heads[0]], tensors[embeddings[0]]
+    return {copy.name: original.name} if (copy.dtype, copy.shape) == (original.dtype, original.shape) else {}
+
+
+def _without_copies(files: Layout, buffers: Mapping[str, NDArray[np.uint8]], config_json: bytes) -> Layout:
+    copies = tied_copies(config_json, files.tensors)
+    if not copies:
+        return files
+    placed = {p.shard.tensor: p for p in files.placements}
+
+    def content(place: Placement) -> NDArray[np.uint8]:
+        return buffers[place.buffer][place.offset : place.offset + place.nbytes]
+
+    for copy, original in copies.items():
+        if not np.array_equal(content(placed[copy]), content(placed[original])):
+            raise InvalidArgument(
+                f"{copy} is not the same as {original}, and config.json ties them",
+                fix="set tie_word_embeddings to false in config.json, or leave one of them out",
+            )
+    return Layout(
+        {name: spec for name, spec in files.tensors.items() if name not in copies},
+        tuple(p for p in files.placements if p.shard.tensor not in copies),
+    )

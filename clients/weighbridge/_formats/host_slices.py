@@ -1,0 +1,61 @@
+"""Slices of a version in memory of this process, to be read any number of times."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from weighbridge._core.layouts import Layout
+from weighbridge._formats.tensor_stream import check_target
+
+if TYPE_CHECKING:
+    import torch
+
+_ALIGNMENT = 64
+
+
+class Slices(Protocol):
+    """Slices of a version that are on this machine."""
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """A slice, by its index in the layout, contiguous and in host memory; not to be written to."""
+
+    def fill(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy a slice, by its index in the layout, to a tensor of its dtype and as many elements, on any device."""
+
+
+class HostSlices:
+    """Room for the slices of a layout in one buffer.
+
+    Args:
+        layout: of the slices.
+        buffer: is used again if it is large enough.
+        pin: whether GPUs will copy from it.
+
+    Attributes:
+        buffer: where they are.
+    """
+
+    def __init__(self, layout: Layout, buffer: torch.Tensor | None = None, *, pin: bool = False) -> None:
+        import torch
+
+        self._layout = layout
+        self._offsets: list[int] = []
+        end = 0
+        for placement in layout.placements:
+            self._offsets.append(end)
+            end += -(-placement.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if buffer is None or len(buffer) < end or buffer.is_pinned() < pin:
+            buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
+        self.buffer = buffer
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """A slice, by its index in the layout; until the buffer is used again."""
+        shard, _, _, nbytes = self._layout.placements[index]
+        dtype = self._layout.tensors[shard.tensor].dtype.torch
+        start = self._offsets[index]
+        return self.buffer[start : start + nbytes].view(dtype).view(shard.box.extent)
+
+    def fill(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy a slice, by its index in the layout, to a tensor of its dtype and as many elements, on any device."""
+        check_target(self._layout, self._layout.placements[index], tensor)
+        tensor.copy_(self.tensor(index).view(tensor.shape))

@@ -1,0 +1,139 @@
+"""Layout and tensors of a Megatron-core sharded state dict.
+
+Source of the conventions: ``megatron.core.dist_checkpointing.mapping``. `ShardedTensor.global_shape` and
+`global_offset` include prepended axes (the layer, the expert), `local_shape` does not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ShardedTensors:
+    """The weights of one rank.
+
+    Attributes:
+        layout: their shards, as one stream, in the order of `tensors`.
+        tensors: the local tensor of each shard, of the box's extent without prepended axes; they alias the model.
+    """
+
+    layout: Layout
+    tensors: tuple[torch.Tensor, ...]
+    _merges: tuple[tuple[Any, Any], ...] = field(repr=False)
+
+    def finish_restore(self) -> None:
+        """Bring what was restored into tensors that do not alias the model where it belongs."""
+        import torch
+
+        for factory, built in self._merges:
+            with torch.no_grad():
+                factory.data.copy_(factory.merge_fn(_plain(built)))
+
+
+def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
+    """Find the weights in a ``model.sharded_state_dict()``.
+
+    ``ShardedObject``s (``_extra_state``) are not weights and are left out.
+
+    Raises:
+        InvalidArgument: it holds something else than Megatron's sharded types, or no weights.
+        LayoutError: two shards of one tensor contradict each other.
+        FailedPrecondition: Megatron-core is not installed.
+    """
+    _check_installed()
+    specs: dict[str, TensorSpec] = {}
+    shards: list[Shard] = []
+    tensors: list[torch.Tensor] = []
+    merges: list[tuple[Any, Any]] = []
+    for item in _walk(sharded_state_dict, "", merges):
+        if item.data is None:
+            raise InvalidArgument(f"the shard of {item.key} has no data")
+        if getattr(item, "flattened_range", None) is not None:
+            raise LayoutError(f"{item.key} is a flattened shard, which is of an optimizer and no weight")
+        if item.data.dtype != item.dtype or tuple(item.data.shape) != tuple(item.local_shape):
+            raise LayoutError(
+                f"the data of {item.key} is {item.data.dtype}{list(item.data.shape)}, and its shard says "
+                f"{item.dtype}{list(item.local_shape)}"
+            )
+        spec = TensorSpec(item.key, dtypes.from_torch(item.dtype), tuple(map(int, item.global_shape)))
+        if specs.setdefault(item.key, spec) != spec:
+            raise LayoutError(f"two shards of one tensor contradict each other: {specs[item.key]} and {spec}")
+        extent = (1,) * item.prepend_axis_num + tuple(item.local_shape)
+        main = not any(item.replica_id) if isinstance(item.replica_id, tuple) else item.replica_id == 0
+        shards.append(Shard(item.key, Box(tuple(map(int, item.global_offset)), extent), main=main))
+        tensors.append(item.data.detach())
+    if not shards:
+        raise InvalidArgument(
+            "the sharded state dict holds no weights", fix="pass model.sharded_state_dict()"
+        )
+    return ShardedTensors(Layout.stream(specs.values(), shards), tuple(tensors), tuple(merges))
+
+
+_ADVICE = (
+    "pass what Megatron-core's model.sharded_state_dict() returns; a torch module or state dict, also of FSDP2, goes by push_state_dict "
+    "and restore_state_dict"
+)
+
+
+def _check_installed() -> None:
+    """Raise FailedPrecondition without Megatron-core: then nobody can have a sharded state dict."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        raise FailedPrecondition("megatron-core is not installed", fix=_ADVICE)
+
+
+def _walk(value: Any, path: str, merges: list[tuple[Any, Any]]) -> Iterator[Any]:
+    from megatron.core.dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
+
+    if isinstance(value, ShardedTensor):
+        yield value
+    elif isinstance(value, ShardedTensorFactory):
+        built = value.build()
+        pieces = list(_walk(built, path, merges))
+        if any(not _aliases(piece.data, value.data) for piece in pieces):
+            merges.append((value, built))
+        yield from pieces
+    elif isinstance(value, ShardedObject | LocalNonpersistentObject):
+        return
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            yield from _walk(child, f"{path}.{key}" if path else str(key), merges)
+    elif isinstance(value, list | tuple):
+        for number, child in enumerate(value):
+            yield from _walk(child, f"{path}[{number}]", merges)
+    else:
+        raise InvalidArgument(
+            f"{path or 'the argument'} is a {type(value).__name__}, not one of Megatron-core's sharded types",
+            fix=_ADVICE,
+        )
+
+
+def _aliases(piece: torch.Tensor, whole: torch.Tensor) -> bool:
+    return piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def _plain(value: Any) -> Any:
+    """A built factory with each ShardedTensor replaced by its data, as the factory's `merge_fn` expects it."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    if isinstance(value, dict):
+        return {key: _plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(child) for child in value)
+    return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value.data

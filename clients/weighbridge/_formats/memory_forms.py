@@ -1,0 +1,234 @@
+"""Forms that a model's tensors have in memory, where these are others than in its files.
+
+Trainers hold the experts of a layer stacked in one tensor, with the gate's rows before those of the up projection; files have a tensor for each
+expert and projection. A form says which box of a file's tensor each box of the tensor in memory is, so that shards of it are views, pushed and
+filled without a copy. Source of the conventions: ``conversion_mapping`` of transformers 5.23.
+
+- ``experts.gate_up_proj`` ``[experts, 2 * width, hidden]``: of each expert ``gate_proj`` and ``up_proj``, or ``w1`` and ``w3``.
+- ``experts.down_proj`` ``[experts, hidden, width]``: of each expert ``down_proj``, or ``w2``; without gates ``experts.up_proj`` likewise.
+- Both may have their last two axes swapped, and so may tensors that the files themselves have stacked. Where the two lengths are equal they
+  are taken as they are, as transformers does.
+- ``gate_up_proj.weight`` ``[2 * width, hidden]``: ``gate_proj.weight`` and ``up_proj.weight``.
+- Names of Mixtral, PhiMoE, Granite, Nemotron-H, ERNIE and EXAONE (`_PATHS`, `_ENDINGS`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+_EXPERT = re.compile(r"(?P<stem>.*\bexperts)\.(?P<number>\d+)\.(?P<projection>\w+)\.weight")
+_STACKED = re.compile(r".*\bexperts\.(gate_up_proj|up_proj|down_proj)")
+_PROJECTIONS = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
+_GATE, _UP = ".gate_proj.weight", ".up_proj.weight"
+_PATHS = ((re.compile(r"\.block_sparse_moe\."), ".mlp."), (re.compile(r"^backbone\."), "model."))
+_ENDINGS = (
+    (re.compile(r"\.block_sparse_moe\.gate\.weight$"), ".mlp.router.weight"),
+    (re.compile(r"\.block_sparse_moe\.input_linear\.weight$"), ".block_sparse_moe.experts.gate_up_proj"),
+    (re.compile(r"\.block_sparse_moe\.output_linear\.weight$"), ".block_sparse_moe.experts.down_proj"),
+    (re.compile(r"\.block_sparse_moe\.router\.layer\.weight$"), ".block_sparse_moe.router.weight"),
+    (re.compile(r"\.mlp\.e_score_correction_bias$"), ".mlp.gate.e_score_correction_bias"),
+    (
+        re.compile(r"\.mlp\.moe_statics\.e_score_correction_bias$"),
+        ".mlp.gate.moe_statics.e_score_correction_bias",
+    ),
+)
+"""What names have in files, and what transformers 5 has for it in memory."""
+
+
+class Member(NamedTuple):
+    """A tensor of the files in a tensor in memory.
+
+    Attributes:
+        spec: the tensor.
+        place: where it is; of one axis more than it has if experts are stacked.
+    """
+
+    spec: TensorSpec
+    place: Box
+
+
+class Part(NamedTuple):
+    """A box of a tensor in memory that is a box of one in the files.
+
+    Attributes:
+        tensor: name of the one in the files.
+        box: which part of it.
+        where: which part of the box in memory; empty for all of it.
+        stacked: whether that has an axis of experts before the file's axes.
+        swapped: whether its last two axes are the file's in the other order.
+    """
+
+    tensor: str
+    box: Box
+    where: tuple[slice, ...]
+    stacked: bool
+    swapped: bool
+
+    def view(self, held: torch.Tensor) -> torch.Tensor:
+        """The part of a box in memory, of the extent of its box in the files; an alias."""
+        found = held[self.where] if self.where else held
+        if self.stacked:
+            found = found[0]
+        return found.mT if self.swapped else found
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A tensor in memory.
+
+    Attributes:
+        name: the tensor's.
+        shape: its shape.
+        members: what it consists of.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    members: tuple[Member, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.members[0].spec.dtype}{list(self.shape)}"
+
+    @property
+    def tensors(self) -> Sequence[str]:
+        """Names of the files' tensors that it consists of."""
+        return [member.spec.name for member in self.members]
+
+    @staticmethod
+    def plain(spec: TensorSpec) -> Form:
+        """A tensor that is in memory as it is in the files."""
+        return Form(spec.name, spec.shape, (Member(spec, Box.whole(spec.shape)),))
+
+    def is_swapped(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape has the form with its last two axes swapped."""
+        if tuple(shape) == self.shape or len(self.shape) != 3 or not _STACKED.fullmatch(self.name):
+            return False
+        return tuple(shape) == (self.shape[0], self.shape[2], self.shape[1])
+
+    def parts(self, box: Box, *, swapped: bool = False) -> list[Part]:
+        """The parts of which a box of the tensor in memory consists.
+
+        Args:
+            box: which box; of the tensor as it is in memory.
+            swapped: whether its last two axes are swapped there.
+        """
+        spec, place = self.members[0]
+        if len(self.members) == 1 and place.extent == spec.shape and not swapped:  # nearly all tensors
+            return [Part(spec.name, box, (), stacked=False, swapped=False)]
+        upright = _swap(box) if swapped else box
+        found = []
+        for spec, place in self.members:
+            common = upright.intersect(place)
+            if common is None or not common.volume:
+                continue
+            stacked = len(place.extent) > len(spec.shape)
+            there = common.relative_to(place.offset)
+            if stacked:
+                there = Box(there.offset[1:], there.extent[1:])
+            here = common.relative_to(upright.offset)
+            where = (_swap(here) if swapped else here).offset, (_swap(here) if swapped else here).extent
+            slices = tuple(slice(start, start + length) for start, length in zip(*where, strict=True))
+            found.append(Part(spec.name, there, slices, stacked, swapped))
+        return found
+
+
+def _swap(box: Box) -> Box:
+    (*offset, o, p), (*extent, e, f) = box
+    return Box((*offset, p, o), (*extent, f, e))
+
+
+class ModelTensors(dict[str, TensorSpec]):
+    """A model's tensors by name, as its files have them."""
+
+    @staticmethod
+    def of(tensors: Mapping[str, TensorSpec]) -> ModelTensors:
+        """These tensors; the same object if they are this already, for its other forms are made once."""
+        return tensors if isinstance(tensors, ModelTensors) else ModelTensors(tensors)
+
+    def form(self, name: str) -> Form | None:
+        """The form of a tensor that has this name in memory; None if the model has none."""
+        return self._plain_forms.get(name) or self.other_forms.get(name)
+
+    @cached_property
+    def _plain_forms(self) -> Mapping[str, Form]:
+        return {name: Form.plain(spec) for name, spec in self.items()}
+
+    @cached_property
+    def other_forms(self) -> Mapping[str, Form]:
+        """The forms in which its tensors can be in memory besides their own, by name."""
+        made = [*_of_experts(self.values()), *_merged(self), *_renamed(self.values())]
+        return {form.name: form for form in made if form.name not in self}
+
+
+def _of_experts(specs: Iterable[TensorSpec]) -> Iterable[Form]:
+    experts: defaultdict[str, defaultdict[str, dict[int, TensorSpec]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    for spec in specs:
+        match = _EXPERT.fullmatch(spec.name)
+        kind = _PROJECTIONS.get(match["projection"]) if match else None
+        if match and kind is not None:
+            experts[match["stem"]][kind][int(match["number"])] = spec
+    for stem, kinds in experts.items():
+        gated = "gate" in kinds
+        stacks = {"gate_up_proj": ("gate", "up")} if gated else {"up_proj": ("up",)}
+        for name, of in {**stacks, "down_proj": ("down",)}.items():
+            columns = [kinds[kind] for kind in of]
+            if not columns[0] or any(sorted(column) != list(range(len(columns[0]))) for column in columns):
+                continue
+            shapes = {spec.shape for column in columns for spec in column.values()}
+            if len(shapes) > 1 or len(min(shapes)) != 2:
+                continue
+            for path in (stem, *_renamed_with(_PATHS, stem)):
+                yield _stacked(f"{path}.{name}", columns)
+
+
+def _stacked(name: str, columns: Sequence[Mapping[int, TensorSpec]]) -> Form:
+    rows, width = columns[0][0].shape
+    members = [
+        Member(column[expert], Box((expert, index * rows, 0), (1, rows, width)))
+        for expert in range(len(columns[0]))
+        for index, column in enumerate(columns)
+    ]
+    return Form(name, (len(columns[0]), rows * len(columns), width), tuple(members))
+
+
+def _merged(model: Mapping[str, TensorSpec]) -> Iterable[Form]:
+    for name, gate in model.items():
+        up = (
+            model.get(name.removesuffix(_GATE) + _UP)
+            if name.endswith(_GATE) and not _EXPERT.fullmatch(name)
+            else None
+        )
+        if up is not None and up.shape == gate.shape and len(gate.shape) == 2:
+            rows, width = gate.shape
+            members = Member(gate, Box((0, 0), gate.shape)), Member(up, Box((rows, 0), up.shape))
+            yield Form(name.removesuffix(_GATE) + ".gate_up_proj.weight", (2 * rows, width), members)
+
+
+def _renamed(specs: Iterable[TensorSpec]) -> Iterable[Form]:
+    for spec in specs:
+        for name in _renamed_with((*_PATHS, *_ENDINGS), spec.name):
+            yield Form(name, spec.shape, Form.plain(spec).members)
+
+
+def _renamed_with(rules: Iterable[tuple[re.Pattern[str], str]], name: str) -> list[str]:
+    return [there.sub(here, name) for there, here in rules if there.search(name)]

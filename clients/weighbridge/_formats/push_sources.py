@@ -1,0 +1,306 @@
+"""Sources of the bytes of a rank's stream while it is being pushed."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge._core import dtypes
+from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._core.layouts import Layout, Placement
+from weighbridge._formats.push_counts import encodings_of
+from weighbridge._formats.tensor_stream import Ranges, check_size, copy_out, written_as
+from weighbridge._memory.casting import write_cast
+from weighbridge._memory.copying import write_tensors
+from weighbridge._memory.mappings import MappedMemory
+from weighbridge._memory.strided import WrittenCounts, write_bytes
+from weighbridge._transport.pieces import Buffer
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = NDArray[np.uint8]
+
+
+class ShardSource(ABC):
+    """The shards that a rank is to push, where they lie. It is used once: each of their bytes is either staged or written.
+
+    When both are done, the shards may change.
+    """
+
+    @abstractmethod
+    def stage(self, ranges: Ranges) -> StreamSource:
+        """These parts of the stream that the shards form; released by itself."""
+
+    @abstractmethod
+    def write(
+        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+    ) -> WrittenCounts | None:
+        """Copy them to memory.
+
+        Args:
+            copies: for each shard, where which of its bytes go.
+            memories: which memory.
+
+        Returns:
+            Counts of the non-finite elements; None from a source that does not count them.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """They are needed no more."""
+
+    @property
+    def casts(self) -> tuple[int, int]:
+        """How many tensors are cast on the way, and how many of them to a dtype that has all their own numbers. By itself, none."""
+        return 0, 0
+
+
+class StreamSource(ShardSource):
+    """The bytes of a stream, or of parts of it; they stay as they are until it is released.
+
+    Args:
+        layout: of the stream.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Buffer:
+        """Bytes ``start`` to ``stop`` of the stream."""
+
+    def stage(self, ranges: Ranges) -> StreamSource:
+        """See `ShardSource.stage`. They do not change: it is this source itself."""
+        return self
+
+    def write(
+        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+    ) -> WrittenCounts:
+        """See `ShardSource.write`."""
+        arrays = [memory.bytes for memory in memories]
+        found = []
+        shards = zip(self._layout.placements, copies, encodings_of(self._layout), strict=True)
+        for placement, of_shard, encoding in shards:
+            data: Buffer = b""
+            if of_shard:
+                data = self.read(placement.offset, placement.offset + placement.nbytes)
+            found.append(write_bytes(np.frombuffer(data, np.uint8), of_shard, arrays, encoding))
+        return WrittenCounts(found, [])
+
+    def release(self) -> None:
+        """See `ShardSource.release`. By itself, nothing is held."""
+
+
+OpenSource = Callable[[Sequence[int], Layout], ShardSource]
+"""Makes the source for the shards that a rank is to push: their indexes, and their layout as a stream."""
+
+
+class TensorSource(ShardSource):
+    """Shards that are tensors.
+
+    Args:
+        staging: makes the stream, if there is to be one.
+        layout: of the stream.
+        tensors: one for each of its placements, on any device, with as many elements as its box, in row-major order of its axes. Those
+            of another floating-point dtype than the layout's are cast.
+    """
+
+    def __init__(self, staging: StagingPool, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        self._staging = staging
+        self._layout = layout
+        self._tensors = tensors
+
+    def stage(self, ranges: Ranges) -> StreamSource:
+        """See `ShardSource.stage`."""
+        return self._staging.stage(self._layout, self._tensors, ranges)
+
+    def write(
+        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+    ) -> WrittenCounts:
+        """See `ShardSource.write`."""
+        encodings = encodings_of(self._layout)
+        shards, casts = {}, {}
+        each = zip(self._layout.placements, self._tensors, copies, strict=True)
+        for index, (placement, tensor, of_shard) in enumerate(each):
+            dtype = written_as(self._layout.tensors[placement.shard.tensor], tensor)
+            check_size(placement, tensor, dtype)
+            if of_shard and dtype == tensor.dtype:
+                shards[index] = tensor, of_shard
+            elif of_shard:
+                casts[index] = tensor, dtype, of_shard
+        found = [0] * len(encodings)
+        written = write_tensors(shards.values(), memories, [encodings[index] for index in shards])
+        cast = write_cast(casts.values(), memories, [encodings[index] for index in casts])
+        for index, count in zip((*shards, *casts), (*written, *cast.counts), strict=True):
+            found[index] = count
+        numbers = list(casts)
+        return WrittenCounts(found, [each._replace(shard=numbers[each.shard]) for each in cast.uncounted])
+
+    @property
+    def casts(self) -> tuple[int, int]:
+        """See `ShardSource.casts`."""
+        specs = self._layout.tensors
+        there = zip(self._layout.placements, self._tensors, strict=True)
+        found = {placement.shard.tensor: tensor for placement, tensor in there}
+        cast = {
+            name: tensor.dtype
+            for name, tensor in found.items()
+            if written_as(specs[name], tensor) != tensor.dtype
+        }
+        exact = [
+            name for name, dtype in cast.items() if dtypes.from_torch(dtype).widens_to(specs[name].dtype)
+        ]
+        return len(cast), len(exact)
+
+    def release(self) -> None:
+        """See `ShardSource.release`. Tensors are the caller's."""
+
+
+class CastingSource(TensorSource):
+    """Shards that are tensors which do not change while they are pushed: of a stream, no more is held than is being read.
+
+    Args:
+        layout: of the stream.
+        tensors: as for `TensorSource`.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(StagingPool(), layout, tensors)
+
+    @staticmethod
+    def opener(tensors: Sequence[torch.Tensor]) -> OpenSource:
+        """Makes the source for some of these tensors."""
+        return lambda indexes, layout: CastingSource(layout, [tensors[i] for i in indexes])
+
+    def stage(self, ranges: Ranges) -> StreamSource:
+        """See `ShardSource.stage`."""
+        return _Casting(self._layout, self._tensors)
+
+
+class _Casting(StreamSource):
+    """A stream that is made as it is read."""
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(layout)
+        self._tensors = tensors
+
+    def read(self, start: int, stop: int) -> Buffer:
+        made = np.empty(stop - start, np.uint8)
+        copy_out(self._layout, self._tensors, made, [(start, stop)])
+        return made.data
+
+
+class StagingPool:
+    """Staging buffers, used again for every push. Thread-safe.
+
+    First touch of fresh pages costs far more than the copy into them.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+        self._lock = threading.Lock()
+
+    def stage(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], ranges: Ranges | None = None
+    ) -> StreamSource:
+        """Copy tensors out: afterwards they may change.
+
+        Args:
+            layout: of the stream.
+            tensors: one for each of its placements; any device.
+            ranges: the parts of the stream that are wanted; all of it by default.
+        """
+        ranges = [(0, layout.nbytes)] if ranges is None else ranges
+        nbytes = sum(stop - start for start, stop in ranges)
+        buffer = self._take(nbytes, pinned=any(tensor.is_cuda for tensor in tensors))
+        try:
+            copy_out(layout, tensors, buffer, ranges)
+        except BaseException:
+            self._give(buffer)
+            raise
+        return _Staged(layout, buffer, ranges, lambda: self._give(buffer))
+
+    def _take(self, nbytes: int, *, pinned: bool) -> Bytes:
+        with self._lock:
+            for index, buffer in enumerate(self._free):
+                if len(buffer) >= nbytes:
+                    return self._free.pop(index)
+            # those that are too small will not be used again: this rank's part has grown
+            self._free.clear()
+        if pinned:  # GPUs copy to it three times as fast as to other memory
+            import torch
+
+            made: Bytes = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=True).numpy()
+            return made
+        return np.empty(max(nbytes, 1), np.uint8)
+
+    def _give(self, buffer: Bytes) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+
+class _Staged(StreamSource):
+    """Parts of a stream, one behind the other in a buffer. What is read must lie in one of them."""
+
+    def __init__(self, layout: Layout, buffer: Bytes, ranges: Ranges, release: Callable[[], None]) -> None:
+        super().__init__(layout)
+        self._buffer = buffer
+        self._starts = [start for start, _ in ranges]
+        self._bases = [0, *itertools.accumulate(stop - start for start, stop in ranges)]
+        self._release = release
+
+    def read(self, start: int, stop: int) -> Buffer:
+        index = bisect.bisect_right(self._starts, start) - 1
+        base = self._bases[index] - self._starts[index]
+        return self._buffer[base + start : base + stop].data
+
+    def release(self) -> None:
+        self._release()
+
+
+class MappedSource(StreamSource):
+    """A stream whose shards lie in mapped files, each dense in one of them; nothing is held in memory.
+
+    Args:
+        stream: layout of the stream.
+        places: for each of its placements, where its bytes lie.
+        files: the mapped files.
+    """
+
+    def __init__(self, stream: Layout, places: Sequence[Placement], files: Mapping[str, Bytes]) -> None:
+        super().__init__(stream)
+        filled = [(s, p) for s, p in zip(stream.placements, places, strict=True) if s.nbytes]
+        self._starts = np.array([s.offset for s, _ in filled], np.int64)
+        self._places = [p for _, p in filled]
+        self._files = files
+
+    @staticmethod
+    def opener(placements: Sequence[Placement], files: Mapping[str, Bytes]) -> OpenSource:
+        """Makes the source for some of the shards that lie in mapped files.
+
+        Args:
+            placements: for each shard, where its bytes lie.
+            files: the mapped files.
+        """
+        return lambda indexes, stream: MappedSource(stream, [placements[i] for i in indexes], files)
+
+    def read(self, start: int, stop: int) -> Buffer:
+        """Bytes ``start`` to ``stop`` of the stream."""
+        parts: list[memoryview] = []
+        index = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < stop:
+            place = self._places[index]
+            into = start - int(self._starts[index])
+            count = min(stop - start, place.nbytes - into)
+            parts.append(self._files[place.buffer][place.offset + into : place.offset + into + count].data)
+            start += count
+            index += 1
+        return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,0 +1,179 @@
+"""Conversion between tensors and the stream of bytes that they form on the wire."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge._core.layouts import Layout, Placement, TensorSpec
+from weighbridge.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+
+Ranges = Sequence[tuple[int, int]]
+"""Parts of a stream, sorted and disjoint: the first byte of each and one past its last."""
+
+
+def copy_out(
+    layout: Layout, tensors: Sequence[torch.Tensor], staging: NDArray[np.uint8], ranges: Ranges
+) -> None:
+    """Copy parts of a stream, made of tensors on any device, to a buffer, one part behind the other.
+
+    Args:
+        layout: of the stream.
+        tensors: one for each placement, with as many elements as its box, in row-major order of its axes. They are cast as
+            `written_as` says.
+        staging: at least as many bytes as the parts have.
+        ranges: the parts.
+    """
+    import torch
+
+    with torch.no_grad():
+        base = 0
+        for start, stop in ranges:
+            for placement, tensor in _between(layout, tensors, start, stop):
+                dtype = written_as(layout.tensors[placement.shard.tensor], tensor)
+                check_size(placement, tensor, dtype)
+                first, last = max(start, placement.offset), min(stop, placement.offset + placement.nbytes)
+                offset = base + first - start
+                if last - first == placement.nbytes:
+                    if dtype != tensor.dtype:  # only rows are cast as all other ways do
+                        tensor = tensor.contiguous()
+                    torch.frombuffer(staging, dtype=dtype, count=tensor.numel(), offset=offset).view(
+                        tensor.shape
+                    ).copy_(tensor)
+                else:
+                    span = first - placement.offset, last - placement.offset
+                    part = _bytes_of(tensor.detach(), dtype, *span)
+                    torch.frombuffer(staging, dtype=torch.uint8, count=last - first, offset=offset).copy_(
+                        part
+                    )
+            base += stop - start
+
+
+def written_as(spec: TensorSpec, tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of a tensor's elements in a stream: floating-point numbers of 16 bits or more are cast, all others go as they are."""
+    return cast_of(spec, tensor.dtype)
+
+
+def cast_of(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
+    """As `written_as`, of a tensor that is of this dtype."""
+    are_numbers = dtype.is_floating_point and dtype.itemsize > 1
+    return spec.dtype.torch if spec.dtype.is_float and are_numbers else dtype
+
+
+def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+    """Bytes ``start`` to ``stop`` of a tensor's elements in a dtype, in row-major order; no more than needed is copied or cast."""
+    import torch
+
+    # of a tensor that lies otherwise than in row-major order, whole rows are copied
+    rows = tensor.view(-1) if tensor.is_contiguous() else tensor
+    row_bytes = rows[:1].numel() * dtype.itemsize
+    first = start // row_bytes
+    part = rows[first : -(-stop // row_bytes)]
+    if rows is tensor:
+        part = part.clone(memory_format=torch.contiguous_format)
+    return part.to(dtype).view(-1).view(torch.uint8)[start - first * row_bytes : stop - first * row_bytes]
+
+
+def _between(
+    layout: Layout, tensors: Sequence[torch.Tensor], start: int, stop: int
+) -> Iterator[tuple[Placement, torch.Tensor]]:
+    """The placements that have bytes in a range of a stream, with their tensors."""
+    placements = layout.placements
+    index = bisect.bisect_right(placements, start, key=lambda each: each.offset + each.nbytes)
+    while index < len(placements) and placements[index].offset < stop:
+        if placements[index].nbytes:
+            yield placements[index], tensors[index]
+        index += 1
+
+
+def check_size(placement: Placement, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Refuse a tensor that does not have as many bytes as its placement; as elements of a dtype, if one is given.
+
+    Raises:
+        LayoutError: it has not.
+    """
+    nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
+    if nbytes != placement.nbytes:
+        raise LayoutError(
+            f"{placement.shard.tensor}: a tensor of {nbytes} bytes was given for box {placement.shard.box} of "
+            f"{placement.nbytes} bytes"
+        )
+
+
+def check_target(layout: Layout, placement: Placement, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that cannot hold a slice. One of integers takes the bytes as they are.
+
+    Raises:
+        LayoutError: it has another number of bytes, or is of another floating-point dtype, as whose numbers the bytes mean others.
+    """
+    name = placement.shard.tensor
+    dtype = layout.tensors[name].dtype
+    if tensor.dtype.is_floating_point and tensor.dtype != dtype.torch:
+        raise LayoutError(
+            f"{name}: a tensor of {tensor.dtype} was given for a slice of {dtype.torch}",
+            fix=f"give one of {dtype.torch}, or pull with dtype= to have the slice cast",
+        )
+    check_size(placement, tensor)
+
+
+class StreamWriter:
+    """Writes a stream, as it comes in, into tensors.
+
+    Args:
+        layout: of the stream.
+        tensor_for: gives the tensor for a placement, when its first byte arrives. Contiguous tensors in host memory
+            are written in place, others through a copy.
+    """
+
+    def __init__(self, layout: Layout, tensor_for: Callable[[int], torch.Tensor]) -> None:
+        self._layout = layout
+        self._tensor_for = tensor_for
+        self._next = 0
+        self._filled = 0
+        self._current: tuple[torch.Tensor, torch.Tensor, NDArray[np.uint8]] | None = None
+
+    def feed(self, data: memoryview) -> Iterator[tuple[int, torch.Tensor]]:
+        """Take the next bytes of the stream; gives each placement that they complete, and its tensor."""
+        rest = data
+        placements = self._layout.placements
+        while self._next < len(placements):
+            placement = placements[self._next]
+            if self._current is None:
+                if not rest and placement.nbytes:
+                    return
+                tensor = self._tensor_for(self._next)
+                check_target(self._layout, placement, tensor)
+                self._current = _open(tensor)
+            target, host, view = self._current
+            count = min(len(rest), placement.nbytes - self._filled)
+            if count:
+                view[self._filled : self._filled + count] = np.frombuffer(rest[:count], np.uint8)
+                rest = rest[count:]
+                self._filled += count
+            if self._filled < placement.nbytes:
+                return
+            if host is not target:
+                target.copy_(host)
+            yield self._next, target
+            self._next, self._filled, self._current = self._next + 1, 0, None
+
+
+def _open(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.uint8]]:
+    """A tensor, its stand-in in contiguous host memory (the same one if it is so itself), and that one's bytes."""
+    import torch
+
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        host = tensor
+    else:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    view: NDArray[np.uint8] = host.reshape(-1).view(torch.uint8).numpy()
+    return tensor, host, view

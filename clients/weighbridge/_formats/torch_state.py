@@ -1,0 +1,366 @@
+"""Layout and tensors of a torch state dict that has Hugging Face's names: of FSDP2, HSDP, tensor parallelism, DDP, or one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge._formats import zero3
+from weighbridge._formats.dtensors import local_shards, local_tensor
+from weighbridge._formats.memory_forms import Form, ModelTensors
+from weighbridge._formats.tensor_stream import cast_of
+from weighbridge.errors import InvalidArgument, LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+ALLOW, EXACT, NEVER = CASTS = ("allow", "exact", "never")
+"""What is done with a tensor of another floating-point dtype than the model's: it is cast; cast if that is exact; refused."""
+_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+"""What torch.compile, FSDP and activation checkpointing put between a module's name and its parameters'."""
+_ADAPTERS = frozenset(("lora_A", "lora_B", "base_layer"))
+NAMED = 20
+"""How many problems an error names; it counts them all."""
+_NOT_ALLOWED, _NOT_EXACT = "casts are not allowed", "the cast would not be exact"
+
+
+@dataclass(frozen=True)
+class TorchShards:
+    """What one rank holds of a model.
+
+    Attributes:
+        layout: the shards as one stream, in Hugging Face's tensor space; with the dtypes of the model, not of the tensors.
+        tensors: the tensor of each shard, of the extent of its box, in its own dtype; they alias those that were given.
+        cast: tensors of another floating-point dtype than the model's.
+        unknown: names that were given and the model does not have.
+        absent: tensors of the model that were not given.
+    """
+
+    layout: Layout
+    tensors: tuple[torch.Tensor, ...]
+    cast: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
+
+def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """This rank and the number of ranks: as given, or else as torch.distributed has them, or else 0 and 1."""
+    import torch.distributed as dist
+
+    there = dist.is_available() and dist.is_initialized()
+    if rank is None:
+        rank = dist.get_rank() if there else 0
+    if world_size is None:
+        world_size = dist.get_world_size() if there else 1
+    return rank, world_size
+
+
+def torch_shards(
+    state: Any,
+    model: Mapping[str, TensorSpec],
+    *,
+    cast: str = ALLOW,
+    whole: bool = False,
+    others: bool = False,
+    filled: bool = False,
+) -> TorchShards:
+    """Find the model's tensors in a state dict.
+
+    Left out are tied copies of tensors that the model has, and rotary frequencies (``inv_freq``), which are no weights.
+
+    Args:
+        state: a module, a state dict, or ``(name, tensor)`` pairs; tensors are plain ones or DTensors on any device. Names are Hugging
+            Face's, or those of other forms in memory (`memory_forms`); what wrappers add to them is stripped.
+        model: its tensors, by name.
+        cast: ``allow``, ``exact`` or ``never``: whether floating-point tensors may be of another floating-point dtype than the model's.
+        whole: whether all tensors of the model must be there, since no other rank holds any.
+        others: whether there may be names that the model does not have.
+        filled: whether the tensors take what the model has, instead of giving what it gets. Copies that this rank holds besides its shards,
+            as ZeRO-3 keeps them of small parameters, are among them then.
+
+    Raises:
+        InvalidArgument: ``state`` or ``cast`` is none of these.
+        LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters are not merged.
+    """
+    check_cast(cast)
+    entries = list(_entries(state))
+    check_merged([name for name, _ in entries])
+    reader = _Reader(ModelTensors.of(model), cast, filled)
+    for name, value in entries:
+        reader.read(name, value)
+    return reader.shards(whole=whole, others=others)
+
+
+def tensor_specs(state: Any) -> list[TensorSpec]:
+    """The tensors that a state dict has by itself, for a model that is registered by them.
+
+    Names are stripped of what wrappers add. Of tied tensors, which share their memory, the first one counts.
+
+    Args:
+        state: as for `torch_shards`. Shapes are those of the whole tensors.
+
+    Raises:
+        InvalidArgument: ``state`` is no state dict, or has a dtype that safetensors does not.
+        LayoutError: LoRA adapters are not merged, something is no tensor, or two tensors have one name.
+    """
+    import torch
+
+    entries = list(_entries(state))
+    check_merged([name for name, _ in entries])
+    wrong = [
+        f"{name} is a {type(value).__name__}"
+        for name, value in entries
+        if not isinstance(value, torch.Tensor)
+    ]
+    if wrong:
+        raise LayoutError(
+            f"{len(wrong)} entries of the state dict are no tensors",
+            details=wrong[:NAMED],
+            fix="leave them out, here and when it is pushed",
+        )
+    names = _without_wrappers([name for name, _ in entries])
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise LayoutError(f"{len(twice)} tensors are given more than once", details=twice[:NAMED])
+    own: dict[Any, TensorSpec] = {}
+    for name, (_, value) in zip(names, entries, strict=True):
+        local = _local(value)
+        # by the storage and not by addresses: there are none on the meta device, nor of what is empty
+        where = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
+        own.setdefault(
+            (where, value.dtype, shape_of(value)),
+            TensorSpec(name, dtypes.from_torch(value.dtype), shape_of(value)),
+        )
+    return list(own.values())
+
+
+def check_not_copied(module: torch.nn.Module, shards: TorchShards) -> None:
+    """Refuse a module whose ``state_dict()`` gives copies, as FSDP1's does: whoever fills them fills nothing of the module.
+
+    Raises:
+        LayoutError: it does; names the tensors.
+    """
+    own = {
+        local_tensor(tensor).untyped_storage().data_ptr()
+        for tensor in (*module.parameters(), *module.buffers())
+    } | {
+        parameter.ds_tensor.untyped_storage().data_ptr()  # type: ignore[attr-defined]
+        for parameter in module.parameters()
+        if zero3.is_partitioned(parameter)
+    }
+    copied = [
+        placement.shard.tensor
+        for placement, tensor in zip(shards.layout.placements, shards.tensors, strict=True)
+        if tensor.untyped_storage().data_ptr() not in own
+    ]
+    if copied:
+        raise LayoutError(
+            f"{len(copied)} tensors of the module's state_dict() are copies of its own",
+            details=copied[:NAMED],
+            fix="use fully_shard (FSDP2), or restore a state dict and load it into the module",
+        )
+
+
+class _Reader:
+    """Reads the entries of a state dict, and collects what is wrong with them."""
+
+    def __init__(self, model: ModelTensors, cast: str, filled: bool) -> None:
+        self._model = model
+        self._cast = cast
+        self._filled = filled
+        self._found: set[str] = set()
+        self._given: dict[str, torch.Tensor] = {}
+        self._unknown: list[tuple[str, Any]] = []
+        self._shards: list[tuple[Shard, torch.Tensor]] = []
+        self._problems: list[str] = []
+
+    def read(self, given_name: str, value: Any) -> None:
+        """Read one entry."""
+        import torch
+
+        form = model_form(given_name, self._model)
+        if form is None:
+            self._unknown.append((given_name, value))
+        elif not isinstance(value, torch.Tensor):
+            self._problems.append(f"{given_name} is a {type(value).__name__}, not a tensor")
+        elif not self._found.isdisjoint(form.tensors):
+            self._problems.append(f"{form.name} is given twice")
+        else:
+            self._found.update(form.tensors)
+            self._given[form.name] = value
+            shape = shape_of(value)
+            problem = mismatch(form, shape, value.dtype, self._cast, filled=self._filled)
+            if value.is_meta:
+                problem = f"{form.name} is on the meta device, and has no data"
+            if problem:
+                self._problems.append(problem)
+                return
+            try:
+                held = shards_of(value)
+            except LayoutError as error:
+                self._problems.append(f"{form.name}: {error.message}")
+                return
+            copy = zero3.gathered_copy(value) if self._filled and zero3.is_partitioned(value) else None
+            if copy is not None:
+                held.append((Box.whole(shape), copy))
+            swapped = form.is_swapped(shape)
+            self._shards += [
+                (Shard(part.tensor, part.box), part.view(tensor))
+                for box, tensor in held
+                for part in form.parts(box, swapped=swapped)
+            ]
+
+    def shards(self, *, whole: bool, others: bool) -> TorchShards:
+        """What was read. Raises LayoutError if anything is wrong with it."""
+        import torch
+
+        problems, unknown = self._problems, []
+        known = {memory_of(tensor) for tensor in self._given.values()}
+        for name, value in self._unknown:
+            if isinstance(value, torch.Tensor) and (name.endswith("inv_freq") or memory_of(value) in known):
+                continue
+            unknown.append(name)
+            if others:
+                continue
+            if not isinstance(value, torch.Tensor):
+                problems.append(f"{name} is a {type(value).__name__}, not a tensor")
+            else:
+                nearest = did_you_mean(name, self._model) if len(problems) < NAMED else ""
+                problems.append(f"{name}: the model has no such tensor{nearest}")
+        absent = [name for name in self._model if name not in self._found]
+        if whole:
+            problems += [f"{self._model[name]} is missing" for name in absent]
+        if problems:
+            for_casts = all(_NOT_ALLOWED in each or _NOT_EXACT in each for each in problems)
+            raise LayoutError(
+                f"{len(problems)} entries of the state dict are not as the model has them",
+                details=problems[:NAMED],
+                fix="cast='allow' casts them; a pull brings another dtype if it is asked to: pull(..., dtype='bf16')"
+                if for_casts
+                else "give what the model's safetensors files hold, by the same names and in the same shapes, and nothing else",
+            )
+        names = dict.fromkeys(shard.tensor for shard, _ in self._shards)
+        layout = Layout.stream([self._model[name] for name in names], [shard for shard, _ in self._shards])
+        return TorchShards(
+            layout,
+            tuple(tensor for _, tensor in self._shards),
+            cast=tuple(
+                dict.fromkeys(
+                    shard.tensor
+                    for shard, tensor in self._shards
+                    if tensor.dtype != self._model[shard.tensor].dtype.torch
+                )
+            ),
+            unknown=tuple(unknown),
+            absent=tuple(absent),
+        )
+
+
+def model_form(name: str, model: ModelTensors) -> Form | None:
+    """The form of a tensor in memory: by the name given, or by that without what wrappers have added; None if the model has neither."""
+    found = model_name(name, model) or model_name(name, model.other_forms)
+    return None if found is None else model.form(found)
+
+
+def model_name(name: str, model: Collection[str]) -> str | None:
+    """The model's name for a tensor: as given, or without what wrappers have added; None if the model has neither."""
+    if name in model:
+        return name
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while ".".join(parts) not in model:
+        if parts[:1] != ["module"]:  # DDP's, perhaps several
+            return None
+        del parts[0]
+    return ".".join(parts)
+
+
+def _without_wrappers(names: Iterable[str]) -> list[str]:
+    """Names without what wrappers have added: ``module`` in front is DDP's where all have it."""
+    parts = [[part for part in name.split(".") if part not in _WRAPPERS] for name in names]
+    while parts and all(len(each) > 1 and each[0] == "module" for each in parts):
+        parts = [each[1:] for each in parts]
+    return [".".join(each) for each in parts]
+
+
+def _entries(state: Any) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    if isinstance(state, torch.nn.Module):
+        state = zero3.partitioned_state(state) or state.state_dict()
+    pairs = state.items() if isinstance(state, Mapping) else state
+    # a tensor's rows are no pairs
+    for pair in pairs if isinstance(pairs, Iterable) and not isinstance(pairs, torch.Tensor) else [pairs]:
+        match pair:
+            case (str(name), value):
+                yield name, value
+            case _:
+                raise InvalidArgument(
+                    f"a {type(state).__name__} is no state dict",
+                    fix="pass a module, a state dict, or pairs of a name and a tensor",
+                )
+
+
+def check_cast(cast: str) -> None:
+    """Refuse what is none of `CASTS`. Raises InvalidArgument."""
+    if cast not in CASTS:
+        raise InvalidArgument(f"cast={cast!r} is not known", fix="use one of " + ", ".join(map(repr, CASTS)))
+
+
+def check_merged(names: Iterable[str]) -> None:
+    """Refuse LoRA adapters. Raises LayoutError, which names them."""
+    adapters = [name for name in names if not _ADAPTERS.isdisjoint(name.split("."))]
+    if adapters:
+        raise LayoutError(
+            f"{len(adapters)} tensors belong to LoRA adapters, or to layers that have one",
+            details=adapters[:NAMED],
+            fix="merge them first: pass what peft's model.merge_and_unload() returns",
+        )
+
+
+def mismatch(
+    form: Form, shape: Sequence[int], dtype: torch.dtype, cast: str, *, filled: bool = False
+) -> str | None:
+    """What keeps a tensor of this shape and dtype from being this one of the model; None if nothing does.
+
+    ``filled`` is whether the tensor takes what the model has, instead of giving what it gets.
+    """
+    if tuple(shape) == (0,) and 0 not in form.shape:
+        return f"{form.name} is empty, and the model has {form}; of a model that ZeRO-3 has partitioned, give the module itself"
+    if tuple(shape) != form.shape and not form.is_swapped(shape):
+        return f"{form.name} is {list(shape)}, and the model has {form}"
+    for spec in {member.spec.dtype: member.spec for member in form.members}.values():
+        if cast_of(spec, dtype) != spec.dtype.torch:
+            return f"{form.name} is {dtype}, which is not cast, and the model has {spec}"
+        if cast == NEVER and dtype != spec.dtype.torch:
+            return f"{form.name} is {dtype}, {_NOT_ALLOWED}, and the model has {spec}"
+        if cast == EXACT and dtype != spec.dtype.torch:
+            own = dtypes.from_torch(dtype)
+            if not (spec.dtype.widens_to(own) if filled else own.widens_to(spec.dtype)):
+                return f"{form.name} is {dtype}, {_NOT_EXACT}, and the model has {spec}"
+    return None
+
+
+def shape_of(value: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor of which a rank may hold a part."""
+    return tuple(value.ds_shape if zero3.is_partitioned(value) else value.shape)  # type: ignore[attr-defined]
+
+
+def shards_of(value: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of a tensor that this rank holds, each with a tensor of its extent; as `local_shards`."""
+    return zero3.partition_shards(value) if zero3.is_partitioned(value) else local_shards(value)
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    held: torch.Tensor = value.ds_tensor if zero3.is_partitioned(value) else local_tensor(value)  # type: ignore[attr-defined]
+    return held
+
+
+def memory_of(value: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """Where a tensor's elements lie, and its shape: the same for two names of one tensor."""
+    return _local(value).data_ptr(), shape_of(value)

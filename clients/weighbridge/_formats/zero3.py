@@ -1,0 +1,69 @@
+"""Parameters that DeepSpeed's ZeRO-3 has partitioned: of each, a rank holds a range of the elements, in row-major order.
+
+A range has ``ceil(elements / ranks)`` of them; the last ranges are padded, or are nothing but padding. Elements of a range form a few boxes, whose
+tensors are views of it. Source of the conventions: ``deepspeed.runtime.zero.partition_parameters`` of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from weighbridge._core.boxes import Box, row_major_boxes
+from weighbridge.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def is_partitioned(value: Any) -> bool:
+    """Whether this is a parameter that ZeRO-3 has partitioned."""
+    return getattr(value, "ds_tensor", None) is not None and hasattr(value, "ds_shape")
+
+
+def partition_shards(parameter: Any) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of a parameter that this rank's range consists of, and for each a tensor of its extent that aliases the range.
+
+    Raises:
+        LayoutError: the range is quantised, or not in memory.
+    """
+    held = parameter.ds_tensor
+    shape = tuple(parameter.ds_shape)
+    if hasattr(held, "ds_quant_scale"):
+        raise LayoutError("its partition is quantised; train without quantised weights")
+    if getattr(getattr(held, "status", None), "name", "AVAILABLE") != "AVAILABLE":
+        raise LayoutError("its partition is not in memory; do not offload parameters to NVMe")
+    size = held.numel()
+    start = min(_rank(parameter) * size, math.prod(shape))
+    stop = min(start + size, math.prod(shape))
+    shards, at = [], 0
+    for box in row_major_boxes(shape, start, stop):
+        shards.append((box, held.detach()[at : at + box.volume].view(box.extent)))
+        at += box.volume
+    return shards
+
+
+def gathered_copy(parameter: Any) -> torch.Tensor | None:
+    """The whole parameter, where a rank holds it besides its range, as it does of small ones between steps; None where it does not."""
+    status = getattr(getattr(parameter, "ds_status", None), "name", "")
+    whole: torch.Tensor = parameter.detach()
+    return whole if status == "AVAILABLE" and tuple(whole.shape) == tuple(parameter.ds_shape) else None
+
+
+def partitioned_state(module: torch.nn.Module) -> Mapping[str, Any] | None:
+    """The state dict of a module with its parameters themselves, if ZeRO-3 has partitioned them; None otherwise."""
+    if not any(is_partitioned(parameter) for parameter in module.parameters()):
+        return None
+    state: Mapping[str, Any] = module.state_dict(keep_vars=True)
+    return state
+
+
+def _rank(parameter: Any) -> int:
+    """This rank among those that share a parameter."""
+    known = getattr(parameter, "ds_zero_partition_rank", None)
+    if known is not None:
+        return int(known)
+    import torch.distributed as dist
+
+    return dist.get_rank(parameter.ds_process_group)

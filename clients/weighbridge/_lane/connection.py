@@ -1,0 +1,235 @@
+"""Connection of a client to the service's Unix socket: requests, answers, and recalls of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TypeAlias
+
+from google.protobuf.message import DecodeError
+
+from weighbridge._lane import protocol
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from weighbridge.v1 import local_lane_pb2 as pb
+
+_ANSWER_SECONDS = 60.0
+_HELLO_SECONDS = 5.0
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group."""
+
+Answer: TypeAlias = tuple[pb.LaneResponse, list[int]]
+
+
+class LaneConnection:
+    """One connection. Safe to use from several threads.
+
+    Args:
+        path: of the socket.
+        own_user: whether it must be a process of this user that answers.
+        service_id: of the process that it must belong to.
+        client_id: who asks; the one that layouts are declared with.
+        on_recall: is called with the key of memory that the service wants back.
+        on_end: is called once, when the connection has ended, from whichever side.
+
+    Raises:
+        FailedPrecondition: the socket cannot be used; says why.
+
+    Attributes:
+        keeps_mappings: whether memory may stay mapped for writing after its loan; not at services of earlier releases.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        own_user: bool,
+        service_id: str,
+        client_id: str,
+        on_recall: Callable[[str], None],
+        on_end: Callable[[LaneConnection], None],
+    ) -> None:
+        self._on_recall = on_recall
+        self._on_end = on_end
+        self._sending = threading.Lock()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Answer]] = {}
+        self._next_id = 1
+        self._ended = False
+        self._readers = 0
+        self._closing = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(_HELLO_SECONDS)
+            self._socket.connect(path)
+            if own_user and _user_of(self._socket) != os.getuid():
+                # any user of a machine that the service does not run on could have made it
+                raise FailedPrecondition(
+                    f"who answers on the service's socket {path} is another user's process"
+                )
+            self._socket.settimeout(None)
+            protocol.limit_sending(self._socket, _ANSWER_SECONDS)
+        except OSError as error:
+            self._socket.close()
+            raise FailedPrecondition(
+                f"the service's socket {path} cannot be reached from here: {error.strerror or error}",
+                fix="containers have to mount the folder of the socket, at the same path: see --local-socket",
+            ) from error
+        except FailedPrecondition:
+            self._socket.close()
+            raise
+        _open.add(self)
+        self._reader = threading.Thread(target=self._read, name="local-lane", daemon=True)
+        self._reader.start()
+        # what is let go of by the garbage collector, which must wait for nothing
+        self._last_words: SimpleQueue[pb.LaneRequest | None] = SimpleQueue()
+        self._speaker = threading.Thread(target=self._speak, name="local-lane-ends", daemon=True)
+        self._speaker.start()
+        try:
+            hello = pb.LaneRequest(hello=pb.LaneHello(client_id=client_id))
+            found = self.ask(hello, seconds=_HELLO_SECONDS)[0].hello
+            if found.service_id != service_id:
+                raise FailedPrecondition(f"the socket {path} belongs to another service")
+            self.keeps_mappings = found.keeps_mappings
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: pb.LaneRequest, *, seconds: float = _ANSWER_SECONDS) -> Answer:
+        """Send a request; its answer, and the descriptors that came with it, which the caller closes.
+
+        Raises:
+            Unavailable: the connection has ended.
+            DeadlineExceeded: there was no answer in time.
+            WeighbridgeError: as the service raised it.
+        """
+        answer: Future[Answer] = Future()
+        with self._lock:
+            if self._ended:
+                raise Unavailable("the connection to the service's socket has ended")
+            request.id = self._next_id
+            self._next_id += 1
+            self._waiting[request.id] = answer
+        try:
+            with self._sending:
+                protocol.send(self._socket, request)
+        except OSError:
+            self.close()  # its end is told to whoever waits
+        try:
+            response, descriptors = answer.result(seconds)
+        except TimeoutError as error:
+            self.close()  # an answer that came later would bring descriptors that nobody closes
+            raise DeadlineExceeded(f"the service's socket has not answered within {seconds:g} s") from error
+        if response.HasField("error"):
+            protocol.close_all(descriptors)
+            raise protocol.error_from_proto(response.error)
+        return response, descriptors
+
+    def tell(self, request: pb.LaneRequest | None) -> None:
+        """Send a request soon, and do not wait for its answer; None to send no more than what ends the reading.
+
+        May be called from anywhere, destructors included.
+        """
+        self._last_words.put(request)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can be asked any more."""
+        return self._ended
+
+    def reading(self) -> None:
+        """A version is being read from now on, until it is told that this has ended."""
+        with self._lock:
+            self._readers += 1
+
+    def not_reading(self) -> None:
+        """What `reading` has said does not come to pass."""
+        with self._lock:
+            self._readers -= 1
+
+    def close_when_read(self) -> None:
+        """End the connection when nothing of what was lent for reading is looked at any more."""
+        self.tell(None)
+
+    def leave(self) -> None:
+        """Close this process's end of a connection that belongs to the process it was forked from."""
+        self._ended = True
+        self._socket.close()
+
+    def close(self) -> None:
+        """End the connection: all that was lent goes back."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        try:
+            while (received := protocol.receive(self._socket)) is not None:
+                raw, descriptors = received
+                response = pb.LaneResponse.FromString(raw)
+                if response.HasField("recall"):
+                    self._on_recall(response.recall.key)
+                with self._lock:
+                    answer = self._waiting.pop(response.id, None)
+                if answer is None:
+                    protocol.close_all(descriptors)
+                else:
+                    answer.set_result((response, descriptors))
+        except (OSError, DecodeError, Unavailable):
+            pass  # it is at its end, which is told below
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ended = True
+            waiting, self._waiting = list(self._waiting.values()), {}
+        self._last_words.put(None)
+        self._socket.close()
+        for answer in waiting:
+            answer.set_exception(Unavailable("the connection to the service's socket has ended"))
+        self._on_end(self)
+
+    def _speak(self) -> None:
+        while not self._ended:
+            request = self._last_words.get()
+            if request is None:
+                self._closing = True
+            else:
+                self._send_unasked(request)
+            if self._closing and not self._readers:
+                self.close()
+                return
+
+    def _send_unasked(self, request: pb.LaneRequest) -> None:
+        with self._lock:
+            if request.HasField("end_read"):
+                self._readers -= 1
+            request.id = self._next_id
+            self._next_id += 1
+        with contextlib.suppress(OSError), self._sending:  # its end is told by the one who reads
+            protocol.send(self._socket, request)
+
+
+def _user_of(connected: socket.socket) -> int:
+    """The user of the process at the other end. Source: unix(7), SO_PEERCRED."""
+    _, user, _ = _CREDENTIALS.unpack(
+        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return int(user)
+
+
+_open: weakref.WeakSet[LaneConnection] = weakref.WeakSet()
+
+
+def _leave_in_child() -> None:
+    """A process that was forked must not keep its parent's connection alive."""
+    for connection in list(_open):
+        connection.leave()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

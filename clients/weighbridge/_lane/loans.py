@@ -1,0 +1,176 @@
+"""Loans of the service's memory: what can be done with it, and when it goes back."""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from weighbridge._core.layouts import Layout
+from weighbridge._formats.push_sources import ShardSource
+from weighbridge._formats.tensor_stream import check_target
+from weighbridge._lane.connection import LaneConnection
+from weighbridge._lane.plans import PlacedPlan
+from weighbridge._memory.copying import read_tensors
+from weighbridge._memory.mappings import MappedMemory
+from weighbridge._memory.sampling import sample_of
+from weighbridge._memory.strided import ShardCopies, Uncounted, count_written, is_dense
+from weighbridge._transport import rpc
+from weighbridge.v1 import local_lane_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WriteLoan:
+    """Memory that a rank writes its stream to; made by `LocalLane.write`.
+
+    Attributes:
+        streamed: the parts of the stream that belong elsewhere, and go by gRPC.
+    """
+
+    def __init__(
+        self, connection: LaneConnection, number: int, memory: MappedMemory, plan: PlacedPlan
+    ) -> None:
+        self.streamed = plan.streamed
+        self._connection = connection
+        self._number = number
+        self._memory: MappedMemory | None = memory
+        self._copies = plan.copies
+        self._sample: list[pb.SampledPiece] = []
+        self._uncounted: Sequence[Uncounted] = ()
+
+    def fill(self, source: ShardSource, nbytes: int) -> Sequence[int] | None:
+        """Copy the shards to where they belong, and take note of a sample of them before.
+
+        Args:
+            source: the shards.
+            nbytes: of their stream.
+
+        Returns:
+            For each shard how many of the elements that were written are non-finite; but for those that `count` counts. None if the
+            source does not count.
+        """
+        if self._memory is None:
+            return [0] * len(self._copies)
+        try:
+            self._sample = _sampled(source, nbytes, self.streamed)
+            written = source.write(self._copies, [self._memory])
+            if written is None:
+                return None
+            self._uncounted = written.uncounted
+            return written.counts
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold arrays over the memory
+            raise
+
+    def count(self) -> Sequence[int]:
+        """For each shard how many elements are non-finite of those that were not counted while they were written; once, before the end."""
+        found = [0] * len(self._copies)
+        uncounted, self._uncounted = self._uncounted, []
+        if self._memory is not None and uncounted:
+            import torch
+
+            for shard, copy, encoding in uncounted:
+                found[shard] += count_written(copy, self._memory.bytes, encoding, torch.get_num_threads())
+        return found
+
+    def end(self, *, complete: bool) -> None:
+        """Write no more. The mapping stays, with its registration with CUDA, for later pushes, if the service knows of that.
+
+        Args:
+            complete: whether all that belongs to the memory was written.
+
+        Raises:
+            WeighbridgeError: the version has failed, or the service is gone.
+        """
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            kept = self._connection.keeps_mappings
+            if not kept:
+                memory.close()
+            end = pb.EndWrite(loan=self._number, complete=complete, kept=kept, sample=self._sample)
+            self._connection.ask(pb.LaneRequest(end_write=end))
+
+
+def _sampled(source: ShardSource, nbytes: int, streamed: Sequence[tuple[int, int]]) -> list[pb.SampledPiece]:
+    """Checksums of parts of a stream that are going to be written: the service compares them when it verifies the version."""
+    ranges = sample_of(nbytes, streamed)
+    if not ranges:
+        return []
+    staged = source.stage(ranges)
+    try:
+        return [
+            pb.SampledPiece(start=start, end=end, checksum=rpc.checksum(staged.read(start, end)))
+            for start, end in ranges
+        ]
+    finally:
+        if staged is not source:
+            staged.release()
+
+
+class ReadLoan:
+    """A version that is read where it lies; made by `LocalLane.read`. It is held until all tensors made from it are gone, too."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        copies: list[ShardCopies],
+        private: Sequence[MappedMemory],
+        kept: Sequence[MappedMemory],
+        end: Callable[[], None],
+    ) -> None:
+        self._layout = layout
+        self._copies = copies
+        self._memories = kept
+        self._exported = [memory.exported() for memory in private]
+        holder = _Holder()
+        # not at the interpreter's exit: tensors may be in use until the process ends, and then the loan does, too
+        weakref.finalize(holder, end).atexit = False
+        for each in self._exported:
+            each.holder = holder  # whatever keeps one of them keeps the loan
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """A slice, by its index in the layout: a view of the version if it lies there in one run, a copy otherwise."""
+        import torch
+
+        shard = self._layout.placements[index].shard
+        dtype = self._layout.tensors[shard.tensor].dtype.torch
+        copies, nbytes = self._copies[index], self._layout.placements[index].nbytes
+        if nbytes and is_dense(copies, nbytes) and copies[0].file_offset % dtype.itemsize == 0:
+            flat = torch.frombuffer(
+                self._exported[copies[0].file],
+                dtype=dtype,
+                count=nbytes // dtype.itemsize,
+                offset=copies[0].file_offset,
+            )
+            return flat.view(shard.box.extent)
+        made = torch.empty(shard.box.extent, dtype=dtype)
+        self.fill(index, made)
+        return made
+
+    def fill(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy a slice, by its index in the layout, to a tensor on any device."""
+        deque(self._filled([(index, tensor)]), maxlen=0)
+
+    def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Generator[torch.Tensor, None, None]:
+        """Copy all slices to tensors on any device, in order; see `read_tensors`.
+
+        Args:
+            tensor_for: gives the tensor for a slice by its index in the layout.
+        """
+        return self._filled((index, tensor_for(index)) for index in range(len(self._copies)))
+
+    def _filled(self, targets: Iterable[tuple[int, torch.Tensor]]) -> Generator[torch.Tensor, None, None]:
+        return read_tensors(map(self._checked, targets), self._memories)
+
+    def _checked(self, target: tuple[int, torch.Tensor]) -> tuple[torch.Tensor, ShardCopies]:
+        index, tensor = target
+        check_target(self._layout, self._layout.placements[index], tensor)
+        return tensor, self._copies[index]
+
+
+class _Holder:
+    """Is there as long as something of a version is."""

@@ -1,0 +1,22 @@
+"""Lazy tensors: what an engine rank takes of a version, found by letting the engine's own loader run over tensors without storage.
+
+May import: `_clients` and folders below it.
+
+- `tensor`: tensors without storage.
+- `views`: views of them, as strided boxes.
+- `joined`: several of them stacked or concatenated.
+- `source`: lazy tensors that are fetched while a loader runs.
+- `recorder`: a loader's run, observed.
+- `recording`: what it takes, and where it puts it.
+- `remembered`: recordings that outlast a process.
+- `update`: one pull, straight to the parameters, without the loader.
+"""
+
+from weighbridge._lazy.recorder import Load, record
+from weighbridge._lazy.recording import Recording
+from weighbridge._lazy.remembered import remembered
+from weighbridge._lazy.source import Source
+from weighbridge._lazy.tensor import LazyTensor
+from weighbridge._lazy.update import Update
+
+__all__ = ["LazyTensor", "Load", "Recording", "Source", "Update", "record", "remembered"]

@@ -1,0 +1,172 @@
+"""Several lazy tensors side by side: what a loader gets that stacks or concatenates them before it puts them in place.
+
+transformers does so with experts. A joined tensor is no part of one tensor of the version, but it is known where in it each of them
+lies: when it is copied from, they are, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from weighbridge._core.boxes import Box
+from weighbridge.errors import LayoutError
+
+aten = torch.ops.aten
+
+JOINS = frozenset({aten.cat.default, aten.stack.default})
+"""What makes a joined tensor of lazy ones."""
+_REAL = (torch.Tensor, torch.nn.Parameter)
+"""Joined with these, lazy tensors are fetched: a recording could not say what they had in them."""
+_TURNS = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
+_SAME = frozenset({aten.detach.default, aten.alias.default})
+_COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default})
+
+
+class JoinedPart(NamedTuple):
+    """A lazy tensor, and where it lies in a joined one."""
+
+    box: Box
+    tensor: torch.Tensor
+
+
+class _Memory:
+    """What joined tensors that are views of each other have in common.
+
+    Attributes:
+        pieces, logical: of the one that they are all views of.
+        real: the elements, once somebody has written to them.
+    """
+
+    def __init__(self, pieces: Sequence[JoinedPart], logical: torch.Tensor) -> None:
+        self.pieces = pieces
+        self.logical = logical
+        self.real: torch.Tensor | None = None
+
+
+class JoinedTensor(torch.Tensor):
+    """Lazy tensors side by side, which together cover it. It has no storage.
+
+    Copies and casts of it, and views that exchange its axes, are joined tensors too. Everything else is done on real tensors, for which
+    all of it is copied.
+    """
+
+    _pieces: Sequence[JoinedPart]
+    _logical: torch.Tensor  # on meta: shape, strides and dtype as they show
+    _memory: _Memory
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses do
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as what stands there without one
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in JOINS and all(type(each) not in _REAL for each in args[0]):
+            return joined(func, args, kwargs)
+        if func not in JOINS and func._can_decompose():
+            return func.decompose(*args, **kwargs)
+        first = args[0]
+        if isinstance(first, JoinedTensor):
+            if first._memory.real is None and func in _SAME | _TURNS | _COPIES:
+                return first._each(func, args, kwargs)
+            if func._schema.is_mutable and first._memory.real is None:
+                memory = first._memory
+                memory.real = _copied(_made(memory.pieces, memory.logical, memory))
+        elif func is aten.copy_.default and args[1]._memory.real is None:
+            _copy_pieces(first, args[1])
+            return first
+        args, kwargs = tree_map_only(JoinedTensor, _real, (args, kwargs))
+        found = func(*args, **kwargs)
+        return first if func._schema.is_mutable and isinstance(first, JoinedTensor) else found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as above
+        return f"JoinedTensor({len(self._pieces)} pieces, shape={list(self.shape)}, dtype={self.dtype})"
+
+    def _each(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JoinedTensor:
+        """What comes of an operation that keeps the pieces apart."""
+        asked = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        logical = func(self._logical, *args[1:], **asked)
+        if func in _SAME:
+            return _made(self._pieces, logical, self._memory)
+
+        def turned(offset: tuple[int, ...]) -> tuple[int, ...]:
+            if func not in _TURNS:
+                return offset
+            end = func(torch.empty([o + 1 for o in offset], device="meta"), *args[1:])
+            return tuple(n - 1 for n in end.shape)
+
+        pieces = []
+        for box, tensor in self._pieces:
+            found = func(tensor, *args[1:], **kwargs)
+            pieces.append(JoinedPart(Box(turned(box.offset), tuple(found.shape)), found))
+        return _made(pieces, logical, self._memory if func in _TURNS else _Memory(pieces, logical))
+
+
+def joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> JoinedTensor:
+    """What ``aten.cat`` or ``aten.stack`` makes of lazy and joined tensors."""
+    tensors = [_real(t) if isinstance(t, JoinedTensor) and t._memory.real is not None else t for t in args[0]]
+    axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    logical = func([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors], axis)
+    axis %= logical.dim()
+    pieces: list[JoinedPart] = []
+    start = 0
+    for tensor in tensors:
+        stacked = func is aten.stack.default
+        if not stacked and tensor.dim() != logical.dim():  # torch.cat leaves empty tensors of one axis out
+            continue
+        whole = [JoinedPart(Box.whole(tensor.shape), tensor)]
+        for box, piece in tensor._pieces if isinstance(tensor, JoinedTensor) else whole:
+            offset, extent = list(box.offset), list(box.extent)
+            if stacked:
+                offset.insert(axis, 0)
+                extent.insert(axis, 1)
+                piece = piece.unsqueeze(axis)
+            offset[axis] += start
+            # a copy: what is written to the tensor afterwards does not show in what was made of it before
+            pieces.append(JoinedPart(Box(tuple(offset), tuple(extent)), piece.to(logical.dtype, copy=True)))
+        start += 1 if stacked else tensor.shape[axis]
+    return _made(pieces, logical, _Memory(pieces, logical))
+
+
+def _made(pieces: Sequence[JoinedPart], logical: torch.Tensor, memory: _Memory) -> JoinedTensor:
+    found: JoinedTensor = torch.Tensor._make_wrapper_subclass(
+        JoinedTensor,
+        logical.shape,
+        strides=logical.stride(),
+        dtype=logical.dtype,
+        device=pieces[0].tensor.device if pieces else torch.device("cpu"),
+    )
+    found._pieces, found._logical, found._memory = pieces, logical, memory
+    return found
+
+
+def _copy_pieces(target: torch.Tensor, source: JoinedTensor) -> None:
+    if target.shape != source.shape:
+        raise LayoutError(
+            f"parts that were joined to shape {list(source.shape)} were copied to one of {list(target.shape)}: "
+            + ", ".join(str(piece.tensor) for piece in source._pieces[:3]),
+            fix="compare the engine's configuration with the model's config.json",
+        )
+    for box, tensor in source._pieces:
+        target[tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))].copy_(tensor)
+
+
+def _copied(tensor: JoinedTensor) -> torch.Tensor:
+    target = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    _copy_pieces(target, tensor)
+    return target
+
+
+def _real(tensor: JoinedTensor) -> torch.Tensor:
+    real, shown = tensor._memory.real, tensor._logical
+    if real is None:
+        return _copied(tensor)
+    return real.as_strided(shown.shape, shown.stride(), shown.storage_offset())

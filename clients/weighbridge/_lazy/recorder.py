@@ -1,0 +1,287 @@
+"""Run a loader over lazy tensors that bring nothing, and write down where it copies them.
+
+All that the loader does meanwhile is looked at, also with tensors of its own: whatever is computed from something that came of a
+version, instead of copied, cannot be repeated by copying, and is said to be unrecorded. Not understood is a loader whose choice of where
+to copy depends on the values of weights, and not seen is what changes memory by its address, or in another thread without copying from a
+lazy tensor.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from weighbridge._core.boxes import Box, subtract
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._lazy.joined import JoinedTensor
+from weighbridge._lazy.recording import Constant, RecordedCopy, Recording, Shape, Step
+from weighbridge._lazy.tensor import SHAPE_ONLY, LazyTensor, changed_by
+from weighbridge._lazy.views import Strided, box_of_view
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
+"""A loader: takes names and tensors, and copies them to where they belong."""
+
+_OVERWRITES = frozenset({aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
+"""Write to their first argument and do not read it."""
+
+
+_LEAVES = frozenset(
+    {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+)
+"""Take elements out of torch."""
+
+
+def record(specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.Tensor]) -> Recording:
+    """What a loader takes of a version with these tensors. Brings no bytes; afterwards the targets hold nothing of use.
+
+    Args:
+        specs: the version's tensors.
+        load: is called once, with all of them.
+        targets: the parameters and buffers that it may write to, by name; they may be on the meta device. Of several names for the same
+            memory the first one counts.
+
+    Raises:
+        LayoutError: a part of a tensor was copied to where it does not fit; names the tensor.
+        Exception: whatever the loader raises.
+    """
+    specs = tuple(specs)
+    recorder = _Recorder(targets)
+    with torch.no_grad(), recorder, _Leaving(recorder):
+        load(recorder.tensors(specs))
+    return recorder.finished(specs)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    def __init__(self, targets: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._given = targets
+        self._targets: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, tensor in targets.items():
+            self._targets.setdefault(_memory(tensor), (name, tensor.detach()))
+        self._steps: list[Step] = []
+        self._written: dict[str, list[Strided]] = {name: [] for name, _ in self._targets.values()}
+        self._from: dict[int, set[str]] = {}  # memory that something of a version came to: of which tensors
+        self._alive: list[torch.Tensor] = []  # else other memory could take their place
+        self._own: dict[str, str] = {}  # targets that the loader put something of its own in
+        self._unrecorded: dict[str, str] = {}
+        self._numbers: set[str] = (
+            set()
+        )  # tensors that numbers were taken out of, since the newest was handed over
+        self._handed: list[tuple[str, Callable[[], object]]] = []
+        self._thread = threading.get_ident()
+        self._lock = threading.RLock()
+
+    def tensors(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        """A lazy tensor for each."""
+        for spec in specs:
+            lazy = LazyTensor.of(spec, self)
+            self._handed.append((spec.name, lazy.kept))
+            self._numbers = set()
+            yield spec.name, lazy
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(
+            isinstance(argument, LazyTensor | JoinedTensor) for argument in tree_flatten((args, kwargs))[0]
+        ):
+            return func(*args, **kwargs)  # comes back to copy() or compute()
+        return self._followed(func, args, kwargs, set())
+
+    def copy(self, target: torch.Tensor, source: LazyTensor) -> None:
+        """Write down what is copied."""
+        name, part = source.spec.name, source.part
+        with self._lock:
+            if threading.get_ident() != self._thread:
+                self._give_up({name}, "it was copied in another thread, where nothing else can be seen")
+            self._touched(target, {name})
+            found = self._place(target)
+            if found is None:
+                self._give_up({name}, "it was copied to memory that is no parameter's")
+                return
+            box, view = part.located()
+            if box.volume and target.numel():
+                self._steps.append(RecordedCopy(*found, name, box, view, part.casts))
+
+    def compute(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Carry an operation out on zeros: what comes of it is not followed."""
+        names = {a.spec.name for a in tree_flatten((args, kwargs))[0] if isinstance(a, LazyTensor)}
+        with self._lock:
+            self._give_up(names, f"the loader uses {func} on it")
+        real_args, real_kwargs = tree_map_only(LazyTensor, _zeros, (args, kwargs))
+        return self._followed(func, real_args, real_kwargs, names)
+
+    def _followed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: set[str]) -> Any:
+        """Carry out an operation on real tensors, and see what it makes of what came of a version.
+
+        Args:
+            func, args, kwargs: the operation.
+            names: tensors of the version that it computes from anyway.
+        """
+        result = func(*args, **kwargs)
+        if func in SHAPE_ONLY or (func.is_view and not names):
+            return result
+        changed = _tensors(changed_by(func, args, kwargs))
+        read_from = _tensors((args[1:], kwargs) if func in _OVERWRITES else (args, kwargs))
+        with self._lock:
+            read = names.union(*(self._from.get(_memory(tensor), ()) for tensor in read_from))
+            if read:
+                self._give_up(read, f"the loader computes {func} from it")
+                if func is aten._local_scalar_dense.default:
+                    self._numbers |= read
+                for tensor in (*changed, *_tensors(result)):
+                    self._touched(tensor, read)
+            else:
+                for tensor in changed:
+                    self._set(func, tensor, args)
+        return result
+
+    def _set(self, func: Any, tensor: torch.Tensor, args: Sequence[Any]) -> None:
+        """Write down that a loader has put something of its own in a target."""
+        if self._numbers:  # what it puts there may be one of them
+            self._touched(tensor, self._numbers)
+        found = self._place(tensor)
+        if found is not None and func in (aten.fill_.Scalar, aten.zero_.default):
+            self._steps.append(Constant(*found, args[1] if len(args) > 1 else 0))
+        elif (known := self._targets.get(_memory(tensor))) is not None:
+            self._own[known[0]] = f"the loader uses {func} on {known[0]}, where it goes to"
+
+    def _place(self, tensor: torch.Tensor) -> tuple[str, Strided] | None:
+        """Which part of which target a tensor is."""
+        known = self._targets.get(_memory(tensor))
+        if known is None or known[1].dtype != tensor.dtype:
+            return None
+        name, whole = known
+        offset = int(tensor.storage_offset() - whole.storage_offset())
+        part = Strided(tuple(tensor.shape), tuple(tensor.stride()), offset)
+        self._written[name].append(part)
+        return name, part
+
+    def _touched(self, tensor: torch.Tensor, names: set[str]) -> None:
+        self._from.setdefault(_memory(tensor), set()).update(names)
+        self._alive.append(tensor)
+
+    def _give_up(self, names: Iterable[str], reason: str) -> None:
+        for name in names:
+            self._unrecorded.setdefault(name, reason)
+
+    def finished(self, specs: Iterable[TensorSpec]) -> Recording:
+        """All that was recorded."""
+        if any(kept() for _, kept in self._handed):
+            gc.collect()
+        self._give_up((name for name, kept in self._handed if kept()), "the loader has kept it")
+        for key, (name, _) in self._targets.items():
+            if _memory(self._given[name]) != key:
+                self._own[name] = f"the loader has put other memory in place of {name}"
+                if not self._written[name]:  # and nobody knows whose
+                    self._give_up((spec.name for spec in specs), self._own[name])
+        for step in self._steps:
+            if isinstance(step, RecordedCopy) and step.target in self._own:
+                self._give_up({step.tensor}, self._own[step.target])
+        mixed = self._give_up_mixed()
+        for name, reason in self._unrecorded.items():
+            log.info("%s cannot be recorded: %s", name, reason)
+        steps = [
+            step
+            for step in self._steps
+            if step.target not in mixed
+            and (isinstance(step, Constant) or step.tensor not in self._unrecorded)
+        ]
+        used = {step.tensor for step in steps if isinstance(step, RecordedCopy)}
+        targets = dict(self._targets.values())
+        return Recording(
+            {spec.name: spec for spec in specs if spec.name in used},
+            {name: Shape.of(targets[name]) for name in dict.fromkeys(step.target for step in steps)},
+            tuple(steps),
+            dict(self._unrecorded),
+            {
+                name: left
+                for name, tensor in targets.items()
+                if (left := _unwritten(tensor, self._written[name])) > 0
+            },
+        )
+
+    def left(self, tensor: torch.Tensor) -> None:
+        """A tensor's elements go to where they cannot be followed, or may be changed from there."""
+        with self._lock:
+            names = self._from.get(_memory(tensor), set())
+            self._give_up(names, "the loader takes it out of torch")
+            self._numbers |= names
+            known = self._targets.get(_memory(tensor))
+            if known is not None:
+                self._own[known[0]] = f"the loader takes {known[0]}, where it goes to, out of torch"
+
+    def _give_up_mixed(self) -> set[str]:
+        """Targets of which a part cannot be recorded: a run of the loader would put it there before or after the rest, not in between.
+        What else goes to them is given up.
+        """
+        mixed: set[str] = set()
+        while True:
+            found = {
+                name
+                for key, (name, _) in self._targets.items()
+                if self._from.get(key, set()) & self._unrecorded.keys()
+            }
+            if found == mixed:
+                return mixed
+            mixed = found
+            for step in self._steps:
+                if isinstance(step, RecordedCopy) and step.target in mixed:
+                    self._give_up({step.tensor}, f"{step.target} also gets what cannot be recorded")
+
+
+class _Leaving(TorchFunctionMode):
+    """Sees what no dispatch mode does: elements that leave torch."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _LEAVES and args and isinstance(args[0], torch.Tensor):
+            self._recorder.left(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _unwritten(tensor: torch.Tensor, parts: Sequence[Strided]) -> int:
+    """How many elements of a tensor are in none of its parts."""
+    total = sum(part.numel for part in parts)
+    if len(parts) < 2 or total < tensor.numel() or not tensor.is_contiguous():
+        return tensor.numel() - total
+    located = (box_of_view(tensor.shape, part) for part in parts)
+    boxes = {box for box, view in located if box.volume == view.numel}
+    return sum(box.volume for box in subtract(Box.whole(tensor.shape), boxes))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Names the memory of a tensor, also where it has no address."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # of a kind without a storage, such as a sparse one
+        return -id(tensor)
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    return [each for each in tree_flatten(found)[0] if isinstance(each, torch.Tensor)]
+
+
+def _zeros(lazy: LazyTensor) -> torch.Tensor:
+    return torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device=lazy.device).zero_()

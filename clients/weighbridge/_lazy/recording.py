@@ -1,0 +1,195 @@
+"""Recording of a loader's run: which boxes of a version it takes, and where in the parameters each goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.slices import Boxes
+from weighbridge._lazy.views import Strided
+from weighbridge.errors import InvalidArgument, LayoutError
+
+_FORMAT = 2
+
+
+class RecordedCopy(NamedTuple):
+    """Elements of a version that go to a part of a parameter.
+
+    Attributes:
+        target: name of the parameter or buffer.
+        part: of it, counted from its own first element.
+        tensor: of the version.
+        box: of that tensor, fetched dense.
+        view: of the box: what is copied.
+        casts: dtypes that it goes through before, one after the other.
+    """
+
+    target: str
+    part: Strided
+    tensor: str
+    box: Box
+    view: Strided
+    casts: tuple[torch.dtype, ...]
+
+
+class Constant(NamedTuple):
+    """A part of a parameter that a loader sets to a number, as it does with padding."""
+
+    target: str
+    part: Strided
+    value: float | int | bool
+
+
+Step = RecordedCopy | Constant
+
+
+class Shape(NamedTuple):
+    """How a parameter lies in memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Shape:
+        """That of a tensor."""
+        return Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{dtypes.from_torch(self.dtype)}{list(self.size)}"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one rank takes of any version of a model.
+
+    Attributes:
+        specs: the version's tensors that it copies from, by name.
+        targets: the parameters and buffers that it copies to, by name.
+        steps: in the order in which they were done.
+        unrecorded: tensors of the version whose way into the model could not be followed, and why: the loader has to run for them
+            each time, on tensors of `Source`.
+        unwritten: elements of parameters that nothing of a version goes to, by name.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    targets: Mapping[str, Shape]
+    steps: Sequence[Step] = field(repr=False)
+    unrecorded: Mapping[str, str]
+    unwritten: Mapping[str, int]
+    spare: list[torch.Tensor] = field(default_factory=list, repr=False, compare=False)
+
+    @cached_property
+    def boxes(self) -> Mapping[tuple[str, Box], int]:
+        """The boxes that come over the wire, each once, and their order."""
+        found: dict[tuple[str, Box], int] = {}
+        for step in self.steps:
+            if isinstance(step, RecordedCopy):
+                found.setdefault((step.tensor, step.box), len(found))
+        return found
+
+    @cached_property
+    def by_target(self) -> Mapping[str, tuple[Step, ...]]:
+        """The steps that write to each parameter, in order."""
+        found: dict[str, list[Step]] = {}
+        for step in self.steps:
+            found.setdefault(step.target, []).append(step)
+        return {name: tuple(steps) for name, steps in found.items()}
+
+    @property
+    def request(self) -> Boxes:
+        """What to ask the service for."""
+        return Boxes([(name, box.offset, box.extent) for name, box in self.boxes])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that an update brings."""
+        return sum(box.volume * self.specs[name].dtype.itemsize for name, box in self.boxes)
+
+    def check_target(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that lies otherwise than the one that was recorded.
+
+        Raises:
+            LayoutError: it does; says how.
+        """
+        known = self.targets.get(name)
+        if known is None:
+            raise LayoutError(f"nothing of a version goes to {name}")
+        if Shape.of(tensor) != known:
+            raise LayoutError(
+                f"{name} was {known} with strides {list(known.stride)} when it was recorded, and is "
+                f"{Shape.of(tensor)} with strides {list(tensor.stride())} now",
+                fix="record again: the engine's configuration has changed",
+            )
+
+    def to_json(self) -> str:
+        """As a text that `from_json` reads."""
+        return json.dumps(
+            {
+                "format": _FORMAT,
+                "specs": [[s.name, s.dtype.name, s.shape] for s in self.specs.values()],
+                "targets": [
+                    [n, t.size, t.stride, dtypes.from_torch(t.dtype).name] for n, t in self.targets.items()
+                ],
+                "steps": [_step_to_json(step) for step in self.steps],
+                "unrecorded": dict(self.unrecorded),
+                "unwritten": dict(self.unwritten),
+            },
+            separators=(",", ":"),
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Recording:
+        """Read what `to_json` has written.
+
+        Raises:
+            InvalidArgument: it is none.
+        """
+        try:
+            found = json.loads(text)
+            if found["format"] != _FORMAT:
+                raise InvalidArgument(f"this is a recording of format {found['format']}, not {_FORMAT}")
+            specs = [TensorSpec(n, dtypes.parse(d), tuple(shape)) for n, d, shape in found["specs"]]
+            return Recording(
+                {spec.name: spec for spec in specs},
+                {
+                    n: Shape(tuple(size), tuple(stride), dtypes.parse(d).torch)
+                    for n, size, stride, d in found["targets"]
+                },
+                tuple(map(_step_from_json, found["steps"])),
+                found["unrecorded"],
+                found["unwritten"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"this is no recording: {error}") from error
+
+
+def _step_to_json(step: Step) -> list[Any]:
+    if isinstance(step, Constant):
+        return [step.target, *step.part, step.value]
+    casts = [dtypes.from_torch(dtype).name for dtype in step.casts]
+    return [step.target, *step.part, step.tensor, *step.box, *step.view, casts]
+
+
+def _step_from_json(found: Sequence[Any]) -> Step:
+    target, part, rest = found[0], _strided(found[1:4]), found[4:]
+    if len(rest) == 1:
+        return Constant(target, part, rest[0])
+    tensor, offset, extent, *view, casts = rest
+    box = Box(tuple(offset), tuple(extent))
+    return RecordedCopy(
+        target, part, tensor, box, _strided(view), tuple(dtypes.parse(name).torch for name in casts)
+    )
+
+
+def _strided(found: Iterable[Any]) -> Strided:
+    size, stride, offset = found
+    return Strided(tuple(size), tuple(stride), offset)

@@ -1,0 +1,309 @@
+"""Tensors of full shape and dtype without storage, that stand for tensors of a version.
+
+An engine's own loader narrows, splits, transposes and casts them like any others; each is known all the time as a strided view of one
+tensor of the version. What is done with it in the end decides what is fetched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._lazy.joined import JOINS, JoinedTensor, joined
+from weighbridge._lazy.views import Strided, box_of_view
+from weighbridge.errors import LayoutError
+
+aten = torch.ops.aten
+
+_COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default})
+"""Give the same elements again, in another dtype perhaps."""
+
+
+_NOT_PLACES = frozenset(
+    {aten.view.dtype, aten._neg_view.default, aten._conj.default, aten.view_as_real.default}
+)
+"""Views that show other values than those that lie there."""
+SHAPE_ONLY = frozenset(
+    {
+        aten.empty_like.default,
+        aten.full_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+        aten.new_full.default,
+        aten.new_ones.default,
+        aten.new_zeros.default,
+        aten.ones_like.default,
+        aten.zeros_like.default,
+    }
+)
+"""Take nothing but shape, dtype and device of a tensor."""
+
+
+class Reader(Protocol):
+    """What becomes of lazy tensors."""
+
+    def copy(self, target: torch.Tensor, source: LazyTensor) -> None:
+        """``target.copy_(source)``, their shapes have been checked."""
+
+    def compute(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """An operation that lazy tensors do not understand, some of them among its arguments."""
+
+
+class Elements:
+    """Which elements of a version's tensor a lazy tensor has.
+
+    Attributes:
+        spec: the tensor.
+        view: a view of it.
+        casts: dtypes that its elements go through, one after the other.
+    """
+
+    def __init__(self, spec: TensorSpec, view: Strided, casts: tuple[torch.dtype, ...]) -> None:
+        self.spec = spec
+        self.view = view
+        self.casts = casts
+
+    def located(self) -> tuple[Box, Strided]:
+        """The box that has these elements, and the view of that box."""
+        return box_of_view(self.spec.shape, self.view)
+
+    def of(self, dense: torch.Tensor) -> torch.Tensor:
+        """These elements.
+
+        Args:
+            dense: those of the box, contiguous.
+        """
+        _, view = self.located()
+        return shown(dense, view, self.casts)
+
+
+def shown(dense: torch.Tensor, view: Strided, casts: Sequence[torch.dtype]) -> torch.Tensor:
+    """A view of a contiguous tensor, cast."""
+    found = dense.as_strided(view.size, view.stride, dense.storage_offset() + view.offset)
+    for dtype in casts:
+        found = found.to(dtype)
+    return found
+
+
+class _Memory:
+    """What tensors that are views of each other have in common.
+
+    Attributes:
+        logical, elements: as in a lazy tensor, of the one that they are all views of.
+        real: the bytes, once somebody has written to them.
+        copied_from: what they are a copy of.
+    """
+
+    def __init__(
+        self, logical: torch.Tensor, elements: torch.Tensor, copied_from: _Memory | None = None
+    ) -> None:
+        self.copied_from = copied_from
+        self.logical = logical
+        self.elements = elements
+        self.real: torch.Tensor | None = None
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor of a version, or a view of one, or that cast.
+
+    It has no storage and cannot be written to by its address. Views, casts and copies of it are lazy as well. Copying from it, and every
+    other operation, asks its reader.
+    """
+
+    _reader: Reader
+    _spec: TensorSpec
+    _logical: torch.Tensor  # on meta: shape, strides and dtype as they show
+    _elements: torch.Tensor  # on meta: a view of the version's tensor, of its dtype
+    _casts: tuple[torch.dtype, ...]
+    _memory: _Memory
+
+    @staticmethod
+    def of(spec: TensorSpec, reader: Reader) -> LazyTensor:
+        """A whole tensor of a version."""
+        whole = torch.empty(spec.shape, dtype=spec.dtype.torch, device="meta")
+        return _made(reader, spec, whole, whole, (), _Memory(whole, whole), torch.device("cpu"))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses do
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as what stands there without one
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in JOINS and all(isinstance(each, LazyTensor | JoinedTensor) for each in args[0]):
+            return joined(func, args, kwargs)
+        if (
+            func not in JOINS and func._can_decompose()
+        ):  # `to`, `reshape` and the like come so in inference mode
+            return func.decompose(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, LazyTensor) and first._memory.real is None:
+            others = [a for a in tree_flatten((args[1:], kwargs))[0] if isinstance(a, torch.Tensor)]
+            if not others and (func.is_view or func is aten._unsafe_view.default):
+                found = first._viewed(func, args, kwargs)
+                if found is not None:
+                    return found
+            if func in SHAPE_ONLY:
+                return func(first._logical, *args[1:], **{"device": first.device, **kwargs})
+            if not others and func in _COPIES:
+                return first._copied(func, args, kwargs)
+        if func is aten.copy_.default and not isinstance(first, LazyTensor):
+            first, source = args[:2]
+            if source._memory.real is None:
+                _check_shapes(first, source)
+                source._reader.copy(first, source)
+                return first
+        return _computed(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as above
+        return f"LazyTensor({self._spec.name}, shape={list(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: object) -> LazyTensor:
+        return self
+
+    def data_ptr(self) -> int:
+        """Raises RuntimeError: there are no bytes to point to."""
+        raise RuntimeError(f"{self!r} has no memory, and no address: copy from it")
+
+    def share_memory_(self) -> LazyTensor:
+        """Raises RuntimeError: there are no bytes to share."""
+        raise RuntimeError(f"{self!r} has no memory to share")
+
+    @property
+    def kept(self) -> Callable[[], object]:
+        """Gives something as long as there is a view or a copy of this."""
+        return weakref.ref(self._memory)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The version's tensor that this is a part of."""
+        return self._spec
+
+    def filled(self, dense: torch.Tensor) -> torch.Tensor:
+        """This as a real tensor; with the same strides if it is a copy, which may be viewed as what it was made from may not.
+
+        Args:
+            dense: the box that `part` asks for, contiguous.
+        """
+        found = self.part.of(dense)
+        mine = self._logical
+        if mine is self._elements or found.stride() == mine.stride() or 0 in mine.stride():
+            return found
+        return torch.empty_strided(mine.shape, mine.stride(), dtype=mine.dtype, device=found.device).copy_(
+            found
+        )
+
+    @property
+    def part(self) -> Elements:
+        """Which elements of it this has."""
+        meta = self._elements
+        view = Strided(tuple(meta.shape), tuple(meta.stride()), int(meta.storage_offset()))
+        return Elements(self._spec, view, self._casts)
+
+    def _viewed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a view operation gives; None if that is no view of the version's tensor."""
+        if func in _NOT_PLACES:
+            return None
+        if func is aten.as_strided.default and self._logical is not self._elements:
+            _make_real(self)  # it goes by where things lie
+            return None
+        logical = func(self._logical, *args[1:], **kwargs)
+        if self._logical is self._elements:
+            elements = logical
+        else:
+            try:
+                elements = func(self._elements, *args[1:], **kwargs)
+            except RuntimeError:  # contiguous it would be, but what it was made from is not
+                return None
+
+        def made(pair: tuple[torch.Tensor, torch.Tensor]) -> LazyTensor:
+            return _made(self._reader, self._spec, *pair, self._casts, self._memory, self.device)
+
+        if isinstance(logical, torch.Tensor):
+            return made((logical, elements))
+        return [made(pair) for pair in zip(logical, elements, strict=True)]
+
+    def _copied(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LazyTensor:
+        asked = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        logical = func(self._logical, *args[1:], **asked)
+        casts = self._casts if logical.dtype == self.dtype else (*self._casts, logical.dtype)
+        device = torch.device(kwargs.get("device") or self.device)
+        memory = _Memory(logical, self._elements, self._memory)
+        return _made(self._reader, self._spec, logical, self._elements, casts, memory, device)
+
+
+def _made(
+    reader: Reader,
+    spec: TensorSpec,
+    logical: torch.Tensor,
+    elements: torch.Tensor,
+    casts: tuple[torch.dtype, ...],
+    memory: _Memory,
+    device: torch.device,
+) -> LazyTensor:
+    lazy = torch.Tensor._make_wrapper_subclass(
+        LazyTensor,
+        logical.shape,
+        strides=logical.stride(),
+        storage_offset=logical.storage_offset(),
+        dtype=logical.dtype,
+        device=device,
+    )
+    lazy._reader, lazy._spec, lazy._logical, lazy._elements = reader, spec, logical, elements
+    lazy._casts, lazy._memory = casts, memory
+    return lazy
+
+
+def _check_shapes(target: torch.Tensor, source: LazyTensor) -> None:
+    try:
+        shape: torch.Size = torch.functional.broadcast_shapes(target.shape, source.shape)  # type: ignore[no-untyped-call]
+        fits = shape == target.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise LayoutError(
+            f"{source._spec} does not fit: a part of shape {list(source.shape)} was copied to one of {list(target.shape)}",
+            fix="compare the engine's configuration with the model's config.json",
+        )
+
+
+def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Carry out an operation on real tensors; what it writes to stays real."""
+    for changed in changed_by(func, args, kwargs):
+        if isinstance(changed, LazyTensor) and changed._memory.real is None:
+            _make_real(changed)
+    args, kwargs = tree_map_only(LazyTensor, _real_or_lazy, (args, kwargs))
+    lazies = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, LazyTensor)]
+    return lazies[0]._reader.compute(func, args, kwargs) if lazies else func(*args, **kwargs)
+
+
+def _real_or_lazy(lazy: LazyTensor) -> torch.Tensor:
+    """The tensor itself, if somebody has written to it."""
+    real, shown = lazy._memory.real, lazy._logical
+    return lazy if real is None else real.as_strided(shown.shape, shown.stride(), shown.storage_offset())
+
+
+def changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to."""
+    return [
+        args[number] if number < len(args) else kwargs.get(argument.name)
+        for number, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _make_real(lazy: LazyTensor) -> None:
+    """Fetch all that a lazy tensor is a view of: it and its other views are of that from now on."""
+    memory = lazy._memory
+    whole = _made(lazy._reader, lazy._spec, memory.logical, memory.elements, lazy._casts, memory, lazy.device)
+    memory.real = lazy._reader.compute(aten.clone.default, (whole,), {})

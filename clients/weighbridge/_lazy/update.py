@@ -1,0 +1,190 @@
+"""Bring a version to the parameters of a rank, by what was recorded of its loader."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+
+import torch
+
+from weighbridge._clients.engine import EngineClient, Pull
+from weighbridge._formats.host_slices import HostSlices, Slices
+from weighbridge._lazy.recording import Constant, RecordedCopy, Recording, Step
+from weighbridge._lazy.tensor import shown
+from weighbridge._lazy.views import Strided, is_whole
+from weighbridge.errors import FailedPrecondition
+
+
+class Update:
+    """One version for one rank; made by `Recording.update`. Until `fill` or `fill_all` no parameter is touched.
+
+    Attributes:
+        version: which version it is; fixed, wherever the ref moves meanwhile.
+        nbytes: how many bytes come.
+    """
+
+    def __init__(self, recording: Recording, pull: Pull, spare: list[torch.Tensor]) -> None:
+        self.version = pull.version
+        self.nbytes = pull.nbytes
+        self._recording = recording
+        self._pull = pull
+        self._spare = spare
+        self._slices: Slices | None = None
+        for name, spec in pull.layout.tensors.items():
+            if spec != recording.specs[name]:
+                raise FailedPrecondition(
+                    f"{self.version} has {spec}, and {recording.specs[name]} was recorded", fix="record again"
+                )
+
+    @classmethod
+    def of(
+        cls, recording: Recording, client: EngineClient, model: str, version: str | int = "latest"
+    ) -> Update:
+        """Plan to bring a version to the parameters.
+
+        Args:
+            recording: what the engine's loader takes, and where it puts it.
+            client: stays open until the update is done.
+            model: ``namespace/name``.
+            version: a number or a ref.
+
+        Raises:
+            NotFound: no such model, version or ref, or it lacks a tensor; names it.
+            FailedPrecondition: the version is not ready, or a tensor is another one than when it was recorded; names it.
+        """
+        return cls(recording, client.pull(model, version, recording.request), recording.spare)
+
+    @property
+    def lane(self) -> str:
+        """How the bytes came, ``local`` or ``grpc``; empty before they do."""
+        return self._pull.lane
+
+    def prepare(self, *, pin: bool = False) -> None:
+        """Bring the bytes to this machine; nothing that is done afterwards needs the service. May run in another thread.
+
+        Args:
+            pin: whether the parameters are on a GPU.
+
+        Raises:
+            WeighbridgeError: the service is gone, or the version is.
+        """
+        if self._slices is None:
+            self._slices = self._pull.bring(self._spare.pop() if self._spare else None, pin=pin)
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Bring a parameter what belongs to it. The bytes must have been prepared.
+
+        Args:
+            name: of the parameter.
+            tensor: the parameter, or one that lies in memory in the same way.
+
+        Raises:
+            LayoutError: it lies otherwise than when it was recorded.
+        """
+        if self._slices is None:
+            raise FailedPrecondition("the bytes are not here yet", fix="call prepare() before")
+        self._recording.check_target(name, tensor)
+        with torch.no_grad():
+            for step in self._recording.by_target[name]:
+                self._do(step, _part(tensor, step.part), self._slices)
+
+    def fill_all(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Bring all parameters what belongs to them. What was not prepared goes straight there as it comes.
+
+        If it fails before the end, some parameters are of this version and others are not: prepare, to avoid that.
+
+        Args:
+            targets: the parameters and buffers by name; those that nothing goes to are not touched.
+
+        Raises:
+            LayoutError: one is missing, or lies otherwise than when it was recorded; none has been touched.
+            WeighbridgeError: the service is gone, or the version is.
+        """
+        for name in self._recording.targets:
+            if name not in targets:
+                raise FailedPrecondition(f"{name} was recorded, and is no parameter now", fix="record again")
+            self._recording.check_target(name, targets[name])
+        if self._slices is not None:
+            for name in self._recording.targets:
+                self.fill(name, targets[name])
+            return
+        with torch.no_grad():
+            self._fill_as_it_comes(targets)
+
+    def close(self) -> None:
+        """Give back the memory that bytes were brought to."""
+        slices, self._slices = self._slices, None
+        if isinstance(slices, HostSlices):
+            self._spare[:] = [slices.buffer]
+
+    def _do(self, step: Step, part: torch.Tensor, slices: Slices) -> None:
+        if isinstance(step, Constant):
+            part.fill_(step.value)
+            return
+        index = self._recording.boxes[step.tensor, step.box]
+        if _is_straight(step, part, self._recording.specs[step.tensor].dtype.torch):
+            slices.fill(index, part)
+        else:
+            part.copy_(shown(slices.tensor(index), step.view, step.casts))
+
+    def _fill_as_it_comes(self, targets: Mapping[str, torch.Tensor]) -> None:
+        recording = self._recording
+        todo = deque((step, _part(targets[step.target], step.part)) for step in recording.steps)
+        # a pull may fill what is straight ahead of the steps before it: nothing else may write to that memory
+        mixed = {
+            part.untyped_storage().data_ptr()
+            for step, part in todo
+            if not isinstance(step, RecordedCopy)
+            or not _is_straight(step, part, recording.specs[step.tensor].dtype.torch)
+        }
+        users = Counter(
+            recording.boxes[s.tensor, s.box] for s in recording.steps if isinstance(s, RecordedCopy)
+        )
+        straight = {
+            index: part
+            for step, part in todo
+            if isinstance(step, RecordedCopy)
+            and part.untyped_storage().data_ptr() not in mixed
+            and users[index := recording.boxes[step.tensor, step.box]] == 1
+            and _is_straight(step, part, recording.specs[step.tensor].dtype.torch)
+        }
+        here: dict[int, torch.Tensor] = {}
+
+        def place_for(index: int) -> torch.Tensor:
+            if index in straight:
+                return straight[index]
+            shard = self._pull.layout.placements[index].shard
+            return torch.empty(shard.box.extent, dtype=recording.specs[shard.tensor].dtype.torch)
+
+        def go_on() -> None:
+            """Take all steps, in order, up to one whose box is not here."""
+            while todo:
+                step, part = todo[0]
+                if isinstance(step, Constant):
+                    part.fill_(step.value)
+                else:
+                    index = recording.boxes[step.tensor, step.box]
+                    if index not in here:
+                        return
+                    if index not in straight:
+                        part.copy_(shown(here[index], step.view, step.casts))
+                    users[index] -= 1
+                    if not users[index]:
+                        del here[index]
+                todo.popleft()
+
+        go_on()
+        for index, (_, tensor) in enumerate(self._pull.filled(place_for)):
+            here[index] = tensor
+            go_on()
+
+
+def _part(tensor: torch.Tensor, part: Strided) -> torch.Tensor:
+    found = tensor.detach()
+    return found.as_strided(part.size, part.stride, found.storage_offset() + part.offset)
+
+
+def _is_straight(step: RecordedCopy, part: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the box can be written to the part as it comes."""
+    whole = is_whole(step.view, step.box.extent) and part.numel() == step.view.numel
+    return whole and not step.casts and part.dtype == dtype

@@ -1,0 +1,14 @@
+"""Memory that is shared with the service: mappings, and strided copies between them and tensors.
+
+May import: `_core`, `weighbridge.errors`.
+
+- `mappings`: a mapping of the service's memory, and its registration with CUDA.
+- `paging`: huge pages of a mapping.
+- `strided`: strided copies as values, and on bytes.
+- `copying`: the same on tensors of any device.
+- `casting`: the same with a cast to another dtype.
+- `native_copies`: copies and counts by the C extension `_native`.
+- `tensor_counts`: counts of non-finite elements by torch, on any device.
+- `cuda_copies`: copies by a GPU's copy engines.
+- `sampling`: parts of a stream that are compared again.
+"""

@@ -1,0 +1,320 @@
+"""Copies of tensors on any device to memory that is mapped, and from it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._core.nonfinite import Encoding
+from weighbridge._memory.mappings import MappedMemory
+from weighbridge._memory.native_copies import Region, copy_natively, region_of
+from weighbridge._memory.strided import ShardCopies
+from weighbridge._memory.tensor_counts import TensorCounts
+from weighbridge.errors import WeighbridgeError
+
+if TYPE_CHECKING:
+    import torch
+
+    from weighbridge._memory.cuda_copies import CopyQueue
+
+log = logging.getLogger(__name__)
+
+_AHEAD_BYTES = 64 << 20
+"""What a GPU is given to copy behind the shard that is waited for: some milliseconds."""
+_LEAST_BYTES = 256 << 10
+"""What a copy engine moves in the time that it takes to ask for a shard, however small."""
+
+
+def write_tensors(
+    shards: Iterable[tuple[torch.Tensor, Sequence[ByteCopy[int]]]],
+    memories: Sequence[MappedMemory],
+    encodings: Sequence[Encoding | None] = (),
+) -> list[int]:
+    """Copy shards to memory: from host memory by as many threads as torch has, from GPUs by their copy engines.
+
+    Args:
+        shards: tensors on any device, their elements in row-major order of their axes, not necessarily contiguous; and where
+            their bytes go.
+        memories: mapped for writing.
+        encodings: of the shards' elements; those without one, or all if none is given, are not counted.
+
+    Returns:
+        For each shard how many of the elements that were copied are non-finite, an element that goes to two places twice.
+    """
+    counts = TensorCounts()
+    by_engine: list[_Copied] = []
+    rest: list[_Copied] = []
+    for index, (shard, copies) in enumerate(shards):
+        each = _Copied(index, shard, copies, encodings[index] if encodings else None)
+        (by_engine if shard.is_cuda and _pinned(copies, memories) else rest).append(each)
+    found = [0] * (len(by_engine) + len(rest))
+    with contextlib.ExitStack() as stack:
+        if by_engine:
+            from weighbridge._memory.cuda_copies import CopyQueue
+
+            queue = stack.enter_context(CopyQueue([memory.address for memory in memories]))
+            for each in by_engine:
+                flat = each.shard.detach().contiguous().view(-1)
+                if queue.write(flat, each.copies):
+                    counts.add(each.index, flat, each.copies, each.encoding)
+                else:
+                    rest.append(each)
+        # GPUs copy meanwhile
+        copied = _copy_tensors(rest, memories, into_memory=True)
+    for index, count in (*zip((each.index for each in rest), copied, strict=True), *counts.take().items()):
+        found[index] = count
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A shard that is copied.
+
+    Attributes:
+        index: which one of those that are given.
+        shard: the tensor.
+        copies: where its bytes lie in memory.
+        encoding: of its elements, if they are counted.
+    """
+
+    index: int
+    shard: torch.Tensor
+    copies: Sequence[ByteCopy[int]]
+    encoding: Encoding | None
+
+
+def read_tensors(
+    shards: Iterable[tuple[torch.Tensor, Sequence[ByteCopy[int]]]], memories: Sequence[MappedMemory]
+) -> Generator[torch.Tensor, None, None]:
+    """Fill shards, on any device, from memory, one after the other; each is complete when it is given.
+
+    Copy engines of GPUs are kept busy: `_AHEAD_BYTES` behind a shard are asked for before anybody waits for it. So shards are taken
+    ahead of those that are given, but none that shares memory with one that has not been given.
+
+    Args:
+        shards: what is filled, and where its elements lie; bytes that no copy brings become zeros.
+        memories: mapped for reading.
+    """
+    ahead = _Ahead()
+    with contextlib.ExitStack() as stack:
+        queue: CopyQueue | None = None
+        try:
+            for shard, copies in shards:
+                if ahead.shares_memory_with(shard):
+                    yield from ahead.given(leave=0)
+                target = _contiguous(shard)
+                if sum(copy.nbytes for copy in copies) < target.nbytes:
+                    target.zero_()
+                filled: torch.cuda.Event | None = None
+                if target.is_cuda and _pinned(copies, memories):
+                    if queue is None:
+                        from weighbridge._memory.cuda_copies import CopyQueue
+
+                        queue = stack.enter_context(CopyQueue([memory.address for memory in memories]))
+                    filled = queue.read(target, copies)
+                if filled is None:
+                    yield from ahead.given(leave=0)
+                    _copy_tensors([_Copied(0, target, copies, None)], memories, into_memory=False)
+                ahead.append(_Asked(shard, target, filled))
+                yield from ahead.given(leave=_AHEAD_BYTES if filled else 0)
+        except Exception:  # what was asked for before is given first
+            yield from ahead.given(leave=0)
+            raise
+        yield from ahead.given(leave=0)
+
+
+class _Asked(NamedTuple):
+    """A shard that has been asked for.
+
+    Attributes:
+        shard: as the caller has it.
+        target: what is filled: the shard, or a contiguous tensor in its place.
+        filled: happens when it is filled; None if it is.
+    """
+
+    shard: torch.Tensor
+    target: torch.Tensor
+    filled: torch.cuda.Event | None
+
+    @property
+    def weight(self) -> int:
+        """Bytes that the copy engine moves in the time that this takes."""
+        return max(self.target.nbytes, _LEAST_BYTES)
+
+    def finish(self) -> torch.Tensor:
+        """Wait until the shard is filled."""
+        if self.filled is not None:
+            self.filled.synchronize()
+        if self.target.data_ptr() != self.shard.data_ptr():
+            self.shard.detach().copy_(self.target)
+        return self.shard
+
+
+class _Ahead:
+    """Shards that have been asked for and not been given yet, in order."""
+
+    def __init__(self) -> None:
+        self._asked: deque[_Asked] = deque()
+        self._weight = 0
+
+    def append(self, asked: _Asked) -> None:
+        """Take one more."""
+        self._asked.append(asked)
+        self._weight += asked.weight
+
+    def given(self, *, leave: int) -> Iterator[torch.Tensor]:
+        """Give shards as they are filled, in order, as long as so many bytes are asked for behind the first one."""
+        while self._asked and self._weight - self._asked[0].weight >= leave:
+            first = self._asked.popleft()
+            self._weight -= first.weight
+            yield first.finish()
+
+    def shares_memory_with(self, shard: torch.Tensor) -> bool:
+        """Whether one of them has bytes in common with a shard."""
+        if not self._asked:
+            return False
+        begin, end = _bounds(shard)
+        bounds = (_bounds(each.shard) for each in self._asked)
+        return any(begin < other_end and other_begin < end for other_begin, other_end in bounds)
+
+
+def _bounds(shard: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor's elements, and one past the last."""
+    if not shard.numel():
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(shard.shape, shard.stride(), strict=True))
+    return shard.data_ptr(), shard.data_ptr() + (last + 1) * shard.element_size()
+
+
+def _contiguous(shard: torch.Tensor) -> torch.Tensor:
+    """The shard without its history, or a new contiguous tensor like it."""
+    import torch
+
+    if shard.is_contiguous():
+        return shard.detach()
+    return torch.empty_like(shard, requires_grad=False, memory_format=torch.contiguous_format)
+
+
+def _copy_tensors(
+    shards: Sequence[_Copied], memories: Sequence[MappedMemory], *, into_memory: bool
+) -> list[int]:
+    """Copy shards to memory or from it: by the extension those in host memory, by torch all others. Gives the count of each."""
+    import torch
+
+    arrays = [memory.bytes for memory in memories]  # they keep the mappings, too
+    regions = [region_of(array, written=into_memory) for array in arrays]
+    together = [each for each in shards if has_bytes(each.shard)]
+    # others become contiguous one at a time: all of them would need room for as much again
+    alone = ([each] for each in shards if not has_bytes(each.shard))
+    found: dict[int, int] = {}
+    for batch in (together, *alone):
+        flats = [each.shard.detach().contiguous().view(-1) for each in batch]
+        counts: Iterable[int] | None = None
+        if all(has_bytes(flat) for flat in flats):
+            plans = [
+                (
+                    Region(flat.data_ptr(), flat.numel() * flat.element_size()),
+                    ShardCopies.of(each.copies).packed,
+                )
+                for each, flat in zip(batch, flats, strict=True)
+            ]
+            counts = copy_natively(
+                plans,
+                regions,
+                into_memory=into_memory,
+                threads=torch.get_num_threads(),
+                encodings=[each.encoding for each in batch],
+            )
+        if counts is None:
+            counts = [
+                _copy_by_torch(each, flat, memories, into_memory=into_memory)
+                for each, flat in zip(batch, flats, strict=True)
+            ]
+        found |= zip((each.index for each in batch), counts, strict=True)
+    return [found[each.index] for each in shards]
+
+
+def _copy_by_torch(
+    copied: _Copied, flat: torch.Tensor, memories: Sequence[MappedMemory], *, into_memory: bool
+) -> int:
+    """Copy a shard whose elements are these; how many are non-finite."""
+    for copy in copied.copies:
+        ours, theirs = _views(copy, flat, memories[copy.file].tensor)
+        target, source = (theirs, ours) if into_memory else (ours, theirs)
+        target.copy_(source)
+    counts = TensorCounts()
+    counts.add(copied.index, flat, copied.copies, copied.encoding)
+    return counts.take().get(copied.index, 0)
+
+
+def has_bytes(shard: torch.Tensor) -> bool:
+    """Whether the elements lie in host memory at the tensor's address, as they are."""
+    import torch
+
+    known = type(shard) in (torch.Tensor, torch.nn.Parameter)  # other classes may hold no memory themselves
+    return known and shard.is_cpu and shard.is_contiguous() and not (shard.is_neg() or shard.is_conj())
+
+
+def _pinned(copies: Sequence[ByteCopy[int]], memories: Sequence[MappedMemory]) -> bool:
+    """Whether GPUs can copy to and from what these copies need."""
+    return all(_try_to_pin(memories[number]) for number in {copy.file for copy in copies})
+
+
+def _try_to_pin(memory: MappedMemory) -> bool:
+    try:
+        memory.pin()
+    except WeighbridgeError as error:
+        log.info(
+            "GPUs do not copy to and from the service's memory by themselves, which is slower: %s",
+            error.message,
+        )
+    return memory.pinned
+
+
+def _views(
+    copy: ByteCopy[int], flat: torch.Tensor, memory: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two sides of a copy: in the shard's own elements if it consists of whole ones, in bytes otherwise."""
+    import torch
+
+    whole = typed_views(copy, flat, memory, flat.dtype) if flat.element_size() > 1 else None
+    return whole or _strided_views(copy, flat.view(torch.uint8), memory, torch.uint8)
+
+
+def typed_views(
+    copy: ByteCopy[int], flat: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The two sides of a copy: the shard's own elements, and those of a dtype in memory; None if the copy or its places cut such elements.
+
+    Args:
+        copy: in bytes of the dtype on both sides.
+        flat: the shard, in one dimension.
+        memory: its bytes.
+        dtype: of the elements in memory.
+    """
+    size = dtype.itemsize
+    offsets = (copy.stream_offset, copy.file_offset + memory.data_ptr())
+    strides = (*copy.stream_strides[:-1], *copy.file_strides[:-1])
+    if copy.extent[-1] % size or any(n % size for n in (*offsets, *strides)):
+        return None
+    return _strided_views(copy, flat, memory, dtype)
+
+
+def _strided_views(
+    copy: ByteCopy[int], flat: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = dtype.itemsize
+    extent = (*copy.extent[:-1], copy.extent[-1] // size)
+    # an offset that is given to as_strided counts from the beginning of the storage, of which this may be a part
+    ours = flat[copy.stream_offset // size :].as_strided(extent, _in_elements(copy.stream_strides, size))
+    base = memory[copy.file_offset : copy.file_end].view(dtype)
+    return ours, base.as_strided(extent, _in_elements(copy.file_strides, size))
+
+
+def _in_elements(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
+    return (*(stride // size for stride in strides[:-1]), 1)

@@ -1,0 +1,129 @@
+"""Counts of non-finite elements of tensors where they lie, on any device, by torch.
+
+One reduction of each tensor tells that all of its elements are finite, which is nearly always so; nothing is waited for until the
+counts are asked for, and nothing of a tensor's size is made. Only what that does not clear is counted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._core.nonfinite import Encoding
+
+if TYPE_CHECKING:
+    import torch
+
+_AT_ONCE = 16 << 20
+"""Patterns that are counted at one time."""
+_FLOATS = {
+    0x7C00: "float16",
+    0x7F80: "bfloat16",
+    0x7F80_0000: "float32",
+    0x7FF0_0000_0000_0000: "float64",
+}
+"""Names of the dtypes that torch compares as numbers, by their masks."""
+
+
+class TensorCounts:
+    """Counts of the elements that copies take out of tensors. What is added must stay as it is until the counts were taken."""
+
+    def __init__(self) -> None:
+        self._added: list[_Added] = []
+
+    def add(
+        self, index: int, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding | None
+    ) -> None:
+        """Begin to count, on the current stream of the tensor's device.
+
+        Args:
+            index: names what is counted.
+            flat: elements of the encoding's dtype in one dimension, contiguous.
+            copies: which of their bytes count, as often as they are copied; whole elements.
+            encoding: None if there is nothing to count.
+        """
+        if encoding is not None and flat.numel():
+            bits = flat.detach().resolve_conj().resolve_neg()
+            self._added.append(_Added(index, bits, copies, encoding, _extremes(bits, encoding)))
+
+    def take(self) -> dict[int, int]:
+        """Wait for the counts; those above 0, by index."""
+        added, self._added = self._added, []
+        found = ((each.index, each.count()) for each in _not_cleared(added))
+        return {index: count for index, count in found if count}
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """A tensor and its smallest and largest element, which are NaN if any element is; of bytes, the largest signed and unsigned one."""
+
+    index: int
+    flat: torch.Tensor
+    copies: Sequence[ByteCopy[int]]
+    encoding: Encoding
+    extremes: torch.Tensor
+
+    def count(self) -> int:
+        """Count one element after another."""
+        return sum(_count(_patterns(self.flat, copy, self.encoding), self.encoding) for copy in self.copies)
+
+
+def _extremes(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    import torch
+
+    if encoding.itemsize == 1:
+        return torch.stack([flat.view(torch.int8).amax().short(), flat.view(torch.uint8).amax().short()])
+    return torch.stack(torch.aminmax(flat.view(getattr(torch, _FLOATS[encoding.mask]))))
+
+
+def _not_cleared(added: Iterable[_Added]) -> Iterable[_Added]:
+    """Those that may have non-finite elements; waits once for each device and dtype."""
+    import torch
+
+    alike: dict[object, list[_Added]] = defaultdict(list)
+    for each in added:
+        alike[each.extremes.device, each.extremes.dtype].append(each)
+    for group in alike.values():
+        extremes = torch.stack([each.extremes for each in group]).cpu()
+        for each, of_each in zip(group, extremes, strict=True):
+            if not _cleared(of_each, each.encoding):
+                yield each
+
+
+def _cleared(extremes: torch.Tensor, encoding: Encoding) -> bool:
+    if encoding.itemsize > 1:
+        return bool(extremes.isfinite().all())
+    signed, unsigned = extremes.tolist()
+    return bool(unsigned < encoding.sign | encoding.mask and (not encoding.sign or signed < encoding.mask))
+
+
+def _patterns(flat: torch.Tensor, copy: ByteCopy[int], encoding: Encoding) -> torch.Tensor:
+    """What a copy takes of a tensor, as integers of the patterns' size."""
+    import torch
+
+    size = encoding.itemsize
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    extent = (*copy.extent[:-1], copy.extent[-1] // size)
+    strides = (*(stride // size for stride in copy.stream_strides[:-1]), 1)
+    return flat.view(integers)[copy.stream_offset // size :].as_strided(extent, strides)
+
+
+def _count(patterns: torch.Tensor, encoding: Encoding) -> int:
+    if patterns.numel() > _AT_ONCE:
+        if len(patterns) == 1:
+            return _count(patterns[0], encoding)
+        step = _rows_at_once(patterns, encoding)
+        return sum(_count(patterns[at : at + step], encoding) for at in range(0, len(patterns), step))
+    nonfinite = (patterns & encoding.mask) == encoding.mask
+    if encoding.width > 1:
+        nonfinite = nonfinite.view(*nonfinite.shape[:-1], -1, encoding.width).any(-1)
+    return int(nonfinite.sum())
+
+
+def _rows_at_once(patterns: torch.Tensor, encoding: Encoding) -> int:
+    """How many indexes of the first axis are counted at one time, whole elements."""
+    rows = max(_AT_ONCE // (patterns.numel() // len(patterns)), 1)
+    return max(rows // encoding.width * encoding.width, encoding.width) if patterns.ndim == 1 else rows

@@ -1,0 +1,14 @@
+"""Messages on the wire: channels, retries, framing, and connections that carry weights.
+
+May import: `_core`, `weighbridge.errors`, `weighbridge.v1`.
+
+- `addresses`: addresses of a service's replicas, and the one in use.
+- `rpc`: channels, deadlines, and errors as they were raised on the other side.
+- `backoff`: pauses between tries.
+- `wire`: the vocabulary as protobuf messages and back.
+- `pieces`: messages that carry weights, with one copy.
+- `request_parts`: large requests in several messages.
+- `varints`: protobuf's integers.
+- `bulk`: streams of weights over connections of their own.
+- `bulk_entry`: port and ticket of those connections.
+"""

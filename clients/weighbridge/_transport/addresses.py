@@ -1,0 +1,91 @@
+"""Addresses of a service's replicas, and which of them is in use."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+from weighbridge.errors import InvalidArgument
+
+_PORT = 50051
+DEFAULT_SERVER = f"127.0.0.1:{_PORT}"
+SERVER_VARIABLE = "WEIGHBRIDGE_SERVER"
+
+
+class Addresses:
+    """The addresses at which a service is reached, and the one in use: the one behind the last that failed. Thread-safe.
+
+    Args:
+        addresses: ``host:port`` of one replica or more, in the order in which they are tried.
+
+    Raises:
+        InvalidArgument: there is none, or one is a URL, or has no port that exists.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        if not addresses:
+            raise InvalidArgument(
+                "no address of a service was given", fix='name one, such as "127.0.0.1:50051"'
+            )
+        for address in addresses:
+            _check(address)
+        self.all = tuple(dict.fromkeys(addresses))
+        self._lock = threading.Lock()
+        self._current = 0
+        self._failed: set[str] = set()
+
+    @staticmethod
+    def of(server: str | None) -> Addresses:
+        """Those that a client's argument names, separated by commas; by default ``WEIGHBRIDGE_SERVER``, or port 50051 here."""
+        named = server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
+        return Addresses([each for each in (part.strip() for part in named.split(",")) if each])
+
+    def __str__(self) -> str:
+        return ",".join(self.all)
+
+    @property
+    def current(self) -> str:
+        """The address in use."""
+        return self.all[self._current]
+
+    def answered(self, address: str) -> None:
+        """Note that an address can be reached."""
+        if self._failed:
+            with self._lock:
+                self._failed.clear()
+
+    def failed(self, address: str) -> bool:
+        """Note that an address cannot be reached: the next one is in use from now on.
+
+        Returns:
+            Whether that one has not failed as well since something answered: it is worth trying at once.
+        """
+        if address not in self.all:  # a replica that the service has named
+            return False
+        with self._lock:
+            self._failed.add(address)
+            if self.current == address:
+                self._current = (self._current + 1) % len(self.all)
+            if len(self._failed) < len(self.all):
+                return self.current not in self._failed
+            self._failed.clear()  # a further round over all of them, after a pause
+            return False
+
+
+def _check(address: str) -> None:
+    """Refuse what gRPC would take for another address, or only fail to reach after a while."""
+    scheme, url, rest = address.partition("://")
+    if url and "/" not in rest.rstrip("/"):
+        raise InvalidArgument(
+            f"{address[:200]!r} is a URL, and the service is reached by gRPC",
+            fix=f"write HOST:PORT, with its gRPC port, such as {rest.partition(':')[0] or '127.0.0.1'}:{_PORT}",
+        )
+    if scheme.startswith("unix:"):
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InvalidArgument(
+            f"{address[:200]} has no port between 1 and 65535",
+            fix=f"write HOST:PORT, such as {(address if not colon else host) or '127.0.0.1'}:{_PORT}",
+        )

@@ -1,0 +1,76 @@
+"""Entry for streams of weights: the port at which a service takes them, and the ticket without which it refuses them there."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from dataclasses import dataclass
+
+import grpc
+
+from weighbridge._transport import rpc
+from weighbridge.v1 import bulk_service_pb2, bulk_service_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+TICKET = "weighbridge-ticket"
+"""Key of the ticket in a call's metadata."""
+_ASK_SECONDS = 10.0
+_CONNECT_SECONDS = 2.0
+_RENEW_AT = 0.75
+"""Of the time for which a ticket is valid."""
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BulkEntry:
+    """Where streams go.
+
+    Attributes:
+        server: the service's address, as it was asked.
+        address: ``host:port``.
+        metadata: of their calls.
+        until: when to ask anew, in seconds of the monotonic clock.
+    """
+
+    server: str
+    address: str
+    metadata: Metadata
+    until: float
+
+
+def ask(control: grpc.Channel, server: str) -> BulkEntry:
+    """The entry that a service names; its known port if it names none, or one that cannot be reached from here.
+
+    Args:
+        control: a channel to the service.
+        server: its address.
+
+    Raises:
+        WeighbridgeError: it cannot be reached.
+    """
+    with rpc.translated_errors(server):
+        stub = bulk_service_pb2_grpc.BulkServiceStub(control)
+        found = stub.GetTicket(bulk_service_pb2.GetTicketRequest(), timeout=_ASK_SECONDS)
+    until = time.monotonic() + found.valid_seconds * _RENEW_AT
+    host, colon, _ = server.rpartition(":")
+    if not found.port or not colon:
+        return BulkEntry(server, server, (), until)
+    address = f"{host}:{found.port}"
+    if not _listens(host, found.port):
+        log.warning(
+            "%s cannot be reached: weights go over %s, which takes more processor time", address, server
+        )
+        return BulkEntry(server, server, (), until)
+    return BulkEntry(server, address, ((TICKET, found.ticket),), until)
+
+
+def _listens(host: str, port: int) -> bool:
+    name = host.rpartition("/")[2].removeprefix("[").removesuffix("]")
+    try:
+        with socket.create_connection((name, port), timeout=_CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False

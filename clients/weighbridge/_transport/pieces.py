@@ -1,0 +1,79 @@
+"""Messages that carry weights, put on the wire and taken off it with one copy of the weights instead of three.
+
+On the wire they are the protobuf messages of the contract, with their field ``data`` last: any protobuf library reads and
+writes them. Python's own would copy the data into a message, out of it again, and once more into its serialised form.
+Here the other fields go through protobuf, and the data next to it. (Encoding:
+https://protobuf.dev/programming-guides/encoding/)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from weighbridge._transport.varints import read_varint, write_varint
+
+Buffer = bytes | memoryview
+
+_DATA_FIELD = 3
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_DATA_TAG = bytes([_DATA_FIELD << 3 | _LENGTH])
+
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Carried(Generic[M]):
+    """A message and the data it carries.
+
+    Attributes:
+        message: its other fields; its own ``data`` is empty.
+        data: the data, a view of what came over the wire.
+    """
+
+    message: M
+    data: memoryview
+
+
+def encode(message: Message, data: Buffer) -> bytes:
+    """The serialised form of a message whose ``data``, field 3, is still to be set to this."""
+    return b"".join((message.SerializeToString(), _DATA_TAG, write_varint(len(data)), data))
+
+
+def decoder(kind: type[M]) -> Callable[[bytes], Carried[M]]:
+    """A deserialiser for messages of this type whose field 3 is ``bytes data``.
+
+    It raises DecodeError, as protobuf does, on what is no such message.
+    """
+
+    def decode(raw: bytes) -> Carried[M]:
+        view = memoryview(raw)
+        rest: list[memoryview] = []
+        data = view[:0]
+        position = kept = 0
+        while position < len(raw):
+            start = position
+            tag, position = read_varint(raw, position)
+            wire_type = tag & 7
+            if wire_type == _VARINT:
+                _, position = read_varint(raw, position)
+            elif wire_type == _LENGTH:
+                length, position = read_varint(raw, position)
+                if tag >> 3 == _DATA_FIELD:
+                    rest.append(view[kept:start])
+                    data, kept = view[position : position + length], position + length
+                position += length
+            elif wire_type in (_FIXED64, _FIXED32):
+                position += 8 if wire_type == _FIXED64 else 4
+            else:
+                raise DecodeError(f"wire type {wire_type}")
+        if position != len(raw):
+            raise DecodeError("truncated")
+        rest.append(view[kept:])
+        return Carried(kind.FromString(b"".join(rest)), data)
+
+    return decode

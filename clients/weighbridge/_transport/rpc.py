@@ -1,0 +1,218 @@
+"""Channels to the service, deadlines, and errors as they were raised on the other side."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar, cast
+
+import grpc
+import xxhash
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from weighbridge._core.striping import STRIPE_BYTES
+from weighbridge._transport.addresses import SERVER_VARIABLE
+from weighbridge._transport.backoff import Backoff, Retry
+from weighbridge._transport.pieces import Carried
+from weighbridge.errors import (
+    BY_REASON,
+    DataLoss,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    WeighbridgeError,
+)
+from weighbridge.v1 import checkpoint_service_pb2, replica_service_pb2, weight_service_pb2
+
+MESSAGE_BYTES = STRIPE_BYTES
+"""Payload of one message, and the most that there may be: with Python's protobuf, larger messages are slower."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest message that a client accepts: the plan of some 500,000 slices, or a model's files."""
+WINDOW_BYTES = 4 << 20
+"""What a sender may have on its way in one stream that its receiver has not asked for yet.
+
+One stream moves at most this much in a round trip: 4 GB/s where one takes a millisecond, 0.2 GB/s where it takes 20."""
+CALL_SECONDS = 60.0
+"""Deadline of calls that carry no weights."""
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # by itself gRPC widens the windows of busy streams to some 50 MB each, outside of every budget; within a data centre that is no faster
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    # notice a peer that vanished without closing
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # clients resume calls themselves; and with gRPC's own retries, a call whose connection breaks while it ends may never end (1.76)
+    ("grpc.enable_retries", 0),
+    # a service that is restarted is back within seconds
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # a connection that is not there by then is tried anew: gRPC's own 20 s are as long as clients try at all
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+)
+
+_HTTP1 = ("http1.x server", "Failed parsing HTTP/2")
+"""What gRPC says of a port that answers in HTTP/1."""
+_HEALTH = "/grpc.health.v1.Health/Check"
+
+T = TypeVar("T")
+
+
+P = TypeVar(
+    "P",
+    checkpoint_service_pb2.RestoreResponse,
+    replica_service_pb2.ReadFileResponse,
+    weight_service_pb2.PullResponse,
+)
+
+
+def open_channel(server: str, *, shared: bool = True) -> grpc.Channel:
+    """A channel to the service; connects when first used.
+
+    Args:
+        server: its address.
+        shared: whether it may share a connection with other channels to this address.
+    """
+    options = CHANNEL_OPTIONS if shared else (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+    return grpc.insecure_channel(server, options=options)
+
+
+def open_async_channel(server: str) -> grpc.aio.Channel:
+    """The same for asyncio; belongs to the event loop that runs now."""
+    return grpc.aio.insecure_channel(server, options=CHANNEL_OPTIONS)
+
+
+def in_parts(channel: Any, path: str) -> Callable[..., Any]:
+    """A method that takes an encoded request in parts, and gives the encoded response; of a channel of either kind."""
+
+    def call(parts: Sequence[bytes], **options: Any) -> Any:
+        if len(parts) == 1:  # on the wire it is the same, and costs less
+            return channel.unary_unary(path, None, None)(parts[0], **options)
+        return channel.stream_unary(path, None, None)(iter(parts), **options)
+
+    return call
+
+
+def streamed(
+    channel: Any,
+    path: str,
+    request: Sequence[bytes],
+    decode: Callable[[bytes], T],
+    metadata: Sequence[tuple[str, str]],
+) -> Iterable[T]:
+    """A call of a method that takes an encoded request in parts, and answers with a stream."""
+    if len(request) == 1:
+        found = channel.unary_stream(path, None, decode)(request[0], metadata=metadata)
+    else:
+        found = channel.stream_stream(path, None, decode)(iter(request), metadata=metadata)
+    return cast("Iterable[T]", found)
+
+
+@contextmanager
+def translated_errors(server: str) -> Iterator[None]:
+    """Raise the service's errors as it raised them, instead of ``grpc.RpcError``."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _translate(error, server) from error
+
+
+def _translate(error: Any, server: str) -> WeighbridgeError:
+    status = rpc_status.from_call(error)
+    if status is not None:
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        for detail in status.details:
+            detail.Unpack(retry)
+        for detail in status.details:
+            if detail.Unpack(info):
+                kind = BY_REASON.get(info.reason, WeighbridgeError)
+                details = [info.metadata[key] for key in sorted(info.metadata) if key.startswith("detail")]
+                known = kind(status.message, fix=info.metadata.get("fix", ""), details=details)
+                if isinstance(known, ResourceExhausted) and retry.HasField("retry_delay"):
+                    known.retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+                return known
+    code, text = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and any(sign in text for sign in _HTTP1):
+        return Unavailable(
+            f"what answers at {server} speaks HTTP, not gRPC",
+            fix="name the service's gRPC port, which is 50051 if --grpc has not set another; its first line names both",
+        )
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return Unavailable(
+            f"the service at {server} cannot be reached: {text}",
+            fix=f"start it with `weighbridge serve`, or name another with --server or {SERVER_VARIABLE}",
+        )
+    by_code: dict[grpc.StatusCode, type[WeighbridgeError]] = {
+        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+        grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+        grpc.StatusCode.NOT_FOUND: NotFound,
+        grpc.StatusCode.CANCELLED: Unavailable,
+    }
+    kind = by_code.get(code, WeighbridgeError)
+    return kind(f"the service at {server} answered {code.name}: {text}")
+
+
+class Patience:
+    """Pauses between tries in a thread that may sleep.
+
+    Args:
+        seconds: how long to go on without success.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._backoff = Backoff(seconds)
+
+    def renew(self) -> None:
+        """A try has got on."""
+        self._backoff = self._backoff.renewed()
+
+    def wait(self) -> bool:
+        """Sleep until the next try; False, at once, if there should be none."""
+        return self._sleep(self._backoff.after_failure(time.monotonic(), random.random()))
+
+    def wait_after(self, error: WeighbridgeError) -> bool:
+        """Sleep until a stream that has failed so is tried again; False, at once, if it should not be."""
+        return self._sleep(self._backoff.after_error(error, time.monotonic(), random.random()))
+
+    def _sleep(self, retry: Retry | None) -> bool:
+        if retry is None:
+            return False
+        self._backoff = retry.backoff
+        time.sleep(retry.pause)
+        return True
+
+
+def connect_within(channel: grpc.Channel, seconds: float) -> None:
+    """A pause in which a channel may connect: it does so only while somebody polls it, and calls that fail at once poll for too short a time."""
+    until = time.monotonic() + seconds
+    with suppress(grpc.RpcError, ValueError):  # the latter if the channel has been closed
+        channel.unary_unary(_HEALTH, None, None)(b"", timeout=seconds, wait_for_ready=True)
+    time.sleep(max(until - time.monotonic(), 0.0))
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """The checksum that travels with every piece: XXH3, 64 bits."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def checked(piece: Carried[P], expected_offset: int) -> memoryview:
+    """The data of a piece, after checking that it is the one expected and arrived whole.
+
+    Raises:
+        DataLoss: it did not.
+    """
+    fields, data = piece.message, piece.data
+    if fields.offset != expected_offset:
+        raise DataLoss(f"a piece for byte {fields.offset} came where byte {expected_offset} was due")
+    if checksum(data) != fields.checksum:
+        raise DataLoss(f"the piece at byte {fields.offset} does not agree with its checksum")
+    return data

@@ -1,0 +1,317 @@
+"""Conversion between the vocabulary and protobuf messages. What comes from the wire is validated here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._core.collection import Collection
+from weighbridge._core.layouts import MAX_TENSORS, Layout, Shard, TensorSpec, check_spec
+from weighbridge._core.metadata import Metadata, MetadataValue, checked_metadata
+from weighbridge._core.resources import Gate, Model, Retention, Version, VersionState
+from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
+from weighbridge._core.striping import MOST_CALLS, WHOLE, Striping
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge.v1 import checkpoint_service_pb2, resources_pb2, weight_service_pb2
+
+R = TypeVar("R")
+
+_SPACES = {
+    TensorSpace.MEGATRON: resources_pb2.TENSOR_SPACE_MEGATRON,
+    TensorSpace.HUGGING_FACE: resources_pb2.TENSOR_SPACE_HUGGING_FACE,
+}
+_SPACES_BACK: dict[int, TensorSpace] = {number: space for space, number in _SPACES.items()}
+
+_STATES = {
+    VersionState.OPEN: resources_pb2.VERSION_STATE_OPEN,
+    VersionState.RECEIVING: resources_pb2.VERSION_STATE_RECEIVING,
+    VersionState.READY: resources_pb2.VERSION_STATE_READY,
+    VersionState.VERIFIED: resources_pb2.VERSION_STATE_VERIFIED,
+    VersionState.DURABLE: resources_pb2.VERSION_STATE_DURABLE,
+    VersionState.FAILED: resources_pb2.VERSION_STATE_FAILED,
+    VersionState.ABORTED: resources_pb2.VERSION_STATE_ABORTED,
+    VersionState.RETIRED: resources_pb2.VERSION_STATE_RETIRED,
+}
+_STATES_BACK = {number: state for state, number in _STATES.items()}
+
+
+def spec_to_proto(spec: TensorSpec) -> resources_pb2.TensorSpec:
+    """A tensor's name, dtype and shape as a message."""
+    return resources_pb2.TensorSpec(name=spec.name, dtype=spec.dtype.name, shape=spec.shape)
+
+
+def spec_from_proto(message: resources_pb2.TensorSpec) -> TensorSpec:
+    """A message as a tensor's name, dtype and shape.
+
+    Raises:
+        InvalidArgument: there is no such dtype.
+        LayoutError: its name, its shape or its number of axes is out of bounds.
+    """
+    spec = TensorSpec(message.name, dtypes.from_safetensors(message.dtype), tuple(message.shape))
+    check_spec(spec)
+    return spec
+
+
+def specs_from_proto(messages: Sequence[resources_pb2.TensorSpec]) -> list[TensorSpec]:
+    """The tensors of a model or of a layout.
+
+    Raises:
+        InvalidArgument: there are more than any model has, or a dtype is none.
+        LayoutError: a name, a shape or a number of axes is out of bounds.
+    """
+    if len(messages) > MAX_TENSORS:
+        raise InvalidArgument(f"{len(messages)} tensors are more than {MAX_TENSORS}, which no model has")
+    return [spec_from_proto(message) for message in messages]
+
+
+def space_from_proto(number: int) -> TensorSpace:
+    """The tensor space that the contract has under a number. Raises InvalidArgument."""
+    space = _SPACES_BACK.get(number)
+    if space is None:
+        raise InvalidArgument("the layout does not say which tensor space its names belong to")
+    return space
+
+
+def space_to_proto(space: TensorSpace) -> resources_pb2.TensorSpace.ValueType:
+    """A tensor space as the contract has it."""
+    return _SPACES[space]
+
+
+def layout_to_proto(layout: Layout, space: TensorSpace) -> resources_pb2.Layout:
+    """A stream's layout as a message."""
+    numbers = {name: number for number, name in enumerate(layout.tensors)}
+    return resources_pb2.Layout(
+        space=_SPACES[space],
+        tensors=[spec_to_proto(spec) for spec in layout.tensors.values()],
+        shards=[
+            resources_pb2.Shard(
+                tensor=numbers[p.shard.tensor],
+                offset=p.shard.box.offset,
+                extent=p.shard.box.extent,
+                replica=not p.shard.main,
+            )
+            for p in layout.placements
+        ],
+    )
+
+
+def layout_from_proto(message: resources_pb2.Layout) -> Layout:
+    """A message as a stream's layout.
+
+    Raises:
+        LayoutError: it contradicts itself.
+    """
+    specs = specs_from_proto(message.tensors)
+    shards = []
+    for shard in message.shards:
+        if shard.tensor >= len(specs):
+            raise LayoutError(f"a shard belongs to tensor number {shard.tensor} of {len(specs)}")
+        box = Box(tuple(shard.offset), tuple(shard.extent))
+        shards.append(Shard(specs[shard.tensor].name, box, main=not shard.replica))
+    return Layout.stream(specs, shards)
+
+
+def request_to_proto(request: LayoutRequest) -> weight_service_pb2.LayoutRequest:
+    """What an engine asks for, as a message.
+
+    Raises:
+        InvalidArgument: it fits no model.
+    """
+    match request:
+        case FullTensors(names=names):
+            return weight_service_pb2.LayoutRequest(full=weight_service_pb2.FullTensors(names=names))
+        case TensorParallel():
+            return weight_service_pb2.LayoutRequest(tensor_parallel=_parallel_to_proto(request))
+        case Boxes(boxes=boxes):
+            messages = [
+                weight_service_pb2.BoxRequest(tensor=name, offset=offset, extent=extent)
+                for name, offset, extent in boxes
+            ]
+            return weight_service_pb2.LayoutRequest(boxes=weight_service_pb2.Boxes(boxes=messages))
+
+
+def _parallel_to_proto(request: TensorParallel) -> weight_service_pb2.TensorParallel:
+    request.check()
+    message = weight_service_pb2.TensorParallel(size=request.size, rank=request.rank)
+    if request.experts is not None:
+        experts = request.experts
+        message.experts.size, message.experts.rank = experts.size, experts.rank
+        message.experts.tp_size, message.experts.tp_rank = experts.tp_size, experts.tp_rank
+    if request.layers is not None:
+        message.layers.first, message.layers.end = request.layers
+    if request.vocab_multiple != 1:
+        message.vocab_multiple = request.vocab_multiple
+    return message
+
+
+def _parallel_from_proto(message: weight_service_pb2.TensorParallel) -> TensorParallel:
+    experts = message.experts
+    return TensorParallel(
+        message.size,
+        message.rank,
+        experts=(
+            ExpertParallel(
+                experts.size,
+                experts.rank,
+                experts.tp_size if experts.HasField("tp_size") else 1,
+                experts.tp_rank,
+            )
+            if message.HasField("experts")
+            else None
+        ),
+        layers=(message.layers.first, message.layers.end) if message.HasField("layers") else None,
+        vocab_multiple=message.vocab_multiple if message.HasField("vocab_multiple") else 1,
+    )
+
+
+def request_from_proto(message: weight_service_pb2.LayoutRequest) -> LayoutRequest:
+    """A message as what an engine asks for. No layout at all means all tensors, whole."""
+    kind = message.WhichOneof("layout")
+    if kind == "tensor_parallel":
+        return _parallel_from_proto(message.tensor_parallel)
+    if kind == "boxes":
+        return Boxes(tuple((box.tensor, tuple(box.offset), tuple(box.extent)) for box in message.boxes.boxes))
+    return FullTensors(tuple(message.full.names))
+
+
+def striping_to_proto(striping: Striping) -> checkpoint_service_pb2.Striping | None:
+    """The part of a stream that a call brings; None for all of it."""
+    if striping == WHOLE:
+        return None
+    return checkpoint_service_pb2.Striping(count=striping.count, index=striping.index)
+
+
+def striping_from_proto(
+    request: weight_service_pb2.PullRequest | checkpoint_service_pb2.RestoreRequest,
+) -> Striping:
+    """The part of a stream that a request is for.
+
+    Raises:
+        InvalidArgument: there is no such part.
+    """
+    if not request.HasField("striping"):
+        return WHOLE
+    count, index = request.striping.count, request.striping.index
+    if not index < count <= MOST_CALLS:
+        raise InvalidArgument(
+            f"no stream is spread over {count} calls of which one has the number {index}",
+            fix=f"ask for 1 to {MOST_CALLS} calls, numbered from 0",
+        )
+    return Striping(count, index)
+
+
+def state_to_proto(state: VersionState) -> resources_pb2.VersionState.ValueType:
+    """A state's number in the contract."""
+    return _STATES[state]
+
+
+def state_from_proto(number: int) -> VersionState | None:
+    """A state from its number in the contract; None if unspecified or unknown."""
+    return _STATES_BACK.get(number)  # type: ignore[call-overload, no-any-return]
+
+
+def version_to_proto(version: Version) -> resources_pb2.Version:
+    """A version as a message."""
+    metadata = metadata_to_proto(version.metadata)
+    return resources_pb2.Version(
+        **{**version.to_json(), "state": _STATES[version.state], "metadata": metadata}
+    )
+
+
+def version_from_proto(message: resources_pb2.Version) -> Version:
+    """A message as a version."""
+    return read(Version, message)
+
+
+def metadata_to_proto(metadata: Mapping[str, object]) -> dict[str, resources_pb2.MetadataValue]:
+    """Metadata as messages, by key. Raises InvalidArgument."""
+    return {key: _value_to_proto(value) for key, value in checked_metadata(metadata).items()}
+
+
+def _value_to_proto(value: MetadataValue) -> resources_pb2.MetadataValue:
+    match value:
+        case bool():
+            return resources_pb2.MetadataValue(flag=value)
+        case int():
+            return resources_pb2.MetadataValue(integer=value)
+        case float():
+            return resources_pb2.MetadataValue(number=value)
+    return resources_pb2.MetadataValue(text=value)
+
+
+def metadata_from_proto(messages: Mapping[str, resources_pb2.MetadataValue]) -> Metadata:
+    """Messages as metadata.
+
+    Raises:
+        InvalidArgument: a key or a value is none that is kept, or there is too much.
+    """
+    return checked_metadata({key: _value_from_proto(message) for key, message in messages.items()})
+
+
+def _value_from_proto(message: resources_pb2.MetadataValue) -> MetadataValue | None:
+    kind = message.WhichOneof("value")
+    return None if kind is None else getattr(message, kind)
+
+
+def gate_to_proto(gate: Gate) -> resources_pb2.Gate:
+    """Which versions are held, as a message."""
+    return resources_pb2.Gate(**gate.to_json())
+
+
+def model_to_proto(model: Model) -> resources_pb2.Model:
+    """A model as a message."""
+    return resources_pb2.Model(**model.to_json())
+
+
+def model_from_proto(message: resources_pb2.Model) -> Model:
+    """A model from a message; one of an earlier release has a weight map."""
+    found = read(Model, message)
+    return found if message.HasField("weight_map") else dataclasses.replace(found, weight_map=True)
+
+
+def retention_to_proto(retention: Retention) -> resources_pb2.Retention:
+    """Which versions are kept, as a message."""
+    return resources_pb2.Retention(**retention.to_json())
+
+
+def collection_to_proto(report: Collection) -> resources_pb2.Collection:
+    """What a collection did, as a message."""
+    return resources_pb2.Collection(**report.to_json())
+
+
+def read(kind: Callable[..., R], message: Any) -> R:
+    """A message as the dataclass whose fields have the same names. Raises what that raises of values out of bounds."""
+    return kind(
+        *[
+            getattr(message, name) if convert is None else convert(getattr(message, name))
+            for name, convert in _readers(kind)
+        ]
+    )
+
+
+@functools.cache
+def _readers(kind: Any) -> list[tuple[str, Callable[[Any], Any] | None]]:
+    """How each field of a dataclass is read from that of a message; None where it is the same."""
+    found: list[tuple[str, Callable[[Any], Any] | None]] = []
+    for name, hint in typing.get_type_hints(kind).items():
+        inner = next(iter(typing.get_args(hint)), None)
+        if hint is VersionState:
+            found.append((name, _STATES_BACK.__getitem__))
+        elif hint == Metadata:
+            found.append((name, metadata_from_proto))
+        elif inner is not None and dataclasses.is_dataclass(inner):
+            found.append((name, functools.partial(_read_all, typing.cast("type", inner))))
+        else:
+            containers: dict[Any, type] = {tuple: tuple, Mapping: dict}
+            found.append((name, containers.get(typing.get_origin(hint))))
+    return found
+
+
+def _read_all(kind: Callable[..., R], messages: Iterable[Any]) -> tuple[R, ...]:
+    return tuple(read(kind, each) for each in messages)

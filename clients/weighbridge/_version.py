@@ -1,0 +1,3 @@
+"""Version of this distribution."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,147 @@
+"""Connection of one asyncio client: control calls on the event loop, with the retries and the failover of the blocking one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+
+from weighbridge._clients.steps import Call, Pause, Step, Steps, Work
+from weighbridge._transport import rpc
+from weighbridge._transport.addresses import Addresses
+from weighbridge._transport.backoff import Backoff
+from weighbridge.aio.threads import Threads
+from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
+
+T = TypeVar("T")
+
+
+class AsyncConnection:
+    """Channels to the service, one for each of its addresses that was used. Belongs to the event loop that it is first used on.
+
+    Args:
+        addresses: the service's.
+        retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
+        threads: for arithmetic that would hold up the loop.
+    """
+
+    def __init__(self, addresses: Addresses, retry_seconds: float, threads: Threads) -> None:
+        self.addresses = addresses
+        self.retry_seconds = retry_seconds
+        self.closed = False
+        self._threads = threads
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._calls: set[Any] = set()
+
+    async def run(self, steps: Steps[T]) -> T:
+        """Take the steps of a control call; their result.
+
+        Raises:
+            WeighbridgeError: what the service answered, or why it could not be asked.
+        """
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    answer = await self._take(step)
+                except WeighbridgeError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def responses(
+        self, path: str, request: bytes, decode: Callable[[bytes], T]
+    ) -> AsyncGenerator[T, None]:
+        """Responses of a stream that carries no weights. The call ends with the iteration.
+
+        Raises:
+            WeighbridgeError: what the service answered; Unavailable if the connection broke, and the next call goes to the next address.
+        """
+        address = self.addresses.current
+        try:
+            method = self._channel(address).unary_stream(path, None, decode)
+            with self._begun(address, method, request) as responses:
+                async for response in responses:
+                    self.addresses.answered(address)
+                    yield response
+        except Unavailable:
+            self.addresses.failed(address)
+            raise
+
+    def stop(self) -> None:
+        """End all calls: whoever waits for one gets `Unavailable`."""
+        self.closed = True
+        for call in list(self._calls):  # the channel does not see to those that are being read
+            call.cancel()
+
+    async def close(self) -> None:
+        """Close all channels, after `stop`."""
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if self.closed:
+            raise Unavailable("the client has been closed")
+        # made when first used: it belongs to the event loop that runs then
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = rpc.open_async_channel(address)
+        return channel
+
+    async def _take(self, step: Step) -> Any:
+        match step:
+            case Call():
+                return await self._call(step)
+            case Pause(seconds):
+                await asyncio.sleep(seconds)
+            case Work(do):
+                return await self._threads.run_or_leave(do)
+        return None
+
+    async def _call(self, call: Call) -> bytes:
+        backoff = Backoff(self.retry_seconds)
+        while True:
+            address = self.addresses.current
+            try:
+                method = rpc.in_parts(self._channel(address), call.path)
+                with self._begun(address, method, call.request, call.seconds) as response:
+                    found = bytes(await response)
+                self.addresses.answered(address)
+                return found
+            except (Unavailable, ResourceExhausted) as error:
+                if self.closed:
+                    raise
+                if isinstance(error, Unavailable) and self.addresses.failed(address):
+                    continue
+                retry = backoff.after_error(error, time.monotonic(), random.random())
+                if retry is None:
+                    raise
+            backoff = retry.backoff
+            await asyncio.sleep(retry.pause)
+
+    @contextmanager
+    def _begun(
+        self, address: str, method: Callable[..., Any], request: Any, seconds: float | None = None
+    ) -> Iterator[Any]:
+        """A call, cancelled in the end; raises the service's errors as it raised them."""
+        call = method(request, timeout=seconds)
+        self._calls.add(call)
+        try:
+            with rpc.translated_errors(address):
+                yield call
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Unavailable("the client has been closed") from None  # which cancels its calls
+        finally:
+            self._calls.discard(call)
+            call.cancel()

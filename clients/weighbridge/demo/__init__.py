@@ -1,1 +1,0 @@
-"""Demonstrations: real trainers and engines small enough for a laptop."""

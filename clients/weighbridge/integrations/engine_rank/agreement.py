@@ -1,0 +1,143 @@
+"""Agreement between the ranks of an engine: a step that fails on one of them is raised on all.
+
+No rank touches a parameter, or keeps what it has touched, before it has heard that all the others could do the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+
+from weighbridge.errors import FailedPrecondition, WeighbridgeError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Ranks(Protocol):
+    """The ranks that one model is spread over, as one of them sees them."""
+
+    @property
+    def rank(self) -> int:
+        """This one, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def all_gather_object(self, mine: T) -> list[T]:
+        """What each rank has given, in the order of ranks; it is pickled. A collective: all ranks call it, in the same order."""
+
+
+class OneRank:
+    """A model that is in one process."""
+
+    rank = 0
+    size = 1
+
+    def all_gather_object(self, mine: T) -> list[T]:
+        """What this rank has given."""
+        return [mine]
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """Ranks of a group of torch.distributed.
+
+    Attributes:
+        group: one that gathers from host memory, such as gloo's; None for the default group.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        """This one, from 0 within the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """How many there are in the group."""
+        return dist.get_world_size(self.group)
+
+    def all_gather_object(self, mine: T) -> list[T]:
+        """What each rank of the group has given, in the order of ranks."""
+        found: list[T] = [mine] * self.size
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+
+class RanksFailed(FailedPrecondition):
+    """A step failed on some rank, and every rank raises this.
+
+    Attributes:
+        errors: by rank; None for one that could do it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        errors: Sequence[WeighbridgeError | None] = (),
+        *,
+        fix: str = "",
+        details: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, fix=fix, details=details or _by_rank(errors))
+        self.errors = tuple(errors)
+
+
+def agree(ranks: Ranks, refusal: str, step: Callable[[], T]) -> T:
+    """Run a step on every rank. A collective.
+
+    Args:
+        ranks: all of which call this.
+        refusal: the message of the error, if the step fails anywhere.
+        step: what this rank does.
+
+    Returns:
+        What this rank's step gave.
+
+    Raises:
+        RanksFailed: the step failed on some rank; `details` says on which, and why.
+    """
+    value, error = _attempt(step)
+    errors = ranks.all_gather_object(error)
+    if any(errors):
+        raise RanksFailed(refusal, errors) from error
+    return value  # type: ignore[return-value]  # there is one without an error
+
+
+def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
+    """What rank 0 finds out, on all ranks: a ref may move while each of them asks. A collective.
+
+    Raises:
+        WeighbridgeError: what rank 0 raised, on all ranks.
+    """
+    value, error = ranks.all_gather_object(_attempt(ask) if ranks.rank == 0 else (None, None))[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # there is one without an error
+
+
+def _attempt(step: Callable[[], T]) -> tuple[T | None, WeighbridgeError | None]:
+    try:
+        return step(), None
+    except WeighbridgeError as error:
+        return None, error
+    except Exception as error:  # whichever: the other ranks wait to hear of it
+        log.exception("a step of an update failed")
+        told = FailedPrecondition(f"{type(error).__name__}: {error}")
+        told.__cause__ = error
+        return None, told
+
+
+def _by_rank(errors: Sequence[WeighbridgeError | None]) -> list[str]:
+    """A line for each rank that failed, or one for all of them."""
+    said = {rank: str(error) for rank, error in enumerate(errors) if error is not None}
+    if len(said) == len(errors) and len(set(said.values())) == 1:
+        return [f"all ranks: {said[0]}" if len(errors) > 1 else said[0]]
+    return [f"rank {rank}: {text}" for rank, text in said.items()]

@@ -1,0 +1,107 @@
+"""Checks of a version against the engine that is to take it.
+
+An engine's loader may leave out what it has no place for: with two experts more, or two layers, it would load the rest and say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from weighbridge._core.layouts import TensorSpec
+from weighbridge.errors import FailedPrecondition
+
+_FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "num_experts", "num_local_experts",
+    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+"""What decides which tensors there are and how large they are."""
+_MOST_NAMED = 8
+_MOST_DETAILS = 20
+_FIX = "start an engine from this version"
+
+
+def check_config(engine: Any, config: bytes, version: object) -> None:
+    """Refuse a version whose configuration describes another model than the engine's.
+
+    Args:
+        engine: the configuration that the engine's model was made with.
+        config: ``config.json`` of the version.
+        version: what to call it.
+
+    Raises:
+        FailedPrecondition: names what differs.
+    """
+    found = json.loads(config)
+    wrong = []
+    for field in _FIELDS:
+        # by attribute: newer releases of transformers write some under another name. SGLang pads heads on CPUs and keeps how many there were
+        ours = getattr(engine, f"original_{field}", getattr(engine, field, None))
+        theirs = found.get(field)
+        if ours is not None and theirs is not None and ours != theirs:
+            wrong.append(f"{field} is {theirs}, and {ours} in the engine")
+    if wrong:
+        raise FailedPrecondition(
+            f"{version} is of another model than the engine was started with: {'; '.join(wrong)}",
+            fix=_FIX,
+        )
+
+
+def check_tensors(known: Iterable[TensorSpec], found: Iterable[TensorSpec], version: object) -> None:
+    """Refuse a version with other tensors than the one before it; their dtypes may differ.
+
+    Raises:
+        FailedPrecondition: names tensors that are missing, too many or of another shape.
+    """
+    before = {spec.name: spec.shape for spec in known}
+    now = {spec.name: spec.shape for spec in found}
+    wrong = [f"{name} is missing" for name in before if name not in now]
+    wrong += [f"{name} is not known" for name in now if name not in before]
+    wrong += [
+        f"{name} is {list(now[name])} and was {list(shape)}"
+        for name, shape in before.items()
+        if now.get(name, shape) != shape
+    ]
+    if wrong:
+        raise FailedPrecondition(
+            f"{version} has other tensors than the version before: {_listed(wrong)}",
+            fix=_FIX,
+            details=wrong[:_MOST_DETAILS],
+        )
+
+
+def check_covered(
+    unwritten: Mapping[str, int],
+    parameters: Mapping[str, Any],
+    version: object,
+    spare: Callable[[Any], int] = lambda _parameter: 0,
+) -> None:
+    """Refuse a version that leaves elements of a parameter without a value.
+
+    Args:
+        unwritten: elements that the loader leaves alone, by parameter.
+        parameters: the engine's, by name.
+        version: what to call it.
+        spare: how many elements of a parameter may be left alone, as padding is.
+
+    Raises:
+        FailedPrecondition: names the parameters.
+    """
+    empty = [
+        f"{name}: {left} of {parameter.numel()} elements"
+        for name, parameter in parameters.items()
+        if (left := unwritten.get(name, 0)) and left > spare(parameter)
+    ]
+    if empty:
+        raise FailedPrecondition(
+            f"{version} has nothing for {_listed(empty)}", fix=_FIX, details=empty[:_MOST_DETAILS]
+        )
+
+
+def _listed(wrong: list[str]) -> str:
+    return "; ".join(wrong[:_MOST_NAMED]) + (
+        f", and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+    )

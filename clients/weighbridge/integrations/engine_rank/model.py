@@ -1,0 +1,137 @@
+"""Model of one engine rank, as its adapter describes it: all that an engine has to add to the contract."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from weighbridge import _lazy as lazy
+from weighbridge._clients.engine import EngineClient
+from weighbridge._core.slices import FullTensors
+from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.engine_rank.agreement import Ranks
+from weighbridge.integrations.engine_rank.fitting import check_covered
+from weighbridge.integrations.engine_rank.recording import record
+from weighbridge.integrations.engine_rank.storageless import storageless, targets_of
+
+Rest = Sequence[tuple[str, torch.Tensor]]
+"""Names and tensors of a version for which the model's own loader has to run each time, in host memory."""
+
+
+class EngineModel(ABC):
+    """A model that computes with the parameters which its own ``load_weights`` fills, in place.
+
+    A subclass says which ranks the model is spread over, and what its loader's choices depend on. The other methods are overridden where
+    an engine repacks its weights, or loads them in a way of its own.
+
+    Args:
+        model: a `torch.nn.Module`, with a ``load_weights`` unless `load` is overridden.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self._model
+
+    @property
+    @abstractmethod
+    def ranks(self) -> Ranks:
+        """The ranks that update together. All of them make the same calls in the same order."""
+
+    @abstractmethod
+    def configuration(self) -> str:
+        """A text that is the same whenever the loader makes the same choices: the engine's release and parallelism, this rank, the
+        model's configuration. Names, shapes and dtypes of tensors and parameters need not be in it. It is compared before each
+        version, and when it has changed, the loader is recorded again.
+        """
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face configuration that the model was made with, to compare with each version's; None compares nothing."""
+        return getattr(self.model, "config", None)
+
+    @property
+    def pin(self) -> bool:
+        """Whether bytes are brought to pinned memory: whether the parameters are on a GPU."""
+        return any(tensor.is_cuda for tensor in itertools.islice(self.model.parameters(), 1))
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> object:
+        """Run the model's own loader."""
+        return self.model.load_weights(tensors)
+
+    def targets(self) -> Mapping[str, torch.Tensor]:
+        """All that the loader may write to: parameters and buffers by name, of shared ones the first."""
+        return targets_of(self.model)
+
+    def storageless(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Stand-ins for `targets` while the loader is recorded; the model is as before in the end."""
+        return storageless(self.model)
+
+    def spare(self, parameter: torch.Tensor) -> int:
+        """How many elements of a parameter a version may leave as they are, such as padding."""
+        return 0
+
+    def record(self, source: lazy.Source) -> lazy.Recording:
+        """What this rank takes of any version with the tensors of this one. Called in the engine's own thread, while nothing is computed.
+
+        Raises:
+            FailedPrecondition: the loader does not take the version, or would leave a parameter without a value.
+            LayoutError: a part of a tensor does not fit where the loader puts it.
+        """
+        with self.storageless() as targets:
+            return self.record_on(targets, source, self.configuration())
+
+    def record_first(self, source: lazy.Source) -> lazy.Recording | None:
+        """`record`, of a model that has no weights yet; None if this loader can only be run."""
+        return self.record(source)
+
+    def record_on(
+        self, targets: Mapping[str, torch.Tensor], source: lazy.Source, configuration: str | None
+    ) -> lazy.Recording:
+        """Run the loader over these targets, or take what was recorded for the configuration before, and see that nothing is left out."""
+        found = record(source, self.load, targets, configuration)
+        if not found.unrecorded:
+            check_covered(found.unwritten, dict(self.model.named_parameters()), source.version, self.spare)
+        return found
+
+    def check(self, recording: lazy.Recording) -> None:
+        """Refuse to fill a model whose parameters are not those that were recorded.
+
+        Raises:
+            FailedPrecondition: one is gone; names it.
+            LayoutError: one has another shape, other strides or another dtype; names it.
+        """
+        targets = self.targets()
+        for name in recording.targets:
+            if name not in targets:
+                raise FailedPrecondition(f"{name} is no parameter of this engine any more")
+            recording.check_target(name, targets[name])
+
+    def bring_rest(self, client: EngineClient, source: lazy.Source, recording: lazy.Recording) -> Rest:
+        """What of a version the recording does not put in place, usually nothing. Called in another thread, while the model computes."""
+        if not recording.unrecorded:
+            return []
+        return list(
+            client.pull(source.version.model, source.version.number, FullTensors(tuple(recording.unrecorded)))
+        )
+
+    def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
+        """Put a version that has been brought into the parameters, while nothing is computed.
+
+        The loader runs in any case: some derive something from the weights in the end.
+
+        Args:
+            update: prepared.
+            recording: that it was made of.
+            rest: what `bring_rest` gave.
+        """
+        update.fill_all(self.targets())
+        self.load(iter(rest))

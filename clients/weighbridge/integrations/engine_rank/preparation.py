@@ -1,0 +1,128 @@
+"""Preparation of a version: its checks, and its bytes on their way to host memory, in a thread of their own while the engine serves."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from weighbridge import _lazy as lazy
+from weighbridge._clients.engine import EngineClient
+from weighbridge.errors import FailedPrecondition, WeighbridgeError
+from weighbridge.integrations.engine_rank.model import EngineModel, Rest
+from weighbridge.integrations.engine_rank.recording import Recorded, check_version
+from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.engine_rank.status import label
+
+
+class RecordingStale(FailedPrecondition):
+    """A version has other dtypes than the one that was recorded; the next preparation records the loader again."""
+
+
+class Preparation:
+    """A version on its way to this rank's host memory.
+
+    Attributes:
+        source: where it comes from.
+        number: of the version.
+        recorded: what is taken of it.
+        nbytes: bytes that come.
+        seconds: how long it took, in the end.
+        error: why it failed; None if it did not, or has not ended.
+        rest: what the model's own loader has to run for.
+    """
+
+    def __init__(
+        self, engine: EngineModel, client: EngineClient, source: ModelSource, number: int, recorded: Recorded
+    ) -> None:
+        self.source = source
+        self.number = number
+        self.recorded = recorded
+        whole = [spec for spec in recorded.specs if spec.name in recorded.recording.unrecorded]
+        self.nbytes = recorded.recording.nbytes + sum(spec.nbytes for spec in whole)
+        self.seconds = 0.0
+        self.error: WeighbridgeError | None = None
+        self.rest: Rest = []
+        self._update: lazy.Update | None = None
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's own
+        self._lock = threading.Lock()
+        self._closed = self._ended = False
+        self._thread = threading.Thread(
+            target=self._run, args=(engine, client), name=f"prepare {self.label}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def label(self) -> str:
+        """The name of the version."""
+        return label(self.source.model, self.number)
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return not self._ended
+
+    @property
+    def update(self) -> lazy.Update:
+        """The bytes, and where they go.
+
+        Raises:
+            FailedPrecondition: they are not here.
+        """
+        if self._update is None:
+            raise FailedPrecondition(f"{self.label} has not been prepared")
+        return self._update
+
+    def wait(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            WeighbridgeError: it failed.
+        """
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Give the memory back: at once, or when what is under way has ended."""
+        with self._lock:
+            self._closed = True
+            if self._ended:
+                self._free()
+
+    def _run(self, engine: EngineModel, client: EngineClient) -> None:
+        started = time.monotonic()
+        try:
+            if self._device is not None:  # which a thread does not inherit: pinned memory belongs to it
+                torch.cuda.set_device(self._device)
+            self._bring(engine, client)
+        except WeighbridgeError as error:
+            self.error = error
+        except Exception as error:
+            self.error = FailedPrecondition(f"{type(error).__name__}: {error}")
+            self.error.__cause__ = error
+        self.seconds = time.monotonic() - started
+        with self._lock:
+            self._ended = True
+            if self._closed:
+                self._free()
+
+    def _bring(self, engine: EngineModel, client: EngineClient) -> None:
+        source = lazy.Source(client, self.source.model, self.number)
+        check_version(engine.config, client, source, self.recorded)
+        if source.specs != self.recorded.specs:
+            raise RecordingStale(
+                f"{source.version} has other dtypes than the version before", fix="prepare it again"
+            )
+        recording = self.recorded.recording
+        self._update = lazy.Update.of(recording, client, self.source.model, self.number)
+        self._update.prepare(pin=engine.pin)
+        self.rest = engine.bring_rest(client, source, recording)
+        if source.fetched_bytes:
+            self.nbytes = recording.nbytes + source.fetched_bytes
+
+    def _free(self) -> None:
+        if self._update is not None:
+            self._update.close()
+        self._update, self.rest = None, []

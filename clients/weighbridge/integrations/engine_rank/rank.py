@@ -1,0 +1,294 @@
+"""Versions of one engine rank: the one that it serves, the one that it prepares, and the way from one to the other.
+
+Called in the engine's own thread. What is called collective has to be called by all ranks, in the same order.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from weighbridge import _lazy as lazy
+from weighbridge._clients.engine import EngineClient
+from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
+from weighbridge.integrations.engine_rank.model import EngineModel
+from weighbridge.integrations.engine_rank.preparation import Preparation, RecordingStale
+from weighbridge.integrations.engine_rank.recording import Recorded, check_version
+from weighbridge.integrations.engine_rank.source import Held, ModelSource
+from weighbridge.integrations.engine_rank.status import Status
+
+_ATTRIBUTE = "_weighbridge_rank"
+
+
+class EngineRank:
+    """Takes one model of one process from version to version.
+
+    All that can be wrong is found, and all bytes of all ranks are on their machines, before a rank touches a parameter. If one fails
+    after that, all go back to the version that they had.
+
+    Args:
+        engine: the model, as the engine's adapter describes it.
+
+    Attributes:
+        engine: the same.
+        source: where versions come from; None if that has not been said.
+        held: the version in the parameters; None if they are of none, or did not come from the service.
+        clients: of the services that versions came from. They stay open until `close`.
+    """
+
+    def __init__(self, engine: EngineModel) -> None:
+        self.engine = engine
+        self.source: ModelSource | None = None
+        self.held: Held | None = None
+        self.clients: dict[ModelSource, EngineClient] = {}
+        self._recorded: Recorded | None = None
+        self._preparation: Preparation | None = None
+        self._broken = ""
+
+    def client(self, source: ModelSource | None = None) -> EngineClient:
+        """A client of the service that a model's versions come from; None for the source that is known.
+
+        Raises:
+            FailedPrecondition: none is known.
+        """
+        source = self._known(source)
+        if source not in self.clients:
+            self.clients[source] = source.connect()
+        return self.clients[source]
+
+    def load(self, source: ModelSource, version: str | int) -> tuple[lazy.Source, lazy.Recording | None]:
+        """Load a version into a model that has no weights yet: straight into its parameters, as the bytes come. Not collective.
+
+        Args:
+            source: where it comes from.
+            version: a number or a ref; a ref may name another version to another rank, so resolve it before.
+
+        Returns:
+            The version, and what has been put in place: the model's own loader still has to run for what is ``unrecorded``, or for
+            everything if there is no recording.
+
+        Raises:
+            NotFound: no such model, version or ref.
+            FailedPrecondition: the version does not fit the model; says what differs.
+        """
+        client = self.client(source)
+        found = lazy.Source(client, source.model, version)
+        check_version(self.engine.config, client, found, None)
+        recording = self.engine.record_first(found)
+        nbytes = 0
+        if recording is not None:
+            update = lazy.Update.of(recording, client, source.model, found.version.number)
+            update.fill_all(self.engine.targets())
+            update.close()
+            nbytes = update.nbytes
+            self._recorded = Recorded(source.model, found.specs, self.engine.configuration(), recording)
+        self.source, self.held = source, Held(source, found.version, nbytes)
+        return found, recording
+
+    def connect(self, source: ModelSource | None = None, version: str | int = "latest") -> None:
+        """Find out what this rank takes of a model's versions. Runs the model's loader if that is not known: not while it computes.
+
+        Args:
+            source: where versions come from; None keeps the source that is known.
+            version: any of the model, to record the loader with.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: no source is known, the version does not fit the engine, or another one is being prepared.
+        """
+        source = self._known(source)
+        known, configuration = self._recorded, self.engine.configuration()
+        if known is not None and (known.model, known.configuration) == (source.model, configuration):
+            self.source = source
+            return
+        self._refuse_while_preparing()
+        client = self.client(source)
+        found = lazy.Source(client, source.model, version)
+        check_version(self.engine.config, client, found, known)
+        recording = self.engine.record(found)
+        self.discard()
+        self._recorded = Recorded(source.model, found.specs, configuration, recording)
+        self.source = source
+
+    def prepare(self, number: int, source: ModelSource | None = None) -> None:
+        """Begin to bring a version to this machine while the engine serves; `status` tells when it is there. Not collective.
+
+        Args:
+            number: of the version.
+            source: where it comes from; None for the source that is known.
+
+        Raises:
+            FailedPrecondition: another one is being prepared, or the engine cannot take versions of this model.
+            NotFound: no such model.
+        """
+        if self._ready(number, source):
+            self.discard()
+            source, recorded = self._known(source), cast("Recorded", self._recorded)
+            self._preparation = Preparation(self.engine, self.client(source), source, number, recorded)
+
+    def prepare_all(self, number: int, source: ModelSource | None = None) -> None:
+        """`prepare` on all ranks, or on none. Collective.
+
+        Raises:
+            RanksFailed: says which ranks cannot, and why.
+        """
+        refusal = f"version {number} is not being prepared"
+        agree(self.engine.ranks, refusal, partial(self._ready, number, source))
+        self.prepare(number, source)
+
+    def discard(self) -> None:
+        """Give back the memory of what was prepared. What is on its way is given back when it has come."""
+        there, self._preparation = self._preparation, None
+        if there is not None:
+            if isinstance(there.error, RecordingStale):
+                self._recorded = None
+            there.close()
+
+    def apply(self, number: int, source: ModelSource | None = None) -> None:
+        """Bring a version into the parameters while nothing is computed; prepares it if nobody has. Collective.
+
+        Args:
+            number: of the version, the same on all ranks.
+            source: where it comes from; None for the source that is known.
+
+        Raises:
+            RanksFailed: says what went wrong on which ranks, and which version the engine has. `errors` is there if nothing was touched.
+        """
+        had = self.held
+        self._prepare_and_wait(number, source)
+        try:
+            self._fill(f"version {number} could not be applied")
+        except RanksFailed as error:
+            self._go_back(had, number, error)
+
+    def status(self) -> Status:
+        """What this rank serves and prepares."""
+        found = Status(served=self.held.label if self.held is not None else "", broken=self._broken)
+        there = self._preparation
+        if there is None:
+            return found
+        if there.running:
+            return replace(found, preparing=there.label, nbytes=there.nbytes)
+        if there.error is not None:
+            return replace(found, error=str(there.error), nbytes=there.nbytes, seconds=there.seconds)
+        return replace(found, prepared=there.label, nbytes=there.nbytes, seconds=there.seconds)
+
+    def close(self) -> None:
+        """Close the clients, and give memory back."""
+        self.discard()
+        for client in self.clients.values():
+            client.close()
+        self.clients.clear()
+
+    def _known(self, source: ModelSource | None) -> ModelSource:
+        source = source or self.source
+        if source is None:
+            raise FailedPrecondition(
+                "this engine was not loaded from weighbridge, and does not know which model it serves",
+                fix="name server and model",
+            )
+        return source
+
+    def _ready(self, number: int, source: ModelSource | None) -> bool:
+        """Whether a version has still to be prepared; raises if it cannot be."""
+        source = self._known(source)
+        there = self._preparation
+        if (
+            there is not None
+            and (there.source, there.number, there.error) == (source, number, None)
+            and there.recorded.configuration == self.engine.configuration()
+        ):
+            return False
+        self._refuse_while_preparing()
+        if there is not None and isinstance(there.error, RecordingStale):
+            self._recorded = None
+        self.connect(source, number)
+        self.engine.check(cast("Recorded", self._recorded).recording)
+        return True
+
+    def _refuse_while_preparing(self) -> None:
+        there = self._preparation
+        if there is not None and there.running:
+            raise FailedPrecondition(
+                f"version {there.number} is being prepared",
+                fix="wait for it, or let one agent update this engine",
+            )
+
+    def _prepare_and_wait(self, number: int, source: ModelSource | None) -> None:
+        """Have all bytes of the same version on all ranks, or raise on all. Collective."""
+        ranks = self.engine.ranks
+        refusal = f"version {number} was not prepared, and the engine keeps {self._kept(source)}"
+        try:
+            asked = ranks.all_gather_object(agree(ranks, refusal, partial(self._prepared, number, source)))
+            if len(set(asked)) > 1:
+                raise RanksFailed(
+                    refusal, details=[f"rank {rank} was asked for {each}" for rank, each in enumerate(asked)]
+                )
+        except RanksFailed:
+            if self._preparation is not None and self._preparation.number == number:
+                self.discard()
+            raise
+
+    def _prepared(self, number: int, source: ModelSource | None) -> str:
+        for _ in range(2):  # the second time only if the loader has to be recorded again
+            self.prepare(number, source)
+            there = cast("Preparation", self._preparation)
+            with suppress(RecordingStale):
+                there.wait()
+        there.wait()
+        self.engine.check(there.recorded.recording)
+        return there.label
+
+    def _fill(self, refusal: str) -> None:
+        """Bring what was prepared into the parameters of all ranks. Collective."""
+        there = cast("Preparation", self._preparation)
+        self.held, self._broken = None, f"{there.label} was applied in part"
+        try:
+            held = agree(self.engine.ranks, refusal, partial(self._filled, there))
+        finally:
+            self.discard()
+        self.held, self._broken = held, ""
+
+    def _filled(self, there: Preparation) -> Held:
+        self.engine.fill(there.update, there.recorded.recording, there.rest)
+        return Held(there.source, there.update.version, there.nbytes)
+
+    def _go_back(self, had: Held | None, number: int, error: RanksFailed) -> None:
+        """Bring back the version that the engine had, and raise. Collective."""
+        try:
+            there = agree(self.engine.ranks, "there is no way back", partial(_way_back, had))
+            self._prepare_and_wait(there.version.number, there.source)
+            self._fill(f"version {there.version.number} could not be brought back")
+        except RanksFailed as second:
+            self._broken = f"{error}\n{second}"
+            raise RanksFailed(
+                f"version {number} was applied in part, and the engine serves no version",
+                details=[*error.details, second.message, *second.details],
+                fix="update it to any version, or start it again",
+            ) from error
+        raise RanksFailed(
+            f"{error.message}; the engine is back at version {there.version.number}", details=error.details
+        ) from error
+
+    def _kept(self, source: ModelSource | None) -> str:
+        if self.held is None:
+            return "the weights it has"
+        asked = source or self.source
+        same = asked is not None and asked.model == self.held.version.model
+        return f"version {self.held.version.number}" if same else self.held.label
+
+
+def rank_of(model: Any, engine: EngineModel) -> EngineRank:
+    """The rank of a model of this process; made with this description of it when it is first asked for. It ends with the model."""
+    if not hasattr(model, _ATTRIBUTE):
+        setattr(model, _ATTRIBUTE, EngineRank(engine))
+    return cast("EngineRank", getattr(model, _ATTRIBUTE))
+
+
+def _way_back(had: Held | None) -> Held:
+    if had is None:
+        raise FailedPrecondition("which version it had is not known")
+    return had

@@ -1,0 +1,50 @@
+"""Source of an engine's weights: the service and the model, and the version that was taken from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weighbridge._clients.engine import EngineClient
+from weighbridge._core.resources import Version
+from weighbridge.integrations.engine_rank.status import label
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model at a service.
+
+    Attributes:
+        model: ``namespace/name``.
+        server: ``host:port`` of the service's gRPC face; None for ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        lane: how weights travel, as for `EngineClient`; None for ``WEIGHBRIDGE_LANE``, or ``auto``.
+        retry_seconds: how long to keep trying when the service cannot be reached.
+    """
+
+    model: str
+    server: str | None = None
+    lane: str | None = None
+    retry_seconds: float = 60.0
+
+    def connect(self) -> EngineClient:
+        """A client of the service; it connects when it is first used."""
+        return EngineClient(self.server, lane=self.lane, retry_seconds=self.retry_seconds)
+
+
+@dataclass(frozen=True)
+class Held:
+    """The version in a rank's parameters.
+
+    Attributes:
+        source: where it came from.
+        version: which one.
+        nbytes: bytes that it cost this rank.
+    """
+
+    source: ModelSource
+    version: Version
+    nbytes: int
+
+    @property
+    def label(self) -> str:
+        """Its name, as in ``acme/smol@17``."""
+        return label(self.version.model, self.version.number)

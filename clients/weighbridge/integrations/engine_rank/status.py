@@ -1,0 +1,42 @@
+"""Status of one rank: the JSON that every engine answers with, and that agents read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from weighbridge._core.json_values import JsonValue
+
+
+def label(model: str, number: int) -> str:
+    """The name of a version, as in ``acme/smol@17``."""
+    return f"{model}@{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Status(JsonValue):
+    """Versions of one rank, each by its `label`.
+
+    Attributes:
+        served: the version in the parameters; empty if they are of none, or did not come from the service.
+        preparing: the version on its way to host memory; empty if there is none.
+        prepared: the version in host memory; empty if there is none.
+        nbytes: bytes of the version that is being prepared or has been.
+        seconds: how long its preparation took; 0 before it has ended.
+        error: why the last preparation failed; empty if it did not.
+        broken: why the parameters are of no version; empty if they are of one, or never were.
+    """
+
+    served: str = ""
+    preparing: str = ""
+    prepared: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    broken: str = ""
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> Status:
+        """Read what `to_json` has written; keys that an engine adds are left out."""
+        return Status(**{field.name: found[field.name] for field in fields(Status) if field.name in found})

@@ -1,0 +1,169 @@
+"""Pushes from hooks of a training loop, which must not harm it.
+
+A push in which one rank cannot take part would let the others wait for it, and training with them. So all ranks first tell each other whether
+they can. What then fails is logged and training goes on, unless the user has asked for an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge._core.resources import Version, VersionState
+from weighbridge._formats.torch_state import rank_and_world
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, WeighbridgeError
+
+_DURABLE_SECONDS = 60.0
+"""How long a version's way into the store is watched, so that the log can tell of its end."""
+
+
+class GuardedPushes:
+    """This rank's pushes from a hook.
+
+    Args:
+        client: makes them; is closed with this.
+        model: ``namespace/name``.
+        register: registers the model; None if it is registered already. Rank 0 calls it once.
+        strict: a push that fails, or a version that cannot be completed, raises, and each push waits until its version is ready.
+        logger: of the hook.
+
+    Attributes:
+        last: this rank's newest push, or None.
+    """
+
+    def __init__(
+        self,
+        client: TrainerClient,
+        model: str,
+        register: Callable[[], object] | None,
+        *,
+        strict: bool,
+        logger: logging.Logger,
+    ) -> None:
+        self.last: PushHandle | None = None
+        self._client = client
+        self._model = model
+        self._register = register
+        self._strict = strict
+        self._logger = logger
+        self._pushed_step: int | None = None
+
+    def push(
+        self,
+        what: str,
+        goes_on: str,
+        prepare: Callable[[], tuple[int, Any]],
+        push: Callable[[Any, int, int, int], PushHandle],
+    ) -> None:
+        """Push once for each step. All ranks call it.
+
+        Args:
+            what: is pushed, for the log.
+            goes_on: likewise, if it cannot be: ``the save``.
+            prepare: gives the step and the weights; raises if this rank cannot push. On ranks but the first, the model may not be registered yet.
+            push: pushes these weights, of this step, as this rank of so many.
+        """
+        try:
+            self._push(prepare, push)
+        except Exception as error:
+            if self._strict:
+                raise
+            self._logger.error("%s: %s was not pushed; %s goes on. %s", self._model, what, goes_on, error)
+
+    def wait(
+        self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None
+    ) -> Version:
+        """Wait for the newest version that this rank has pushed to; as `PushHandle.wait`.
+
+        Raises:
+            FailedPrecondition: it has pushed nothing.
+        """
+        if self.last is None:
+            raise FailedPrecondition(f"nothing of {self._model} has been pushed", fix="the log says why")
+        return self.last.wait(until, timeout=timeout)
+
+    def begin_anew(self) -> None:
+        """The steps that come are not those that were pushed before."""
+        self._pushed_step = None
+
+    def close(self) -> None:
+        """Wait until what was pushed has arrived or failed."""
+        self._client.close()
+
+    def _push(
+        self, prepare: Callable[[], tuple[int, Any]], push: Callable[[Any, int, int, int], PushHandle]
+    ) -> None:
+        rank, world_size = rank_and_world(None, None)
+        step, weights = self._prepared(prepare, rank, world_size)
+        if step == self._pushed_step:  # a trainer may save one step twice, to be kept and not to be kept
+            self._logger.info("%s: step %s was pushed already", self._model, step)
+            return
+        handle = push(weights, step, rank, world_size)
+        self.last, self._pushed_step = handle, step
+        if self._strict:
+            handle.wait(VersionState.READY)
+        # not a daemon: a trainer that ends after its last save must still say that it was not pushed
+        arguments = (handle, step, rank, self._logger)
+        threading.Thread(target=follow, args=arguments, name=f"follow-{handle.number}").start()
+
+    def _reach(self, rank: int) -> None:
+        if rank:
+            with contextlib.suppress(NotFound):  # rank 0 may be registering it
+                self._client.model(self._model)
+        elif self._register is None:
+            self._client.model(self._model)
+        else:
+            self._register()
+            self._register = None
+
+    def _prepared(
+        self, prepare: Callable[[], tuple[int, Any]], rank: int, world_size: int
+    ) -> tuple[int, Any]:
+        """What to push, once every rank can."""
+        problem, step, weights = "", 0, None
+        try:
+            step, weights = prepare()
+            self._reach(rank)
+        except Exception as error:
+            problem = f"rank {rank}: {error}"
+        has_pushed = not problem and step == self._pushed_step
+        of_ranks = _of_all_ranks((problem, has_pushed), world_size)
+        if any(found for found, _ in of_ranks):
+            raise FailedPrecondition(
+                "not all ranks can push", details=[found for found, _ in of_ranks if found][:5]
+            )
+        if len({pushed for _, pushed in of_ranks}) > 1:
+            missing = [str(number) for number, (_, pushed) in enumerate(of_ranks) if not pushed]
+            raise FailedPrecondition(
+                f"step {step} was pushed before, and failed on ranks {', '.join(missing[:10])}",
+                fix="it cannot be pushed again by the same processes; the next step can",
+            )
+        return step, weights
+
+
+def _of_all_ranks(value: tuple[str, bool], world_size: int) -> list[tuple[str, bool]]:
+    import torch.distributed as dist
+
+    values = [value] * world_size
+    if world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def follow(handle: PushHandle, step: int, rank: int, logger: logging.Logger) -> None:
+    """Say in the log what became of a push: each rank of its own part, rank 0 of the version."""
+    what = f"{handle.model}@{handle.number} (step {step})"
+    try:
+        handle.report()
+        if rank == 0:
+            handle.wait(VersionState.DURABLE, timeout=_DURABLE_SECONDS)
+            logger.info("%s is in the store", what)
+    except DeadlineExceeded:
+        logger.warning("%s is not in the store after %g s; it is still on its way", what, _DURABLE_SECONDS)
+    except WeighbridgeError as error:
+        logger.error("rank %s: the push of %s has failed: %s", rank, what, error)

@@ -1,0 +1,69 @@
+"""Model of one rank of SGLang, as `weighbridge.integrations.engine_rank` wants it described."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from weighbridge import _lazy as lazy
+from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, from_first
+from weighbridge.integrations.engine_rank.model import EngineModel
+from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
+from weighbridge.integrations.sglang.configuration import configuration_of, parallel
+from weighbridge.integrations.sglang.wanted import Wanted
+
+log = logging.getLogger(__name__)
+
+
+class SglangModel(EngineModel):
+    """A model that SGLang's tensor-parallel ranks update together."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those of the tensor-parallel group; SGLang sends each request to all of them."""
+        return ProcessGroup(parallel().tp_group.cpu_group)
+
+    def configuration(self) -> str:
+        """All of SGLang's settings of this rank but what names this start of the engine."""
+        return configuration_of(self.model)
+
+    def spare(self, parameter: torch.Tensor) -> int:
+        """All elements but one: SGLang's loaders leave padding alone, and do not say where it is."""
+        return parameter.numel() - 1
+
+    def record_first(self, source: lazy.Source) -> lazy.Recording | None:
+        """`record`; a loader that cannot be recorded is run by SGLang over all tensors."""
+        try:
+            return self.record(source)
+        except Exception as error:
+            log.warning("%s is loaded tensor by tensor, it cannot be recorded: %s", source.version, error)
+            return None
+
+
+def sglang_rank(model: torch.nn.Module) -> EngineRank:
+    """The rank of a model of this process."""
+    return rank_of(model, SglangModel(model))
+
+
+def number_on(ranks: Ranks, rank: EngineRank, wanted: Wanted) -> int:
+    """Which version is meant: of a ref, the one that it names when the first of these ranks asks. Collective."""
+    if wanted.version.isdecimal():
+        return int(wanted.version)
+    client = rank.client(wanted.source)
+    return from_first(ranks, lambda: client.version(wanted.model, wanted.version).number)
+
+
+def number_to_update_to(rank: EngineRank, wanted: Wanted) -> int:
+    """`number_on` all ranks that update together.
+
+    Raises:
+        FailedPrecondition: they cannot, as there are pipeline stages.
+    """
+    if parallel().pp_size > 1:
+        raise FailedPrecondition(
+            "pipeline stages of SGLang cannot take over a version together",
+            fix="start the engine without --pp-size, or start it again from the new version",
+        )
+    return number_on(rank.engine.ranks, rank, wanted)

@@ -1,0 +1,196 @@
+"""Entries of a state dict that `torch.distributed.checkpoint` has flattened, and the model's tensors that they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem
+
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard
+from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge._formats.dtensors import local_shards, local_tensor
+from weighbridge._formats.memory_forms import Form, ModelTensors, Part
+from weighbridge._formats.torch_state import (
+    NAMED,
+    check_merged,
+    memory_of,
+    mismatch,
+    model_form,
+)
+from weighbridge.errors import LayoutError
+
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+"""How transformers' input embeddings are called, which a tied ``lm_head.weight`` is a copy of."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Names of a state dict's entries.
+
+    Attributes:
+        model: the model's tensors, by name.
+        prefix: what may stand before the names of the model's part, such as ``model.`` of ``{"model": ..., "optimizer": ...}``.
+    """
+
+    model: ModelTensors
+    prefix: str
+
+    def form(self, entry: str) -> Form | None:
+        """What an entry is of the model; None if it is nothing of it."""
+        found = model_form(entry, self.model)
+        return model_form(entry.removeprefix(self.prefix), self.model) if found is None else found
+
+    def tied(self, entry: str) -> Form | None:
+        """The tensor of which an entry may be the tied copy: the input embeddings, of a model that has no head of its own."""
+        is_head = entry == _HEAD or entry.endswith(f".{_HEAD}")
+        return self._embeddings if is_head else None
+
+    def is_about_weights(self, entry: str) -> bool:
+        """Whether a tensor's name is within an entry's, as in an optimizer's ``state.<name>.exp_avg``."""
+        parts = entry.split(".")
+        spans = itertools.combinations(range(len(parts) + 1), 2)
+        return any(".".join(parts[start:stop]) in self.model for start, stop in spans)
+
+    @cached_property
+    def _embeddings(self) -> Form | None:
+        if any(name.endswith(_HEAD) for name in self.model):
+            return None
+        found = [name for name in self.model if name.endswith(_EMBEDDINGS)]
+        return self.model.form(found[0]) if len(found) == 1 else None
+
+
+@dataclass(frozen=True)
+class PlannedShards:
+    """The model's shards that a rank is to write.
+
+    Attributes:
+        layout: the shards as one stream.
+        sources: for each shard, the item of the plan, and which part of it.
+        copies: further entries that must be tied copies of the model's tensors.
+    """
+
+    layout: Layout
+    sources: tuple[tuple[WriteItem, Part], ...]
+    copies: tuple[str, ...]
+
+
+def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> PlannedShards:
+    """Find the model's shards in what a rank is to write.
+
+    Args:
+        items: of a save plan.
+        entries: how the model's tensors are called.
+        cast: as of `weighbridge.TrainerClient.push_state_dict`.
+
+    Raises:
+        LayoutError: shapes or dtypes contradict the model, there are entries that are not its, or LoRA adapters are not merged; names all.
+    """
+    items = list(items)
+    check_merged([item.index.fqn for item in items])
+    found: list[tuple[WriteItem, Part]] = []
+    copies: list[str] = []
+    problems: dict[str, None] = {}
+    others: defaultdict[str, list[str]] = defaultdict(list)
+    for item in items:
+        entry, data = item.index.fqn, item.tensor_data
+        form = entries.form(entry)
+        if form is not None and data is not None:
+            problem = mismatch(form, data.size, data.properties.dtype, cast)
+            if problem is not None:
+                problems[problem] = None
+            elif 0 not in data.chunk.sizes:
+                box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+                found += [(item, part) for part in form.parts(box, swapped=form.is_swapped(data.size))]
+        elif entry.endswith("inv_freq"):
+            continue
+        elif entries.tied(entry) is not None:
+            copies.append(entry)
+        elif data is None or entries.is_about_weights(entry) or not entry.startswith(entries.prefix):
+            others[entry.split(".")[0]].append(entry)
+        else:
+            nearest = (
+                did_you_mean(entry.removeprefix(entries.prefix), entries.model)
+                if len(problems) < NAMED
+                else ""
+            )
+            problems[f"{entry}: the model has no such tensor{nearest}"] = None
+    problems.update(dict.fromkeys(_foreign(of_root) for of_root in others.values()))
+    if problems:
+        raise LayoutError(
+            f"{len(problems)} entries of the state dict are not as the model has them",
+            details=list(problems)[:NAMED],
+            fix="keep only the model here, and save optimizers and other state with another writer: "
+            "dcp.save({'optimizer': ...}, checkpoint_id=folder)"
+            if others
+            else "give what the model's safetensors files hold, by the same names and in the same shapes, and nothing else",
+        )
+    specs = [entries.model[name] for name in dict.fromkeys(part.tensor for _, part in found)]
+    layout = Layout.stream(specs, [Shard(part.tensor, part.box) for _, part in found])
+    return PlannedShards(layout, tuple(found), tuple(copies))
+
+
+def _foreign(entries: list[str]) -> str:
+    more = f" and {len(entries) - 1} more like it" if len(entries) > 1 else ""
+    return f"{entries[0]}{more}: not the model's"
+
+
+def planned_state(planner: Any) -> Mapping[str, Any]:
+    """What a planner that is made like DCP's own saves or loads, by entry; of others nothing is known."""
+    state = getattr(planner, "state_dict", None)
+    return state if isinstance(state, Mapping) else {}
+
+
+def check_one_box(planner: Any, entry: str) -> None:
+    """Refuse a DTensor whose shard is several boxes, since DCP can say only one.
+
+    Raises:
+        LayoutError: it is so.
+    """
+    value = planned_state(planner).get(entry)
+    if isinstance(value, torch.Tensor) and len(local_shards(value)) > 1:
+        raise LayoutError(
+            f"{entry}: this rank's shard lies in several places of the tensor, and torch.distributed.checkpoint knows only one",
+            fix="use push_state_dict and restore_state_dict, or sizes that the ranks share evenly",
+        )
+
+
+def untied(planner: Any, copies: Iterable[str], entries: Entries, *, by_content: bool = False) -> list[str]:
+    """Those of the entries that do not share their memory with one of the model's tensors.
+
+    Args:
+        planner: made like DCP's own.
+        copies: entries that may be tied.
+        entries: how the model's tensors are called.
+        by_content: whether equal elements will do: staging for ``async_save`` may have copied tied tensors apart.
+    """
+    state = planned_state(planner)
+    known = {
+        memory_of(value): value
+        for entry, value in state.items()
+        if isinstance(value, torch.Tensor) and entries.form(entry) is not None
+    }
+
+    def is_tied(entry: str) -> bool:
+        value = state.get(entry)
+        if not isinstance(value, torch.Tensor):
+            return False
+        return memory_of(value) in known or (
+            by_content and any(_same_elements(value, other) for other in known.values())
+        )
+
+    return [entry for entry in copies if not is_tied(entry)]
+
+
+def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    ours, theirs = local_tensor(one), local_tensor(other)
+    return ours.shape == theirs.shape and torch.equal(ours, theirs)

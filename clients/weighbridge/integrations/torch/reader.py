@@ -1,0 +1,227 @@
+"""Storage reader of `torch.distributed.checkpoint` that fills state dicts from a version, in whatever way they are sharded."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard
+from weighbridge._core.resources import Version
+from weighbridge._formats.memory_forms import Form, ModelTensors
+from weighbridge._formats.torch_state import ALLOW, mismatch
+from weighbridge.errors import LayoutError, NotFound
+from weighbridge.integrations.checkpoint_names import step_named
+from weighbridge.integrations.torch.entries import Entries, check_one_box, untied
+
+
+class WeighbridgeReader(StorageReader):
+    """A storage reader for ``dcp.load``. All ranks make one. Only a rank's own bytes come over the wire.
+
+    Args:
+        model: ``namespace/name``.
+        server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which stays open.
+        version: a number or a ref. If ``dcp.load`` is given a ``checkpoint_id``, it is the newest version of the step that this says.
+        prefix: what may stand before the model's names in the flattened state dict: ``model.`` if it is ``{"model": ...}``.
+        retry_seconds, lane: as for `TrainerClient`.
+
+    Attributes:
+        model: the model.
+        version: that was loaded; None before.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        server: str | TrainerClient | None = None,
+        *,
+        version: str | int = "latest",
+        prefix: str = "model.",
+        retry_seconds: float = 60.0,
+        lane: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.version: Version | None = None
+        self._wanted: str | int = version
+        self._checkpoint: str | os.PathLike[str] | None = None
+        self._prefix = prefix
+        self._resolved = 0
+        self._made: TrainerClient | None = None
+        if isinstance(server, TrainerClient):
+            self._client = server
+        else:
+            self._client = self._made = TrainerClient(server, retry_seconds=retry_seconds, lane=lane)
+            weakref.finalize(self, self._made.close)
+
+    def close(self) -> None:
+        """Close the connection, unless it was given."""
+        if self._made is not None:
+            self._made.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # In the order in which DCP calls them.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """What the checkpoint is called that is about to be loaded; DCP says it only if the user did."""
+        self._checkpoint = checkpoint_id
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """The model's tensors, each as one chunk. Entries with the prefix, or with what wrappers add to names, are found in it, too.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        self._client.describe_tensors(self.model, refresh=True)
+        entries = self._entries
+        return Metadata(
+            _Described(entries, {name: _described(Form.plain(spec)) for name, spec in entries.model.items()}),
+            planner_data={name: (name,) for name in entries.model},
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Find the version; the coordinator's is what all ranks read.
+
+        Raises:
+            NotFound: there is no such version.
+        """
+        if is_coordinator:
+            self._resolved = self._find().number
+        self._checkpoint = None
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Tell each rank which version is read: a ref may move meanwhile."""
+        return [replace(plan, storage_data=self._resolved) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the plan asks for. Floating-point tensors of another dtype than the model's are cast.
+
+        Raises:
+            LayoutError: a tensor cannot take what the model has; names each.
+            WeighbridgeError: the bytes could not be brought.
+        """
+        entries = self._entries
+        shards: dict[tuple[str, Box], list[torch.Tensor]] = {}
+        problems: dict[str, None] = {}
+        targets = []
+        for form, item in self._to_read(plan, planner, entries):
+            check_one_box(planner, item.dest_index.fqn)
+            target = planner.resolve_tensor(item)
+            targets.append((item, target))
+            problem = mismatch(form, form.shape, target.dtype, ALLOW)
+            if problem is not None:
+                problems[problem] = None
+            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            for part in form.parts(box):
+                shards.setdefault((part.tensor, part.box), []).append(part.view(target.detach()))
+        if problems:
+            raise LayoutError(
+                f"{len(problems)} tensors cannot take what the model has", details=list(problems)
+            )
+        specs = [entries.model[name] for name in dict.fromkeys(name for name, _ in shards)]
+        layout = Layout.stream(specs, [Shard(name, box) for name, box in shards])
+        with torch.no_grad():
+            filled = [of_box[0] for of_box in shards.values()]
+            self.version = self._client.restore_shards(self.model, layout, filled, version=plan.storage_data)
+            for first, *others in shards.values():
+                for other in others:
+                    other.copy_(first)
+        for item, target in targets:
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint's name says a step."""
+        return step_named(checkpoint_id) is not None
+
+    @property
+    def _entries(self) -> Entries:
+        return Entries(ModelTensors.of(self._client.describe_tensors(self.model)), self._prefix)
+
+    def _find(self) -> Version:
+        if self._checkpoint is None:
+            return self._client.version(self.model, self._wanted)
+        step = step_named(self._checkpoint)
+        found = [each for each in self._client.versions(self.model) if each.step == step]
+        if not found:
+            raise NotFound(
+                f"{self.model} has no version of the step that {os.fspath(self._checkpoint)!r} says",
+                fix="load without checkpoint_id, from WeighbridgeReader(model, version=...)",
+            )
+        return max(found, key=lambda each: each.number)
+
+    def _to_read(self, plan: LoadPlan, planner: LoadPlanner, entries: Entries) -> list[tuple[Form, ReadItem]]:
+        """The items of a plan with the tensors that they are of; without tied copies, which are filled with what they are tied to."""
+        found, copies = [], []
+        for item in plan.items:
+            form = entries.form(item.dest_index.fqn)
+            if form is None:
+                copies.append(item.dest_index.fqn)
+            else:
+                found.append((form, item))
+        alone = untied(planner, copies, entries)
+        if alone and not getattr(planner, "allow_partial_load", False):
+            raise NotFound(
+                f"{self.model} has no {', '.join(alone)}, and it is not tied to a tensor that it has",
+                fix="tie the model's weights, or load with DefaultLoadPlanner(allow_partial_load=True)",
+            )
+        return found
+
+
+class _Described(dict[str, STORAGE_TYPES]):
+    """Metadata of the model's tensors by name, in which entries are found under whatever names they have in a state dict."""
+
+    def __init__(self, entries: Entries, described: Mapping[str, STORAGE_TYPES]) -> None:
+        super().__init__(described)
+        self._entries = entries
+
+    def __contains__(self, entry: object) -> bool:
+        return isinstance(entry, str) and self._form(entry) is not None
+
+    def __missing__(self, entry: str) -> STORAGE_TYPES:
+        form = self._form(entry)
+        if form is None:
+            raise KeyError(entry)
+        return _described(form)
+
+    def _form(self, entry: str) -> Form | None:
+        return self._entries.form(entry) or self._entries.tied(entry)
+
+
+def _described(form: Form) -> TensorStorageMetadata:
+    size = torch.Size(form.shape)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype=form.members[0].spec.dtype.torch), size, [whole])

@@ -1,0 +1,286 @@
+"""Storage writer of `torch.distributed.checkpoint` that makes a version of each checkpoint.
+
+What a checkpoint is called comes with each save, and its plan may be an older one, since planners keep plans. So the version's step is told at
+the beginning of a save, and of the plan only names and boxes are used. The coordinator seals last, in `WeighbridgeWriter.finish`, which DCP
+calls once all ranks have written: until then no version can become visible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.push_options import PushOptions, check_options
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge._core.layouts import Layout
+from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats.dtensors import local_tensor
+from weighbridge._formats.memory_forms import ModelTensors
+from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge._formats.torch_state import ALLOW, check_cast
+from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, WeighbridgeError
+from weighbridge.integrations.checkpoint_names import step_named
+from weighbridge.integrations.torch.entries import (
+    Entries,
+    PlannedShards,
+    check_one_box,
+    planned_shards,
+    untied,
+)
+
+
+class WeighbridgeWriter(StorageWriter):
+    """A storage writer for ``dcp.save`` and ``dcp.async_save``, of one checkpoint or of many. All ranks make one.
+
+    Args:
+        model: ``namespace/name``, registered before.
+        server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which stays open.
+        step: the training step, or a function that is asked for it at each save. By default the number with which the ``checkpoint_id`` ends.
+        prefix: what may stand before the model's names in the flattened state dict: ``model.`` if it is ``{"model": ...}``.
+        cast: as for `TrainerClient.push_state_dict`.
+        until: ``ready``, ``verified`` or ``durable``: for what a save waits.
+        run, retry_seconds, lane: as for `TrainerClient`.
+        options: ``metadata``, ``candidate`` and ``allow_nonfinite`` of each version, as for `TrainerClient.push`.
+
+    Attributes:
+        model: the model.
+        last: this rank's newest push, or None.
+        version: the newest version that a save has waited for; of the coordinator only, elsewhere None.
+
+    Raises:
+        InvalidArgument: ``cast`` or ``until`` is not known.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        server: str | TrainerClient | None = None,
+        *,
+        step: int | Callable[[], int] | None = None,
+        prefix: str = "model.",
+        cast: str = ALLOW,
+        until: VersionState | str = VersionState.DURABLE,
+        run: str = "default",
+        retry_seconds: float = 60.0,
+        lane: str | None = None,
+        **options: Unpack[PushOptions],
+    ) -> None:
+        super().__init__()
+        check_cast(cast)
+        check_options(options)
+        self._options = options
+        self.model = model
+        self.last: PushHandle | None = None
+        self.version: Version | None = None
+        self._step = step
+        self._prefix = prefix
+        self._cast = cast
+        self._until = _awaited(until)
+        self._given = server if isinstance(server, TrainerClient) else None
+        self._connects_with: dict[str, Any] = {
+            "server": None if self._given else server, "run": run, "retry_seconds": retry_seconds, "lane": lane,
+        }  # fmt: skip
+        self._made: TrainerClient | None = None
+        self._staging = StagingPool()
+        self._checkpoint: str | os.PathLike[str] | None = None
+        self._saving_step = 0
+        self._rank = 0
+        self._coordinates = False
+
+    def close(self) -> None:
+        """Give a save up that has not been finished, and close the connection, unless it was given."""
+        self._give_up("the writer was closed")
+        made, self._made = self._made, None
+        if made is not None:
+            made.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What goes to the process in which ``dcp.async_save`` saves, if it is asked to: all but connections."""
+        if self._given is not None:
+            raise FailedPrecondition(
+                "a writer that was given a client cannot save in another process",
+                fix="give it the server's address instead",
+            )
+        return {**vars(self), "_made": None, "_staging": None, "last": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _staging=StagingPool())
+
+    # In the order in which DCP calls them.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """What the checkpoint is called that is about to be saved; DCP says it only if the user did."""
+        self._checkpoint = checkpoint_id
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What planners are told about the checkpoint."""
+        return StorageMeta(checkpoint_id=self._checkpoint)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save: which step it is of, and whether the service knows the model.
+
+        Raises:
+            InvalidArgument: nothing says which step it is; or the ranks save without coordination.
+            NotFound: the model is not registered.
+        """
+        if not kwargs.get("use_collectives", True):
+            raise InvalidArgument(
+                "the ranks of a version have to know of each other", fix="save with use_collectives=True"
+            )
+        self._give_up("another save has begun")
+        named = self._checkpoint
+        self._checkpoint = None  # the next save may have none
+        self._saving_step = self._step_of(named)
+        self._rank = int(kwargs.get("rank") or 0)
+        self._coordinates = is_coordinator
+        self._client.describe_tensors(self.model, refresh=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse what is not of the model, while no rank waits for another one.
+
+        Raises:
+            LayoutError: as `TrainerClient.push_state_dict`; and there are entries that are not the model's, such as an optimizer's.
+        """
+        planned_shards(plan.items, self._entries, self._cast)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank how many there are."""
+        return [replace(plan, storage_data=len(plans)) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Push this rank's shards; done when they have arrived. The coordinator's seal is held.
+
+        Raises:
+            LayoutError: the ranks together do not hold all of the model, or a tensor is not what the plan says.
+            WeighbridgeError: the push failed.
+        """
+        planned = planned_shards(plan.items, self._entries, self._cast)
+
+        def opened(indexes: Sequence[int], stream: Layout) -> ShardSource:
+            return TensorSource(self._staging, stream, self._resolved(planned, indexes, planner))
+
+        handle = self.last = self._client.push_shards(
+            self.model, planned.layout, TensorSpace.HUGGING_FACE, opened, step=self._saving_step, rank=self._rank,
+            world_size=int(plan.storage_data), hold_seal=self._coordinates, **self._options,
+        )  # fmt: skip
+        try:
+            handle.report()
+        except BaseException as error:
+            self._give_up(f"rank {self._rank} has failed: {error}"[:300])
+            raise
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([_result(item) for item in plan.items])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Seal the version, and wait for it.
+
+        Raises:
+            VersionFailed: it cannot be completed.
+            WeighbridgeError: the service could not be asked.
+        """
+        handle = self.last
+        assert handle is not None  # noqa: S101 (DCP has written before)
+        handle.seal()
+        self.version = handle.wait(self._until)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint's name says a step."""
+        return step_named(checkpoint_id) is not None
+
+    @property
+    def _client(self) -> TrainerClient:
+        if self._given is not None:
+            return self._given
+        if self._made is None:
+            self._made = TrainerClient(**self._connects_with)
+            weakref.finalize(self, self._made.close)
+        return self._made
+
+    @property
+    def _entries(self) -> Entries:
+        return Entries(ModelTensors.of(self._client.describe_tensors(self.model)), self._prefix)
+
+    def _step_of(self, named: str | os.PathLike[str] | None) -> int:
+        step = self._step() if callable(self._step) else self._step
+        if step is None and named is not None:
+            step = step_named(named)
+        if step is None:
+            raise InvalidArgument(
+                "nothing says which step is saved",
+                fix="WeighbridgeWriter(model, step=...), or a checkpoint_id that ends with it, such as 'step-100'",
+            )
+        return step
+
+    def _resolved(
+        self, planned: PlannedShards, indexes: Sequence[int], planner: SavePlanner
+    ) -> list[torch.Tensor]:
+        """The data of shards, when all ranks have come: planners may make it only now."""
+        problems = [
+            f"{entry}: the model has no such tensor, and it is no tied copy of one that it has"
+            for entry in untied(planner, planned.copies, self._entries, by_content=True)
+        ]
+        tensors = []
+        for item, parts in itertools.groupby(
+            [planned.sources[index] for index in indexes], lambda each: each[0]
+        ):
+            check_one_box(planner, item.index.fqn)
+            tensor = planner.resolve_data(item)
+            extent = list(item.tensor_data.chunk.sizes) if item.tensor_data else []
+            if isinstance(tensor, torch.Tensor) and list(tensor.shape) == extent:
+                held = local_tensor(tensor)
+                tensors += [part.view(held) for _, part in parts]
+            else:
+                there = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                problems.append(f"{item.index.fqn} is {there}, and its plan says {extent}")
+        if problems:
+            raise LayoutError("what is to be saved is not what the model has", details=problems)
+        return tensors
+
+    def _give_up(self, reason: str) -> None:
+        """Abort the newest push, unless it is sealed: no other rank shall wait for it."""
+        handle = self.last
+        if handle is not None and not handle.sealed:
+            self.last = None
+            with contextlib.suppress(WeighbridgeError):
+                self._client.abort(self.model, handle.number, reason)
+
+
+def _awaited(until: VersionState | str) -> VersionState:
+    allowed = {
+        state.value: state for state in (VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE)
+    }
+    found = allowed.get(until.value if isinstance(until, VersionState) else until)
+    if found is None:
+        raise InvalidArgument(
+            f"a save cannot wait for {until!r}", fix="until=" + " or ".join(map(repr, allowed))
+        )
+    return found
+
+
+def _result(item: WriteItem) -> WriteResult:
+    return WriteResult(item.index, item.tensor_storage_size() or 0, None)

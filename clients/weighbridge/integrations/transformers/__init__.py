@@ -1,0 +1,261 @@
+"""Models of transformers that start from the service, and go to any version in place.
+
+::
+
+    model = from_weighbridge("acme/smol@latest", "127.0.0.1:50051")
+    tokenizer = tokenizer_from_weighbridge("acme/smol")
+    update(model, "latest")
+
+`trainer_callback.PushCallback` pushes from transformers' ``Trainer``. With ``tp_plan="auto"`` under torchrun each rank brings only what transformers' own plan gives it.
+
+May import: `engine_rank`, `guarded_pushes`, `_lazy`, `_clients` and folders below, and transformers.
+
+- `building`: which tensors become which parameters.
+- `model`: a rank's model, to the contract.
+- `trainer_callback`: pushes of transformers' ``Trainer``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weighbridge._clients.engine import EngineClient
+from weighbridge._core import dtypes
+from weighbridge._core.resources import Version
+from weighbridge._lazy import Source
+from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.engine_rank.agreement import RanksFailed, from_first
+from weighbridge.integrations.engine_rank.rank import EngineRank
+from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.transformers.building import Recipe, concrete_class, materialise, single_device
+from weighbridge.integrations.transformers.model import TransformersModel, ranks_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_live: weakref.WeakKeyDictionary[Any, LiveModel] = weakref.WeakKeyDictionary()
+
+
+def from_weighbridge(
+    name: str,
+    server: str | EngineClient | None = None,
+    *,
+    model_class: Any = None,
+    config: PretrainedConfig | None = None,
+    dtype: str | torch.dtype | None = None,
+    device_map: Any = None,
+    tp_plan: Any = None,
+    tp_size: int | None = None,
+    strict: bool = True,
+    lane: str | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """A model with the weights of a version, as ``from_pretrained`` would make it of that version's folder.
+
+    Args:
+        name: ``namespace/name@version``; without a version the latest.
+        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which stays open as long
+            as the model is to be updated.
+        model_class: a class of models or an auto class; by default the one that the version's config.json names.
+        config: used instead of the version's.
+        dtype: of the parameters; None is the config's.
+        device_map: one device for all of the model; parameters are made there, not in host memory first.
+        tp_plan, tp_size: as for ``from_pretrained``: spread the model over the ranks of torch.distributed, all of which call this.
+        strict: refuse a version that lacks something of the model, or has something that the model has no place for; otherwise the
+            first is initialised by transformers, the second left out.
+        lane: as for `EngineClient`.
+        options: further arguments of ``from_pretrained``, such as ``attn_implementation``.
+
+    Raises:
+        NotFound: no such model or version.
+        FailedPrecondition: the version does not fit the model; names the tensors. Or the model is quantised.
+        WeighbridgeError: the service could not be reached, or has gone.
+    """
+    client = server if isinstance(server, EngineClient) else EngineClient(server, lane=lane)
+    model_name, _, asked = name.partition("@")
+    several = tp_plan is not None
+    version = from_first(ranks_of(several), lambda: client.version(model_name, asked or "latest"))
+    remote = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
+    with _side_files(client, model_name, version.number) as folder:
+        from transformers import AutoConfig
+
+        config = config or AutoConfig.from_pretrained(folder, **remote)
+        if getattr(config, "quantization_config", None) or "quantization_config" in options:
+            raise FailedPrecondition(
+                f"{version} is quantised, or is to be: transformers would repack it",
+                fix="load it from the service's Hugging Face endpoint, with HF_ENDPOINT",
+            )
+        generation = None
+        if "generation_config" not in options and (Path(folder) / "generation_config.json").is_file():
+            from transformers import GenerationConfig
+
+            generation = GenerationConfig.from_pretrained(folder)
+        options["dtype"] = (
+            dtypes.parse(dtype).torch if isinstance(dtype, str) and dtype != "auto" else dtype or "auto"
+        )
+        options.update(_parallelism(tp_plan, tp_size))
+        recipe = Recipe(concrete_class(model_class, config, **remote), config, strict, options)
+        tensors = Source(client, model_name, version.number).tensors()
+        model, missing = recipe.build(dict(tensors))
+    if generation is not None and model.can_generate():
+        # as an option of from_pretrained it would lose what generate() asks it for
+        model.generation_config = generation
+    model.config.name_or_path = model.name_or_path = model_name
+    materialise(model, single_device(device_map))
+    live = _live[model] = LiveModel(
+        TransformersModel(model, recipe, missing, several=several), model_name, client
+    )
+    # transformers may have been the first to let the ranks know of each other
+    live._start(from_first(ranks_of(several), lambda: version).number)
+    return model
+
+
+def attach(
+    model: PreTrainedModel, name: str, server: str | None = None, *, lane: str | None = None, **options: Any
+) -> LiveModel:
+    """Let a model that was loaded from elsewhere be updated from the service.
+
+    Args:
+        model: a live transformers model.
+        name: ``namespace/name``.
+        server, lane: as for `from_weighbridge`.
+        options: the arguments of ``from_pretrained`` with which its weights were spread over ranks, such as ``tp_plan``.
+    """
+    recipe = Recipe(type(model), model.config, options=options)
+    described = TransformersModel(model, recipe, several=bool(options), cast=True)
+    live = _live[model] = LiveModel(described, name, EngineClient(server, lane=lane))
+    return live
+
+
+def update(model: PreTrainedModel, version: str | int = "latest") -> Version:
+    """Take a live model to a version, in place; as `LiveModel.update`."""
+    return live_model(model).update(version)
+
+
+def live_model(model: PreTrainedModel) -> LiveModel:
+    """What is known of a model that came from `from_weighbridge` or was given to `attach`.
+
+    Raises:
+        FailedPrecondition: it is another one.
+    """
+    found = _live.get(model)
+    if found is None:
+        raise FailedPrecondition(
+            "this model does not come from the service", fix="attach(model, 'namespace/name', server)"
+        )
+    return found
+
+
+def tokenizer_from_weighbridge(
+    name: str, server: str | None = None, *, lane: str | None = None, **options: Any
+) -> Any:
+    """The tokenizer that belongs to a version.
+
+    Args:
+        name, server, lane: as for `from_weighbridge`.
+        options: further arguments of ``AutoTokenizer.from_pretrained``.
+    """
+    from transformers import AutoTokenizer
+
+    model_name, _, asked = name.partition("@")
+    with (
+        EngineClient(server, lane=lane) as client,
+        _side_files(client, model_name, client.version(model_name, asked or "latest").number) as folder,
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    tokenizer.name_or_path = model_name
+    return tokenizer
+
+
+class LiveModel:
+    """A transformers model, and the version that it has.
+
+    Attributes:
+        name: ``namespace/name``.
+        rank: this process's part of it.
+    """
+
+    def __init__(self, model: TransformersModel, name: str, client: EngineClient) -> None:
+        self.name = name
+        self.rank = EngineRank(model)
+        self._engine = model
+        self.rank.source = ModelSource(name)
+        self.rank.clients[self.rank.source] = client
+        self._updating = threading.Lock()
+
+    @property
+    def version(self) -> Version | None:
+        """Whose weights it has; None if it had none of the service's yet, or an update broke off and there was no way back."""
+        return self.rank.held.version if self.rank.held is not None else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the version cost this rank."""
+        return self.rank.held.nbytes if self.rank.held is not None else 0
+
+    def update(self, version: str | int = "latest") -> Version:
+        """Take the model to a version, in place. No parameter is touched before all bytes are here; let nothing compute meanwhile.
+
+        Of a model that is spread over ranks all ranks call it, and if one of them cannot, none does.
+
+        Args:
+            version: a number or a ref.
+
+        Returns:
+            The version that the model has now.
+
+        Raises:
+            NotFound: no such version, or it lacks a tensor of the model; names it.
+            FailedPrecondition: the version does not fit the model, names the tensors; or another update is under way.
+            WeighbridgeError: the service could not be reached, or has gone. Whatever is raised, the model keeps its version.
+        """
+        if not self._updating.acquire(blocking=False):
+            raise FailedPrecondition(f"another update of this {self.name} is under way", fix="wait for it")
+        try:
+            client = self.rank.client()
+            asked = from_first(self.rank.engine.ranks, lambda: client.version(self.name, version))
+            if self.version is None or self.version.number != asked.number:
+                self.rank.apply(asked.number)
+            return asked
+        except RanksFailed as failed:
+            for error in filter(None, failed.errors):
+                raise error from failed
+            raise
+        finally:
+            self._updating.release()
+
+    def _start(self, number: int) -> None:
+        """Bring the first version straight to the parameters, which hold nothing yet."""
+        source, recording = self.rank.load(ModelSource(self.name), number)
+        if recording is not None and self.rank.held is not None:
+            self._engine.fill_rest(self._engine.bring_rest(self.rank.client(), source, recording))
+            self.rank.held = replace(self.rank.held, nbytes=recording.nbytes + source.fetched_bytes)
+
+
+def _parallelism(tp_plan: Any, tp_size: int | None) -> dict[str, Any]:
+    """What ``from_pretrained`` wants to hear of tensor parallelism: transformers 5 has a class for it."""
+    if tp_plan is None:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    if "tp_plan" in getattr(DistributedConfig, "__dataclass_fields__", ()):
+        return {"distributed_config": DistributedConfig(tp_plan=tp_plan, tp_size=tp_size)}
+    return {"tp_plan": tp_plan, "tp_size": tp_size}
+
+
+@contextmanager
+def _side_files(client: EngineClient, model: str, number: int) -> Iterator[str]:
+    """A folder with the files of a version besides its weights."""
+    with tempfile.TemporaryDirectory(prefix="weighbridge-") as folder:
+        for name, content in client.model_files(model, number).items():
+            Path(folder, name).write_bytes(content)
+        yield folder

@@ -1,0 +1,215 @@
+"""Mapping of a version's tensors to a model's parameters, as transformers itself tells it.
+
+Its `from_pretrained` takes a state dict; here that is one of lazy tensors. What it renames, cuts for tensor parallelism, stacks (experts,
+since transformers 5) and casts comes back in the model's parameters, still lazy. No rule of any model is written down here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._lazy import LazyTensor, Recording, record
+from weighbridge._lazy.joined import JoinedTensor
+from weighbridge.errors import FailedPrecondition, InvalidArgument
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_NAMED = 10
+"""Most tensors that an error names."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How transformers is asked for a model.
+
+    Attributes:
+        model_class: a class of models, not an auto class.
+        config: the model's configuration.
+        strict: whether the model's parameters and the version's tensors have to be the same ones.
+        options: further arguments of ``from_pretrained``.
+    """
+
+    model_class: Any
+    config: PretrainedConfig
+    strict: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> tuple[PreTrainedModel, set[str]]:
+        """A model whose parameters are parts of these lazy tensors, and the names of those that nothing goes to.
+
+        Raises:
+            FailedPrecondition: the tensors do not fit the configuration; names them.
+        """
+        try:
+            with _without_progress_bars():
+                model, found = self.model_class.from_pretrained(
+                    None,
+                    config=copy.deepcopy(self.config),
+                    state_dict=dict(tensors),
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # it would not name them
+                    **self.options,
+                )
+        except RuntimeError as error:
+            raise FailedPrecondition(
+                f"transformers cannot make a {self.model_class.__name__} of these tensors: {error}",
+                fix="look at what it logs; a tensor may be missing",
+            ) from error
+        self._check(model, tensors, found)
+        return model, set(found["missing_keys"])
+
+    def _check(
+        self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Any]
+    ) -> None:
+        name = self.model_class.__name__
+        if found["mismatched_keys"]:
+            # transformers 5 gives each with its shapes
+            keys = sorted(key if isinstance(key, str) else key[0] for key in found["mismatched_keys"])
+            held = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+            shapes = {key: list(tensor.shape) for key, tensor in tensors.items()}
+            raise FailedPrecondition(
+                f"the version does not fit the configuration of this {name}",
+                details=_few(
+                    f"{key} is {held.get(key)} in the model"
+                    + (f", {shapes[key]} in the version" if key in shapes else "")
+                    for key in keys
+                ),
+                fix="compare vocabulary, experts and sizes in the model's config with the version's config.json",
+            )
+        if self.strict and found["missing_keys"]:
+            raise FailedPrecondition(
+                f"the version has nothing for {len(found['missing_keys'])} parameters of this {name}",
+                details=_few(sorted(found["missing_keys"])),
+                fix="check its configuration; strict=False leaves them as transformers initialises them",
+            )
+        if self.strict and found["unexpected_keys"]:
+            raise FailedPrecondition(
+                f"this {name} has no place for {len(found['unexpected_keys'])} tensors of the version",
+                details=_few(sorted(found["unexpected_keys"])),
+                fix="check its configuration; strict=False leaves them out",
+            )
+
+    def record(self, specs: Iterable[TensorSpec], weights: Mapping[str, torch.Tensor]) -> Recording:
+        """What this model takes of any version with these tensors; brings no bytes.
+
+        Args:
+            specs: the version's tensors.
+            weights: those of the model that is to be filled, as `weights_of` gives them.
+        """
+        targets = {
+            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+            for name, t in weights.items()
+        }
+
+        def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+            built = weights_of(self.build(dict(tensors))[0])
+            for name, target in targets.items():
+                target.copy_(built[name])
+
+        return record(specs, load, targets)
+
+
+def concrete_class(model_class: Any, config: PretrainedConfig, **options: Any) -> Any:
+    """The class of models that an auto class, or None for the one in the configuration, stands for."""
+    import transformers
+
+    if model_class is None:
+        found = [getattr(transformers, name, None) for name in config.architectures or ()]
+        model_class = found[0] if found and found[0] is not None else transformers.AutoModelForCausalLM
+    if not hasattr(model_class, "from_config"):
+        return model_class
+    with torch.device("meta"):  # the way to ask that is no secret of auto classes
+        return type(model_class.from_config(copy.deepcopy(config), **options))
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A model's parameters and persistent buffers by name, of shared ones the first; of distributed ones this rank's part."""
+    kept = model.state_dict().keys()
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        return {name: _local(tensor) for name, tensor in found.items() if name in kept}
+
+
+def materialise(model: PreTrainedModel, device: torch.device | None) -> None:
+    """Give memory to parameters and buffers that have none, and bring the model to a device.
+
+    Args:
+        model: what `Recipe.build` gives; what it holds is undefined afterwards.
+        device: None leaves each where transformers wants it.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for module in list(model.modules()):
+        own = [*module._parameters.items(), *module._buffers.items()]
+        for name, tensor in own:
+            if tensor is not None and isinstance(_local(tensor), LazyTensor | JoinedTensor):
+                if id(tensor) not in made:
+                    made[id(tensor)] = _with_memory(tensor, device)
+                setattr(module, name, made[id(tensor)])
+    if device is not None:
+        model.to(device)
+
+
+def _with_memory(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    local = _local(tensor)
+    # dense, as transformers makes them, whatever was done to the lazy one
+    found = torch.empty(local.shape, dtype=local.dtype, device=device or local.device)
+    if local is not tensor:
+        from torch.distributed.tensor import DTensor
+
+        whole = cast(DTensor, tensor)  # as it has a local part
+        found = DTensor.from_local(
+            found, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )  # fmt: skip
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(found, requires_grad=tensor.requires_grad)
+    return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(tensor, "to_local", None)  # a DTensor has it
+    return tensor if to_local is None else to_local()
+
+
+def single_device(device_map: Any) -> torch.device | None:
+    """The one device that a ``device_map`` names.
+
+    Raises:
+        InvalidArgument: it spreads the model over several.
+    """
+    if isinstance(device_map, Mapping) and list(device_map) == [""]:
+        device_map = device_map[""]
+    if device_map is None or isinstance(device_map, torch.device):
+        return device_map
+    try:
+        return torch.device(device_map)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(
+            f"device_map={device_map!r} is no single device",
+            fix="name one, such as 'cuda:0', or spread the model over ranks with tp_plan='auto'",
+        ) from error
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # nothing is loaded yet
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _few(lines: Iterable[str]) -> list[str]:
+    found = list(lines)
+    return found[:_NAMED] + ([f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else [])

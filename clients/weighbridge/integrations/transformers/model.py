@@ -1,0 +1,117 @@
+"""Model of one rank of transformers, as `weighbridge.integrations.engine_rank` wants it described."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from weighbridge import _lazy as lazy
+from weighbridge._clients.engine import EngineClient
+from weighbridge._lazy.recording import Shape
+from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.engine_rank.agreement import OneRank, ProcessGroup, Ranks
+from weighbridge.integrations.engine_rank.model import EngineModel, Rest
+from weighbridge.integrations.transformers.building import Recipe, weights_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TransformersModel(EngineModel):
+    """A model that ``from_pretrained`` has made; it is not kept alive.
+
+    Args:
+        model: the model.
+        recipe: how transformers is asked for it.
+        missing: names of parameters that nothing of a version goes to.
+        several: whether it is spread over the ranks of torch.distributed.
+        cast: whether its dtype may be another one than the recipe's.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        recipe: Recipe,
+        missing: Collection[str] = (),
+        *,
+        several: bool,
+        cast: bool = False,
+    ) -> None:
+        super().__init__(None)
+        self._alive = weakref.ref(model)
+        self._recipe = recipe
+        self._missing = missing
+        self._several = several
+        self._cast = cast
+
+    @property
+    def model(self) -> Any:
+        """The model.
+
+        Raises:
+            FailedPrecondition: it is gone.
+        """
+        model = self._alive()
+        if model is None:
+            raise FailedPrecondition("the model is gone")
+        return model
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those of torch.distributed, if the model is spread over them."""
+        return ranks_of(self._several)
+
+    @property
+    def config(self) -> Any:
+        """None: transformers itself compares the version's tensors with those of the model."""
+        return None
+
+    def configuration(self) -> str:
+        """How the weights lie: a model that was cast since is recorded again."""
+        return str({name: tuple(Shape.of(tensor)) for name, tensor in self.targets().items()})
+
+    def targets(self) -> Mapping[str, torch.Tensor]:
+        """Parameters and persistent buffers that a version has something for."""
+        return {name: t for name, t in weights_of(self.model).items() if name not in self._missing}
+
+    def record(self, source: lazy.Source) -> lazy.Recording:
+        """What transformers takes of the version's tensors."""
+        weights = self.targets()
+        if self._cast:  # weights shall not be rounded to a dtype that the model does not have
+            dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+            self._recipe = replace(self._recipe, options={**self._recipe.options, "dtype": dtype})
+        self._cast = True
+        return self._recipe.record(source.specs, weights)
+
+    def bring_rest(self, client: EngineClient, source: lazy.Source, recording: lazy.Recording) -> Rest:
+        """Parameters whose way could not be recorded, as transformers fills them."""
+        if not recording.unrecorded:
+            return []
+        weights, built = self.targets(), weights_of(self._recipe.build(dict(source.tensors()))[0])
+        return [
+            (name, torch.empty_like(tensor, device="cpu").copy_(built[name]))
+            for name, tensor in weights.items()
+            if name in recording.unwritten or name not in recording.targets
+        ]
+
+    def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
+        """Copy to the parameters, which stay the same tensors."""
+        update.fill_all(self.targets())
+        self.fill_rest(rest)
+
+    def fill_rest(self, rest: Rest) -> None:
+        """Copy what `bring_rest` gave."""
+        weights = self.targets()
+        with torch.no_grad():
+            for name, tensor in rest:
+                weights[name].copy_(tensor)
+
+
+def ranks_of(several: bool) -> Ranks:  # what is asked about
+    """The ranks of torch.distributed if a model is spread over them, and they know of each other."""
+    return ProcessGroup() if several and dist.is_initialized() else OneRank()

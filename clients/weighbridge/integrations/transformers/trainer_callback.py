@@ -1,0 +1,164 @@
+"""Callback of transformers' ``Trainer`` that pushes the model while it is trained."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import tempfile
+from typing import TYPE_CHECKING, Any, Unpack
+
+from transformers import TrainerCallback
+
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.push_options import PushOptions, check_options
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge._core.resources import Version, VersionState
+from weighbridge._formats.torch_state import rank_and_world, torch_shards
+from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, NotFound
+from weighbridge.integrations.guarded_pushes import GuardedPushes
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is seen as untyped
+    """Pushes the model of a ``Trainer`` as versions whose steps are its global steps: ``Trainer(..., callbacks=[PushCallback("acme/smol")])``.
+
+    If the service does not know the model, rank 0 registers it with the trainer's config and tokenizer. A push returns once the weights are copied
+    out. One that fails is logged, and training goes on.
+
+    Args:
+        model: ``namespace/name``.
+        server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        every: push after each so many steps; by default whenever the trainer saves.
+        dtype: in which the model is registered, such as ``bf16``; by default its config's.
+        run: name of the training run, part of the version's lineage.
+        strict: a push that fails, or a version that cannot be completed, raises, and each push waits until its version is ready.
+        lane, retry_seconds: as for `TrainerClient`.
+        options: ``metadata``, ``candidate`` and ``allow_nonfinite`` of each version, as for `TrainerClient.push`.
+
+    Raises:
+        InvalidArgument: ``every`` is less than 1.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        server: str | None = None,
+        *,
+        every: int | None = None,
+        dtype: str = "",
+        run: str = "default",
+        strict: bool = False,
+        lane: str | None = None,
+        retry_seconds: float = 60.0,
+        **options: Unpack[PushOptions],
+    ) -> None:
+        if every is not None and every < 1:
+            raise InvalidArgument(f"every={every} is no number of steps", fix="use 1 or more")
+        self.model = model
+        self._every = every
+        check_options(options)
+        self._dtype = dtype
+        self._options = options
+        self._client = TrainerClient(server, run=run, retry_seconds=retry_seconds, lane=lane)
+        self._pushes = GuardedPushes(self._client, model, None, strict=strict, logger=logger)
+
+    @property
+    def last(self) -> PushHandle | None:
+        """This rank's newest push, or None."""
+        return self._pushes.last
+
+    def wait(
+        self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None
+    ) -> Version:
+        """Wait for the newest version that this rank has pushed to; as `PushHandle.wait`.
+
+        Raises:
+            FailedPrecondition: it has pushed nothing.
+        """
+        return self._pushes.wait(until, timeout=timeout)
+
+    def close(self) -> None:
+        """Wait until what was pushed has arrived or failed, and close the connection."""
+        self._pushes.close()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Forget which step was pushed last: another training has steps of its own."""
+        self._pushes.begin_anew()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Push, if enough steps have been made."""
+        if self._every is not None and state.global_step % self._every == 0:
+            self._push(state, **kwargs)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Push, if nothing says after which steps."""
+        if self._every is None:
+            self._push(state, **kwargs)
+
+    def _push(self, state: TrainerState, *, model: Any, processing_class: Any = None, **_: Any) -> None:
+        def prepare() -> tuple[int, Any]:
+            rank, world_size = rank_and_world(None, None)
+            _check_no_collective(model)
+            if rank == 0:
+                self._register(model, processing_class)
+            with contextlib.suppress(NotFound):  # rank 0 may be registering it
+                tensors = self._client.describe_tensors(self.model, refresh=True)
+                torch_shards(model, tensors, whole=world_size == 1)
+            return int(state.global_step), model
+
+        def push(module: Any, step: int, rank: int, world_size: int) -> PushHandle:
+            return self._client.push_state_dict(
+                self.model, module, step=step, rank=rank, world_size=world_size, **self._options
+            )
+
+        self._pushes.push(f"step {state.global_step}", "training", prepare, push)
+
+    def _register(self, model: Any, processing_class: Any) -> None:
+        with contextlib.suppress(NotFound):
+            self._client.model(self.model)
+            return
+        config = copy.copy(getattr(model, "config", None))
+        if config is None:
+            raise FailedPrecondition(
+                f"{self.model} is not registered, and this model has no config to register it by",
+                fix="register it: TrainerClient(server).register_model(name, folder)",
+            )
+        # FSDP2 and torch.compile make classes of their own
+        made_by = [
+            each.__name__ for each in type(model).__mro__ if each.__module__.startswith("transformers.")
+        ]
+        config.architectures = config.architectures or made_by[:1]
+        with tempfile.TemporaryDirectory(prefix="weighbridge-") as folder:
+            config.save_pretrained(folder)
+            if hasattr(processing_class, "save_pretrained"):
+                processing_class.save_pretrained(folder)
+            try:
+                self._client.register_model(self.model, folder, dtype=self._dtype)
+            except InvalidArgument:  # perhaps for want of a weight map
+                self._client.register_model(self.model, folder, dtype=self._dtype, tensors=model)
+
+
+def _check_no_collective(model: Any) -> None:
+    """Refuse a module whose ``state_dict()`` waits for all ranks: here some of them may not come to call it.
+
+    Raises:
+        LayoutError: it has been sharded by version 1 of FSDP.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise LayoutError(
+            "the model is sharded by version 1 of FSDP, which is not supported",
+            fix="use version 2: accelerate's fsdp_version: 2, or torch's fully_shard",
+        )

@@ -1,0 +1,105 @@
+"""Model of one rank of vLLM, as `weighbridge.integrations.engine_rank` wants it described."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
+
+from weighbridge import _lazy as lazy
+from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks
+from weighbridge.integrations.engine_rank.model import EngineModel, Rest
+from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
+from weighbridge.integrations.vllm import layers
+from weighbridge.integrations.vllm.applying import Applier
+
+
+class VllmModel(EngineModel):
+    """A model whose layers may compute with repacked or derived weights.
+
+    Args:
+        model: vLLM's.
+        vllm_config: the engine's configuration.
+        model_config: vLLM's configuration of this model; None for that of the engine's configuration.
+    """
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any = None) -> None:
+        super().__init__(model)
+        self._vllm_config = vllm_config
+        self._model_config = model_config or vllm_config.model_config
+        self._applier = Applier(model, self._model_config)
+
+    @property
+    def ranks(self) -> Ranks:
+        """All workers of this engine, over their own group on CPU."""
+        return ProcessGroup(get_world_group().cpu_group)
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face configuration, as vLLM has read it."""
+        return self._model_config.hf_config
+
+    def configuration(self) -> str:
+        """vLLM's release, the model's configuration and quantization, the parallelism, and this rank."""
+        model, parallel = self._model_config, self._vllm_config.parallel_config
+        known = {
+            "vllm": vllm.__version__,
+            "rank": get_world_group().rank_in_group,
+            "config": model.hf_config.to_dict(),
+            "quantization": model.quantization,
+            "parallel": [
+                parallel.tensor_parallel_size,
+                parallel.pipeline_parallel_size,
+                parallel.data_parallel_size,
+                parallel.data_parallel_rank,
+                parallel.enable_expert_parallel,
+                parallel.enable_eplb,
+                str(parallel.expert_placement_strategy),
+            ],
+        }
+        return json.dumps(known, sort_keys=True, default=str)
+
+    def targets(self) -> Mapping[str, torch.Tensor]:
+        """Parameters and buffers, without those of attention layers."""
+        return layers.tensors_of(self.model)
+
+    @contextmanager
+    def storageless(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """The tensors as the loader finds them when the model has just been made."""
+        with (
+            set_current_vllm_config(self._vllm_config),
+            layers.without_storage(self.model, self._model_config) as targets,
+        ):
+            yield targets
+
+    def spare(self, parameter: torch.Tensor) -> int:
+        """Padding, as vLLM counts it; all of a parameter if weights are quantized: vLLM knows which scales a checkpoint may leave out."""
+        if self._model_config.quantization is not None:
+            return parameter.numel()
+        return parameter.numel() - int(getattr(parameter, "weight_loader_numel", parameter.numel()))
+
+    def record_first(self, source: lazy.Source) -> lazy.Recording | None:
+        """Of the model as it has just been made; None if vLLM quantizes weights while it loads them."""
+        if layers.quantizes_while_loading(self.model):
+            return None
+        return self.record_on(self.targets(), source, None)
+
+    def check(self, recording: lazy.Recording) -> None:
+        """Refuse a model of which vLLM has wrapped or renamed layers; how parameters lie is seen when layers are made anew."""
+        self._applier.check(recording)
+
+    def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
+        """Through vLLM's layerwise reloading, where kernels compute with something else than what a loader fills."""
+        with set_current_vllm_config(self._vllm_config):
+            self._applier.apply(update, recording, rest)
+
+
+def vllm_rank(model: torch.nn.Module, vllm_config: Any, model_config: Any = None) -> EngineRank:
+    """The rank of a model of this worker; the arguments are those of `VllmModel`."""
+    return rank_of(model, VllmModel(model, vllm_config, model_config))

@@ -1,0 +1,21 @@
+"""gRPC face: control calls on an event loop, streams of weights in threads.
+
+May import: `api.lane`, `service`, and folders below.
+
+- `server`: the ports and their services.
+- `methods`: reads a request, runs its handler, answers.
+- `requests`: limits of requests on their way in.
+- `asking`: verb, models and refs of a request.
+- `call`: what a handler knows of its caller.
+- `errors`: errors as ``google.rpc`` status details.
+- `workers`: threads for calls that touch the store or compute.
+- `event_loop`: event loop in a thread of its own.
+- `watches`: watches of refs and waits for states.
+- `bulk_server`: the port for streams of weights.
+- `bulk_streams`: messages with weights, within a budget.
+- `model_handlers`: `ModelService`.
+- `checkpoint_handlers`: `CheckpointService`.
+- `weight_handlers`: `WeightService`, `BulkService`, `LocalLaneService`.
+- `replica_handlers`: `ReplicaService`.
+- `health_handlers`: health checks and reflection.
+"""

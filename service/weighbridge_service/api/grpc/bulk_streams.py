@@ -1,0 +1,121 @@
+"""Streams of weights through the gRPC face: how many at one time, and how many bytes of them in memory.
+
+Flow control is that of the handlers. A handler that yields messages is asked for the next one
+when the transport has taken the one before; of a stream that is not read, one message at most is in memory. A message of a stream
+that is pushed is fetched from the transport when the handler asks for it; until then the sender is held back by HTTP/2's window.
+So room for a message is taken before it is made or asked for, and given back when the handler comes to the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TypeVar
+
+from weighbridge._transport import pieces, rpc, wire
+from weighbridge.errors import InvalidArgument
+from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
+from weighbridge_service.admission.byte_budget import ByteBudget, Direction, Reservation
+from weighbridge_service.admission.quotas import HostQuota
+from weighbridge_service.api.grpc.call import Call
+from weighbridge_service.api.grpc.workers import Workers
+from weighbridge_service.pull.reading import Reading
+
+R = TypeVar("R", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
+
+_NOTHING = rpc.checksum(b"")
+
+
+class BulkStreams:
+    """Who may stream weights. Thread-safe.
+
+    Args:
+        budget: what they may have in flight.
+        most: how many there may be at one time, and how many from other replicas; each keeps a thread.
+        wait: seconds that a call without a deadline waits for room.
+        planners: threads that plan streams: hundreds that plan at one time would keep the interpreter from everybody else.
+    """
+
+    def __init__(self, budget: ByteBudget, most: int, wait: float, planners: Workers) -> None:
+        self._budget = budget
+        own, replicas = HostQuota("streams of weights", most), HostQuota("streams to replicas", most)
+        self._places = {Direction.IN: own, Direction.OUT: own, Direction.REPLICAS: replicas}
+        self._wait = wait
+        self._planners = planners
+
+    @contextmanager
+    def admit(self, direction: Direction, call: Call) -> Iterator[Reservation]:
+        """A place for a call, and its share of the budget.
+
+        Raises:
+            ResourceExhausted: no place is left; says when to try again.
+        """
+        with self._places[direction].taking(call.peer.host):
+            reservation = self._budget.stream(
+                direction, call.peer, lambda: call.patience(self._wait), call.cancel
+            )
+            with closing(reservation):
+                call.add_callback(reservation.abandon)
+                yield reservation
+
+    def plan(self, call: Call, work: Callable[[], Reading]) -> Reading:
+        """What a stream reads, planned in its turn. Raises what ``work`` raises."""
+        return call.wait(self._planners.submit(call.peer, work))
+
+
+def sent(
+    reading: Reading, response: type[R], reservation: Reservation, count: Callable[[int], None]
+) -> Iterator[R | bytes]:
+    """The messages of a stream to a client; closes the reading.
+
+    Args:
+        reading: the stream.
+        response: type of its messages.
+        reservation: its part of the budget.
+        count: is called with the bytes of weights of each message.
+
+    Raises:
+        ResourceExhausted: there is no room for the next message.
+    """
+    header = checkpoint_service_pb2.StreamHeader(
+        version=wire.version_to_proto(reading.version),
+        stream_bytes=reading.layout.nbytes,
+        striped_over=reading.striping.count,
+    )
+    with closing(reading):
+        yield response(header=header, offset=reading.offset, checksum=_NOTHING)
+        for piece in reading.pieces(reservation.take):
+            count(len(piece.data))
+            message = pieces.encode(response(offset=piece.offset, checksum=piece.checksum), piece.data)
+            del piece  # what was gathered need not wait with it until gRPC has taken the message
+            with reservation.with_client():
+                yield message
+            del message
+
+
+def received(
+    messages: Iterator[pieces.Carried[checkpoint_service_pb2.PushRequest]], reservation: Reservation
+) -> Iterator[tuple[int, memoryview, int]]:
+    """The pieces of a stream from a client: offset, data and checksum of each.
+
+    Args:
+        messages: those of the call behind the first one.
+        reservation: its part of the budget.
+
+    Raises:
+        InvalidArgument: a message is too large.
+        ResourceExhausted: there is no room for the next message.
+    """
+    while True:
+        reservation.take()
+        with reservation.with_client():
+            message = next(messages, None)
+        if message is None:
+            return
+        if len(message.data) > rpc.MESSAGE_BYTES:
+            raise InvalidArgument(
+                f"a message of {len(message.data)} bytes came; {rpc.MESSAGE_BYTES} are the most",
+                fix="cut the stream into smaller messages",
+            )
+        yield message.message.offset, message.data, message.message.checksum
+        del message

@@ -1,0 +1,211 @@
+"""Handlers of `CheckpointService`: each translates its request, calls one method of the service, and translates back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from weighbridge._core.megatron_rank import MegatronRank
+from weighbridge._core.resources import Version
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._transport import pieces, wire
+from weighbridge.errors import InvalidArgument
+from weighbridge.v1 import checkpoint_service_pb2
+from weighbridge_service.admission.byte_budget import Direction
+from weighbridge_service.api.grpc.bulk_streams import BulkStreams, received, sent
+from weighbridge_service.api.grpc.call import Call
+from weighbridge_service.api.grpc.methods import Methods, streamed
+from weighbridge_service.plan.replica_checksums import ReplicaChecksum
+from weighbridge_service.push.intake import Declared
+from weighbridge_service.push.pending import Pending
+from weighbridge_service.service import Weighbridge
+from weighbridge_storage.head.head_changes import Said
+
+T = TypeVar("T")
+
+_MOST_NAMED = 20
+_SEAL_SECONDS = 60.0
+
+
+class CheckpointHandlers:
+    """`CheckpointService`."""
+
+    def __init__(self, service: Weighbridge, methods: Methods, streams: BulkStreams) -> None:
+        self._methods = methods
+        self._streams = streams
+        self._intake = service.intake
+        self._serving = service.serving
+
+    def OpenVersion(
+        self, request: checkpoint_service_pb2.OpenVersionRequest, call: Call
+    ) -> checkpoint_service_pb2.OpenVersionResponse:
+        version = self._intake.open_version(
+            request.model,
+            step=request.step,
+            run=request.run,
+            ranks=request.ranks,
+            request_id=request.request_id,
+            client_id=request.client_id,
+            said=Said(
+                candidate=request.candidate,
+                allow_nonfinite=request.allow_nonfinite,
+                metadata=wire.metadata_from_proto(request.metadata),
+            ),
+        )
+        return checkpoint_service_pb2.OpenVersionResponse(version=wire.version_to_proto(version))
+
+    async def DeclareLayout(
+        self, request: checkpoint_service_pb2.DeclareLayoutRequest, call: Call
+    ) -> checkpoint_service_pb2.DeclareLayoutResponse:
+        def declare() -> Pending[Declared]:
+            layout = wire.layout_from_proto(request.layout) if request.HasField("layout") else None
+            return self._intake.declare_layout(
+                request.model,
+                request.number,
+                request.rank,
+                request.client_id,
+                request.digest,
+                layout,
+                wire.space_from_proto(request.layout.space) if layout else TensorSpace.MEGATRON,
+                call.patience(float("inf")),
+            )
+
+        declared = await self._answered(call, declare)
+        return checkpoint_service_pb2.DeclareLayoutResponse(
+            layout_needed=declared.layout_needed,
+            assigned=declared.assigned,
+            stream_bytes=declared.stream_bytes,
+            retry_after_ms=declared.retry_after_ms,
+            absent_ranks=declared.absent[:_MOST_NAMED],
+            routes=[
+                checkpoint_service_pb2.PushRoute(address=address, ranges=_to_proto(ranges))
+                for address, ranges in declared.routes.items()
+            ],
+            claim=declared.claim,
+            shared=declared.shared,
+            placed=[
+                checkpoint_service_pb2.PlacedRange(start=each.start, end=each.end, places=each.places)
+                for each in declared.placed
+            ],
+        )
+
+    async def _answered(self, call: Call, ask: Callable[[], Pending[T]]) -> T:
+        """What a push answers; no thread waits for it."""
+        asked = self._methods.begin(call, ask)
+        try:
+            pending = await asyncio.wrap_future(asked)
+        except asyncio.CancelledError:  # a thread may be asking now
+            asked.add_done_callback(_leave)
+            raise
+        answer = asyncio.wrap_future(pending.future)
+        try:
+            done, _ = await asyncio.wait([answer], timeout=pending.seconds)
+        finally:
+            answer.cancel()  # `finish` has its errors
+            pending.leave()
+        if pending.in_memory:
+            return pending.finish(bool(done))
+        return await self._methods.run(call, partial(pending.finish, bool(done)))
+
+    @streamed
+    def Push(
+        self,
+        requests: Iterator[pieces.Carried[checkpoint_service_pb2.PushRequest]],
+        call: Call,
+    ) -> checkpoint_service_pb2.PushResponse:
+        first = next(requests, None)
+        if first is None or not first.message.HasField("header"):
+            raise InvalidArgument("the first message of a push has no header")
+        header = first.message.header
+        with self._streams.admit(Direction.IN, call) as share:
+            data = received(requests, share)
+            if header.claim:
+                count = self._intake.write_of_other(
+                    header.model, header.number, header.rank, header.claim, data
+                )
+            else:
+                count = self._intake.write(header.model, header.number, header.rank, header.client_id, data)
+        return checkpoint_service_pb2.PushResponse(received_bytes=count)
+
+    def GetPushState(
+        self, request: checkpoint_service_pb2.GetPushStateRequest, call: Call
+    ) -> checkpoint_service_pb2.GetPushStateResponse:
+        ranges, total, sealed = self._intake.push_state(request.model, request.number, request.rank)
+        return checkpoint_service_pb2.GetPushStateResponse(
+            received=_to_proto(ranges), stream_bytes=total, sealed=sealed
+        )
+
+    async def SealRank(
+        self, request: checkpoint_service_pb2.SealRankRequest, call: Call
+    ) -> checkpoint_service_pb2.SealRankResponse:
+        def seal() -> Pending[Version]:
+            patience = call.patience(_SEAL_SECONDS)
+            replicas = [
+                ReplicaChecksum(each.shard, each.start, each.end, each.checksum) for each in request.replicas
+            ]
+            return self._intake.seal_rank(
+                request.model,
+                request.number,
+                request.rank,
+                request.client_id,
+                patience,
+                replicas,
+                request.nonfinite_elements,
+            )
+
+        version = await self._answered(call, seal)
+        return checkpoint_service_pb2.SealRankResponse(version=wire.version_to_proto(version))
+
+    async def AbortVersion(
+        self, request: checkpoint_service_pb2.AbortVersionRequest, call: Call
+    ) -> checkpoint_service_pb2.AbortVersionResponse:
+        def abort() -> Pending[Version]:
+            patience = call.patience(_SEAL_SECONDS)
+            return self._intake.abort_version(request.model, request.number, request.reason, patience)
+
+        version = await self._answered(call, abort)
+        return checkpoint_service_pb2.AbortVersionResponse(version=wire.version_to_proto(version))
+
+    def Restore(
+        self, request: checkpoint_service_pb2.RestoreRequest, call: Call
+    ) -> Iterator[checkpoint_service_pb2.RestoreResponse | bytes]:
+        if wire.space_from_proto(request.layout.space) != TensorSpace.MEGATRON:
+            raise InvalidArgument("a layout to restore is in Megatron-core's tensor space")
+        layout, striping = wire.layout_from_proto(request.layout), wire.striping_from_proto(request)
+        with self._streams.admit(Direction.OUT, call) as share:
+            restore = partial(
+                self._serving.restore, request.model, request.version, layout, request.offset, striping
+            )
+            reading = self._streams.plan(call, restore)
+            yield from sent(reading, checkpoint_service_pb2.RestoreResponse, share, self._serving.count)
+
+    def DescribeShards(
+        self, request: checkpoint_service_pb2.DescribeShardsRequest, call: Call
+    ) -> checkpoint_service_pb2.DescribeShardsResponse:
+        space = wire.space_from_proto(request.space) if request.space else TensorSpace.MEGATRON
+        if space == TensorSpace.HUGGING_FACE:
+            layout = self._serving.describe_tensors(request.model)
+            return checkpoint_service_pb2.DescribeShardsResponse(layout=wire.layout_to_proto(layout, space))
+        layout = self._serving.describe_shards(
+            request.model,
+            MegatronRank(
+                (request.tensor_parallel_rank, request.tensor_parallel_size),
+                (request.pipeline_parallel_rank, request.pipeline_parallel_size),
+                (request.expert_parallel_rank, request.expert_parallel_size or 1),
+                (request.expert_tensor_parallel_rank, request.expert_tensor_parallel_size or 1),
+            ),
+        )
+        return checkpoint_service_pb2.DescribeShardsResponse(layout=wire.layout_to_proto(layout, space))
+
+
+def _leave(asked: Future[Pending[Any]]) -> None:
+    """Nobody waits for what was asked."""
+    if not asked.cancelled() and asked.exception() is None:
+        asked.result().leave()
+
+
+def _to_proto(ranges: Iterable[tuple[int, int]]) -> list[checkpoint_service_pb2.ByteRange]:
+    return [checkpoint_service_pb2.ByteRange(start=start, end=end) for start, end in ranges]

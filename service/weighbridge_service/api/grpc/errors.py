@@ -1,0 +1,53 @@
+"""Errors on the wire: ``google.rpc`` status details with a reason, a fix, and the tensors concerned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from weighbridge.errors import ResourceExhausted, WeighbridgeError
+
+_DOMAIN = "weighbridge.v1"
+_MOST_DETAILS = 20
+_LONGEST_DETAIL = 300
+_LONGEST_MESSAGE = 600
+_MOST_BYTES = 2400
+"""Bytes of all details together. Statuses travel in HTTP/2 headers, of which peers take 8 KiB for sure: the message
+once percent-encoded (three bytes for each of a letter that is not ASCII), and everything once more in base64."""
+
+
+def to_status(error: WeighbridgeError) -> Any:
+    """The error as a gRPC status."""
+    details: dict[str, str] = {}
+    room = _MOST_BYTES
+    for i, detail in enumerate(error.details[:_MOST_DETAILS]):
+        text = _cut(detail, _LONGEST_DETAIL)
+        room -= len(text.encode())
+        if room < 0:
+            break
+        details[f"detail{i:03}"] = text
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason, domain=_DOMAIN, metadata={"fix": _cut(error.fix, _LONGEST_DETAIL), **details}
+    )
+    packed = [any_pb2.Any()]
+    packed[0].Pack(info)
+    if isinstance(error, ResourceExhausted) and error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(round(error.retry_after * 1000))
+        packed.append(any_pb2.Any())
+        packed[1].Pack(retry)
+    return rpc_status.to_status(
+        status_pb2.Status(
+            code=code_pb2.Code.Value(error.grpc_code),
+            message=_cut(error.message, _LONGEST_MESSAGE),
+            details=packed,
+        )
+    )
+
+
+def _cut(text: str, most: int) -> str:
+    """The text's beginning, in at most so many bytes of UTF-8."""
+    return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")

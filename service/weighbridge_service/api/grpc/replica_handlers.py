@@ -1,0 +1,126 @@
+"""`ReplicaService`: what other replicas ask of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from weighbridge._transport import pieces, rpc
+from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge.v1 import replica_service_pb2 as pb
+from weighbridge_service.admission.byte_budget import Direction
+from weighbridge_service.api.grpc.bulk_streams import BulkStreams
+from weighbridge_service.api.grpc.call import Call
+from weighbridge_service.plan.declarations import Home
+from weighbridge_service.push.handover import HandedVersion
+from weighbridge_service.replicas.heartbeat import SharedPushes
+from weighbridge_service.replicas.progress import (
+    home_from_proto,
+    home_to_proto,
+    progress_from_proto,
+    progress_to_proto,
+)
+from weighbridge_service.replicas.takeovers import handed_from_proto
+from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.stores.objects import ByteArray
+
+
+class OwnFiles(Protocol):
+    """The files of versions that this replica has in images."""
+
+    def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Hold]:
+        """All bytes of a file, and what keeps them there until it is released.
+
+        Raises:
+            FailedPrecondition: they are not final yet, or the version was given up.
+            NotFound: there is no such version under this claim, or no image of the file any more.
+        """
+
+
+class VersionTaker(Protocol):
+    """What takes versions over from replicas that leave; see `handover.Takeovers`."""
+
+    def take_over(
+        self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]
+    ) -> None:
+        """Returns when all bytes of a version, or of a share of it, are here, and this replica owns it."""
+
+
+class ReplicaHandlers:
+    """`ReplicaService`.
+
+    Args:
+        home: this process.
+        pushes: what others are told, and who takes what they tell.
+        files: what others may read.
+        streams: who may stream weights.
+        met: takes note of a replica that has called.
+        takeovers: takes versions over.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        pushes: SharedPushes,
+        files: OwnFiles,
+        streams: BulkStreams,
+        met: Callable[[Home], None],
+        takeovers: VersionTaker,
+    ) -> None:
+        self._home = home
+        self._met = met
+        self._takeovers = takeovers
+        self._pushes = pushes
+        self._files = files
+        self._streams = streams
+
+    def Exchange(self, request: pb.ExchangeRequest, call: Call) -> pb.ExchangeResponse:
+        """See the contract."""
+        try:
+            told = [progress_from_proto(each) for each in request.versions]
+        except DataLoss as error:
+            raise InvalidArgument(error.message) from error
+        sender = home_from_proto(request.sender)
+        self._met(sender)
+        for progress in told:
+            if progress is not None:
+                self._pushes.heard(sender, progress)
+        asked = dict.fromkeys(progress.version for progress in told if progress is not None)
+        return pb.ExchangeResponse(
+            sender=home_to_proto(self._home),
+            versions=[
+                progress_to_proto(each, with_files=False)
+                for version in asked
+                for each in self._pushes.progress(*version)
+            ],
+        )
+
+    def TakeOver(self, request: pb.TakeOverRequest, call: Call) -> pb.TakeOverResponse:
+        """See the contract."""
+        self._takeovers.take_over(
+            home_from_proto(request.sender),
+            handed_from_proto(request),
+            request.memory_wait_ms / 1000,
+            call.is_active,
+        )
+        return pb.TakeOverResponse(owner=home_to_proto(self._home))
+
+    def ReadFile(self, request: pb.ReadFileRequest, call: Call) -> Iterator[bytes]:
+        """See the contract."""
+        with self._streams.admit(Direction.REPLICAS, call) as share:
+            data, hold = self._files.own_file(request.model, request.number, request.claim, request.file)
+            with hold:
+                end = request.offset + request.length
+                if end > len(data):
+                    raise InvalidArgument(
+                        f"{request.file} of {request.model}@{request.number} has {len(data)} bytes; those up to {end} "
+                        "were asked for"
+                    )
+                for start in range(request.offset, end, rpc.MESSAGE_BYTES):
+                    stop = min(start + rpc.MESSAGE_BYTES, end)
+                    share.take(stop - start)
+                    part = data[start:stop].data
+                    message = pb.ReadFileResponse(offset=start, checksum=rpc.checksum(part))
+                    encoded = pieces.encode(message, part)
+                    with share.with_client():
+                        yield encoded

@@ -1,0 +1,180 @@
+"""Requests on their way in: how many messages may be under way at one time, how long they may take, and how large they may become.
+
+A message that is being received takes memory, up to the server's limit, as soon as its length is announced. So a call waits for its turn
+before it reads one. Who has announced a message and holds it back, or has sent nothing, gives its place up when others wait for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from weighbridge._transport.request_parts import MAX_REQUEST_BYTES
+from weighbridge.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from weighbridge_service.admission.message_waits import MessageWaits
+from weighbridge_service.admission.peer import Peer
+from weighbridge_service.admission.quotas import RETRY_SECONDS, HostQuota
+from weighbridge_service.admission.turns import Turns
+
+_PLACES = 64
+"""Messages that are received at one time: with 2 MiB each, 128 MiB."""
+_PENDING_BYTES = 256 << 20
+"""Bytes of requests that are not complete, or not answered."""
+_SMALL_BYTES = 64 << 10
+"""Bytes of a request that are not counted: nearly all requests have fewer."""
+SILENT_SECONDS = 10.0
+"""How long a message may take that is due."""
+_HURRY_SECONDS = 0.25
+"""The same while others wait for the place."""
+
+
+@dataclass(eq=False, slots=True)
+class _Reader:
+    """A call that receives a message, or waits for its turn to do so."""
+
+    turn: asyncio.Future[None]
+    since: float = 0.0
+    limit: asyncio.Timeout | None = None
+    hurried: bool = False
+
+
+class Requests:
+    """What reads requests. For the loop's thread.
+
+    Args:
+        waits: ends those that wait when memory runs away.
+    """
+
+    def __init__(self, waits: MessageWaits) -> None:
+        self._waits = waits
+        self._readers: dict[_Reader, None] = {}  # in the order in which they have begun
+        self._waiting: Turns[_Reader] = Turns()
+        self._pending = HostQuota("bytes of requests", _PENDING_BYTES)
+        self._hurrying: asyncio.TimerHandle | None = None
+
+    @asynccontextmanager
+    async def whole(self, context: Any, peer: Peer, *, parts: bool) -> AsyncIterator[bytes]:
+        """A request: one message, or all that come, joined. Its bytes are accounted for until the block ends.
+
+        Raises:
+            InvalidArgument: there is none, or it is too long.
+            DeadlineExceeded: it does not come.
+            ResourceExhausted: too much is under way.
+        """
+        found = await self.next(context, peer)
+        if found is None:
+            raise InvalidArgument("the call has no request", fix="send one message")
+        received, size, held = [found], len(found), 0
+        try:
+            while True:
+                if size > MAX_REQUEST_BYTES:
+                    raise InvalidArgument(
+                        f"a request is longer than {MAX_REQUEST_BYTES} bytes", fix="ask for less at one time"
+                    )
+                if size > _SMALL_BYTES:
+                    self._pending.take(peer.host, size - held)
+                    held = size
+                found = await self.next(context, peer) if parts else None
+                if found is None:
+                    break
+                received.append(found)
+                size += len(found)
+            raw = received[0] if len(received) == 1 else b"".join(received)
+            received.clear()
+            yield raw
+        finally:
+            if held:
+                self._pending.give(peer.host, held)
+
+    async def each(self, context: Any, peer: Peer) -> AsyncIterator[bytes]:
+        """The messages of a request, one by one. Raises as `next`."""
+        while (found := await self.next(context, peer)) is not None:
+            yield found
+
+    async def next(self, context: Any, peer: Peer) -> bytes | None:
+        """The next message of a call; None behind the last one.
+
+        Raises:
+            DeadlineExceeded: none comes.
+            ResourceExhausted: none has come, and others wait.
+        """
+        reader = _Reader(asyncio.get_running_loop().create_future())
+        if len(self._readers) < _PLACES and not self._waiting:
+            self._begin(reader)
+        else:
+            self._waiting.add(peer, reader)
+            if self._hurrying is None:
+                self._hurry()
+        try:
+            await reader.turn
+            return await self._read(context, reader)
+        finally:
+            self._end(peer, reader)
+
+    async def _read(self, context: Any, reader: _Reader) -> bytes | None:
+        try:
+            async with asyncio.timeout(SILENT_SECONDS) as reader.limit:
+                loop, limit = asyncio.get_running_loop(), reader.limit
+
+                def end() -> None:
+                    reader.hurried = True
+                    with suppress(RuntimeError):  # it has just come to its end
+                        limit.reschedule(loop.time())
+
+                with self._waits.waiting(lambda: loop.call_soon_threadsafe(end)):
+                    found = await context.read()
+        except TimeoutError:
+            if reader.hurried:
+                raise ResourceExhausted(
+                    "the call has sent nothing, and others wait",
+                    fix="send a request at once, then try again",
+                    retry_after=RETRY_SECONDS,
+                ) from None
+            raise DeadlineExceeded(
+                f"the call has sent nothing for {SILENT_SECONDS:g} s", fix="send a request at once"
+            ) from None
+        if found is grpc.aio.EOF:  # type: ignore[attr-defined]
+            return None
+        data: bytes = found
+        return data
+
+    def _begin(self, reader: _Reader) -> None:
+        if not reader.turn.done():  # if it is, its caller has gone
+            reader.since = time.monotonic()
+            self._readers[reader] = None
+            reader.turn.set_result(None)
+
+    def _end(self, peer: Peer, reader: _Reader) -> None:
+        if reader in self._readers:
+            del self._readers[reader]
+        else:  # its turn has not come
+            self._waiting.discard(peer, reader)
+        while self._waiting and len(self._readers) < _PLACES:
+            self._begin(self._waiting.take())
+        if self._waiting and self._hurrying is None:
+            self._hurrying = asyncio.get_running_loop().call_later(_HURRY_SECONDS, self._hurry)
+
+    def _hurry(self) -> None:
+        """Take places from those that have had them for long, as long as others wait."""
+        self._hurrying = None
+        now, wanted = time.monotonic(), len(self._waiting)
+        loop = asyncio.get_running_loop()
+        for reader in self._readers:
+            if not wanted:
+                return
+            if reader.hurried:
+                continue
+            left = reader.since + _HURRY_SECONDS - now
+            if left > 0:  # all others have begun later
+                self._hurrying = loop.call_later(left, self._hurry)
+                return
+            if reader.limit is not None:
+                reader.hurried = True
+                reader.limit.reschedule(loop.time())
+                wanted -= 1

@@ -1,0 +1,251 @@
+"""Server of the gRPC face: the known port on an event loop, for all calls, and one for streams of weights alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+from prometheus_client import Counter
+
+from weighbridge._transport import rpc
+from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge.v1 import (
+    bulk_service_pb2,
+    checkpoint_service_pb2,
+    local_lane_pb2,
+    model_service_pb2,
+    replica_service_pb2,
+    weight_service_pb2,
+)
+from weighbridge_service.admission.message_waits import MessageWaits
+from weighbridge_service.admission.tickets import Tickets, ticket_key
+from weighbridge_service.api.grpc.bulk_server import BulkListener
+from weighbridge_service.api.grpc.bulk_streams import BulkStreams
+from weighbridge_service.api.grpc.checkpoint_handlers import CheckpointHandlers
+from weighbridge_service.api.grpc.event_loop import EventLoop
+from weighbridge_service.api.grpc.health_handlers import (
+    HEALTH,
+    REFLECTION,
+    HealthHandlers,
+    reflection_handlers,
+)
+from weighbridge_service.api.grpc.methods import Methods
+from weighbridge_service.api.grpc.model_handlers import ModelHandlers
+from weighbridge_service.api.grpc.replica_handlers import ReplicaHandlers
+from weighbridge_service.api.grpc.watches import Watches
+from weighbridge_service.api.grpc.weight_handlers import BulkHandlers, LocalLaneHandlers, WeightHandlers
+from weighbridge_service.api.grpc.workers import Workers
+from weighbridge_service.api.lane.server import LaneServer
+from weighbridge_service.service import Weighbridge
+
+_QUICK_THREADS = 32
+_LONG_THREADS = 8
+_PLANNING_THREADS = 4
+"""Each keeps the interpreter from the loop while it computes: with 8, calls waited twice as long behind a thousand pulls that began at once."""
+_REPLICA_THREADS = 32
+_LAST_PORT = 65535
+_LINE = 4096
+"""Calls that wait for a thread."""
+
+_LIMIT = "grpc.max_receive_message_length"
+_MESSAGE_BYTES = 2 << 20
+"""Largest message that is taken; larger requests come in parts (`weighbridge._transport.request_parts`)."""
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    *(option for option in rpc.CHANNEL_OPTIONS if option[0] != _LIMIT),
+    (_LIMIT, _MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a second service on the same port is an error, not a surprise
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # a connection that never says what it wants, or has not wanted anything for long, is given up; clients connect again by themselves
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+)
+
+
+AUTO, OFF = "auto", "off"
+
+
+def bulk_ports(wanted: str, port: int) -> tuple[int, ...]:
+    """At which ports streams of weights may go in, the first that is free; none if they have no port of their own.
+
+    Args:
+        wanted: a number; ``auto`` for the one behind that for all calls, or else any; or ``off``.
+        port: for all calls.
+
+    Raises:
+        InvalidArgument: it is none of these.
+    """
+    if wanted == OFF:
+        return ()
+    if wanted == AUTO:
+        return (port + 1, 0) if port < _LAST_PORT else (0,)
+    if not wanted.isascii() or not wanted.isdigit() or int(wanted[:6]) > _LAST_PORT:
+        raise InvalidArgument(f"{wanted[:20]!r} is no port", fix="name a number, or auto, or off")
+    return (int(wanted),)
+
+
+class GrpcListener:
+    """Bound ports, and the servers that will answer there.
+
+    Args:
+        address: ``host:port``; port 0 takes a free one.
+        connections: most at one time, at each port.
+        bulk: see `bulk_ports`.
+
+    Raises:
+        InvalidArgument: there cannot be such a port.
+        Unavailable: an address cannot be bound.
+
+    Attributes:
+        port: for all calls.
+        bulk: for streams of weights; None if they have no port of their own.
+        calls: how many calls have ended, by method and status code.
+        loop: on which control calls are answered.
+    """
+
+    def __init__(self, address: str, connections: int, bulk: str = OFF) -> None:
+        self.calls = Counter(
+            "weighbridge_grpc_calls", "gRPC calls that have ended.", ["method", "code"], registry=None
+        )
+        options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", connections))
+        self.bulk: BulkListener | None = None
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
+        self.loop = EventLoop("grpc")
+        try:
+            self._server, self.port = self.loop.run(_bound(address, options))
+            ports = bulk_ports(bulk, self.port)
+            for i, port in enumerate(ports):
+                try:
+                    where = f"{address.rpartition(':')[0]}:{port}"
+                    self.bulk = BulkListener(where, options, self.count)
+                    break
+                except Unavailable:
+                    if i + 1 == len(ports):
+                        raise
+        except BaseException:
+            self.loop.stop()
+            raise
+
+    def answer(self, handlers: Iterable[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
+        """Begin to answer calls of these methods at the port for all calls."""
+
+        async def begin() -> None:
+            self._server.add_generic_rpc_handlers(tuple(handlers))
+            await self._server.start()
+
+        self.loop.run(begin())
+
+    def count(self, method: str, code: str) -> None:
+        """A call has ended."""
+        self.calls.labels(method, code).inc()
+
+    def stop(self, grace: float) -> None:
+        """Let running calls end within ``grace`` seconds, then close the ports."""
+        if self.loop.loop.is_closed():
+            return
+        stopping = self.loop.begin(self._server.stop(grace))
+        if self.bulk is not None:
+            self.bulk.stop(grace)
+        stopping.result()
+        self.loop.stop()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether something that gRPC logs is worth a line: not that a caller had gone when its status was sent (with a traceback for each)."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, grpc.aio.InternalError)
+
+
+async def _bound(address: str, options: Iterable[tuple[str, int]]) -> tuple[grpc.aio.Server, int]:
+    server = grpc.aio.server(options=tuple(options))
+    try:
+        return server, server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise Unavailable(
+            f"the gRPC address {address} cannot be bound",
+            fix="is another service running? name another --grpc",
+        ) from error
+
+
+class GrpcServer:
+    """The service's gRPC face.
+
+    Args:
+        listener: where it answers.
+        service: what it is the face of.
+        lane: what processes of this machine are told of.
+    """
+
+    def __init__(self, listener: GrpcListener, service: Weighbridge, lane: LaneServer) -> None:
+        self._listener = listener
+        self.port = listener.port
+        loop = listener.loop.loop
+        most = service.config.most_streams
+        self._workers = (
+            Workers("grpc-quick", _QUICK_THREADS, _LINE),
+            Workers("grpc-long", _LONG_THREADS, _LINE),
+            Workers("grpc-replica", _REPLICA_THREADS, _LINE),
+            Workers("grpc-stream", 2 * most, _LINE),
+            Workers("grpc-plan", _PLANNING_THREADS, _LINE),
+        )
+        quick, long, replicas, streams, planners = self._workers
+        budget = service.byte_budget
+        self._waits = MessageWaits(lambda: sum(budget.in_flight.nbytes.values()))
+        methods = Methods(loop, quick, long, replicas, streams, listener.count, self._waits)
+        self._streams = streams
+        self._stack = ExitStack()
+        watches = Watches(service.catalog, quick)
+        self._stack.enter_context(watches.listening(loop))
+        bulk = BulkStreams(service.byte_budget, most, service.config.budget_wait, planners)
+        self._health = HealthHandlers()
+        self._tickets = Tickets(ticket_key(service.catalog.store))
+        bulk_port = listener.bulk.port if listener.bulk else 0
+        found: list[tuple[Any, str, object]] = [
+            (bulk_service_pb2, "BulkService", BulkHandlers(self._tickets, bulk_port)),
+            (model_service_pb2, "ModelService", ModelHandlers(service, methods, watches)),
+            (checkpoint_service_pb2, "CheckpointService", CheckpointHandlers(service, methods, bulk)),
+            (weight_service_pb2, "WeightService", WeightHandlers(service, bulk)),
+            (local_lane_pb2, "LocalLaneService", LocalLaneHandlers(lane)),
+            (
+                replica_service_pb2,
+                "ReplicaService",
+                ReplicaHandlers(
+                    service.intake.home,
+                    service.shared,
+                    service.shared,
+                    bulk,
+                    service.directory.met,
+                    service.takeovers,
+                ),
+            ),
+        ]
+        contract = self._contract = [
+            (module.DESCRIPTOR.services_by_name[name], handlers) for module, name, handlers in found
+        ]
+        names = [descriptor.full_name for descriptor, _ in contract]
+        self._health.serve(names)
+        reflection = reflection_handlers([*names, HEALTH.full_name, REFLECTION.full_name])
+        control = [*contract, (HEALTH, self._health), (REFLECTION, reflection)]
+        self._handlers = [methods.of(descriptor, handlers) for descriptor, handlers in control]
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._listener.answer(self._handlers)
+        if self._listener.bulk is not None:
+            self._listener.bulk.answer(self._contract, self._tickets, self._streams, self._waits)
+
+    def refuse(self) -> None:
+        """Tell health checks that no new work should come; calls are still answered."""
+        self._listener.loop.loop.call_soon_threadsafe(self._health.refuse)
+
+    def stop(self, grace: float) -> None:
+        """Let running calls end within ``grace`` seconds, then stop."""
+        self._listener.stop(grace)
+        self._stack.close()
+        self._waits.close()
+        for workers in self._workers:
+            workers.close()

@@ -1,0 +1,445 @@
+"""Watches: who waits for a ref to move, or for a version to reach a state. One poller for each model, however many watch it.
+
+A poller looks at the model's head when something has changed here, and now and then for what another replica has changed. It asks each
+question once, and wakes those who have asked it if the answer is another one than before. What this process has in memory is told without
+a look: ranks and engines wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+from weighbridge._core.resources import REF_LIVE, Version, VersionState
+from weighbridge.errors import (
+    DeadlineExceeded,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    VersionFailed,
+    WeighbridgeError,
+)
+from weighbridge_service.admission.peer import Peer
+from weighbridge_service.api.grpc.workers import Workers
+from weighbridge_service.catalog.catalog import AWAY, Catalog
+from weighbridge_service.catalog.head_versions import number_in
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.documents.names import RESERVED_REFS, ModelName, check_ref_name
+from weighbridge_storage.head.head import Head
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.45
+"""Between two looks while nothing changes here: how long it takes at most until what another replica has changed is seen."""
+_LEAST_SECONDS = 0.02
+"""Between two looks, however much changes."""
+_POLLERS = Peer("pollers")
+"""For whom looks take a thread: one peer among others."""
+_PASSING = (*AWAY, ResourceExhausted)
+"""Errors of a look that tell nothing of what was asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What somebody waits for.
+
+    Attributes:
+        version: a number or a ref.
+        invisible: whether it may be a version that is being received or has failed.
+    """
+
+    version: str
+    invisible: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A version as it stands.
+
+    Attributes:
+        version: the version.
+        abandoned: whether it is visible and will not become durable.
+    """
+
+    version: Version
+    abandoned: bool
+
+
+Answer: TypeAlias = Found | WeighbridgeError
+
+
+def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> dict[Question, Answer]:
+    """The answers to questions about one model, from one reading of its head; from memory while the store is away.
+
+    Raises:
+        WeighbridgeError: the model is not registered, or its head cannot be read.
+    """
+    try:
+        history = catalog.history(name)
+    except AWAY as error:
+        there = {question: catalog.in_memory(name, question.version) for question in questions}
+        return {
+            question: error if version is None else _found(catalog, name, version)
+            for question, version in there.items()
+        }
+    if any(
+        question.invisible and _is_overdue(catalog, name, history.head, question.version)
+        for question in questions
+    ):
+        # whoever waits for it would wait until somebody else comes by
+        with suppress(WeighbridgeError):  # this process may not be allowed to, or the store is away
+            history = catalog.give_up_abandoned(name)
+    answers: dict[Question, Answer] = {}
+    for question in questions:
+        try:
+            version = catalog.resolve(name, question.version, history, invisible=question.invisible)
+            answers[question] = _found(catalog, name, version)
+        except WeighbridgeError as error:
+            answers[question] = error
+    return answers
+
+
+def _is_overdue(catalog: Catalog, name: ModelName, head: Head, version: str) -> bool:
+    """Whether a version is being received by nobody any more: the process that received it has ended without a word."""
+    number = number_in(version)
+    entry = None if number is None else head.open.get(number)
+    return entry is not None and entry.until_ms < unix_ms() and catalog.snapshot(name, entry.number) is None
+
+
+def _found(catalog: Catalog, name: ModelName, version: Version) -> Found:
+    known = catalog.snapshot(name, version.number)
+    return Found(version, known is not None and known.abandoned)
+
+
+def from_memory(catalog: Catalog, name: ModelName, question: Question) -> Found | None:
+    """A version that this process can tell of without its model's head: visible, not durable yet, asked for by its number or as ``live``.
+
+    What is durable may have been deleted since; and what is ``live`` is not known here of a model whose head nobody remembers.
+    """
+    if question.version == REF_LIVE and catalog.heads.last_read(name) is None:
+        return None
+    version = catalog.in_memory(name, question.version)
+    return None if version is None or version.state.stored else _found(catalog, name, version)
+
+
+def differs(before: Answer | None, after: Answer) -> bool:
+    """Whether an answer says something else than the one before to anybody who waits: not how many bytes have come."""
+    if isinstance(before, Found) and isinstance(after, Found):
+        return (before.version.number, before.version.state, before.abandoned) != (
+            after.version.number,
+            after.version.state,
+            after.abandoned,
+        )
+    return type(before) is not type(after)
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A question that somebody waits for. For the loop's thread.
+
+    Attributes:
+        answer: the last one.
+        first: who has just asked, and must not be told what was found before: each with the first look that counts.
+        others: who waits for another answer.
+        askers: how many there are.
+        outdated: the last look that was begun before ``answer`` was known.
+    """
+
+    answer: Answer | None = None
+    first: list[tuple[int, asyncio.Future[Answer]]] = field(default_factory=list)
+    others: set[asyncio.Future[Answer]] = field(default_factory=set)
+    askers: int = 0
+    outdated: int = 0
+
+    def tell_known(self, answer: Found, look: int) -> None:
+        """An answer from memory. If it is news, what looks find that have begun so far, up to number ``look``, is older."""
+        if differs(self.answer, answer):
+            self.outdated = look
+        self._tell_others(answer)
+
+    def tell(self, answer: Answer, look: int) -> None:
+        """What a look has found."""
+        woken = [each for since, each in self.first if since <= look]
+        self.first = [each for each in self.first if each[0] > look]
+        for future in woken:
+            if not future.done():
+                future.set_result(answer)
+        if look > self.outdated and not isinstance(answer, _PASSING):
+            self._tell_others(answer)
+
+    def _tell_others(self, answer: Answer) -> None:
+        if differs(self.answer, answer):
+            for future in self.others:
+                if not future.done():
+                    future.set_result(answer)
+        self.answer = answer
+
+    def fail(self, error: WeighbridgeError) -> None:
+        """There will be no answer."""
+        self.fail_others(error)
+        for _, future in self.first:
+            if not future.done():
+                future.set_exception(error)
+        self.first = []
+
+    def fail_others(self, error: WeighbridgeError) -> None:
+        """There will be no other answer."""
+        for future in self.others:
+            if not future.done():
+                future.set_exception(error)
+
+    async def next(self, seen: Answer) -> Answer:
+        """The answer, once it is another one than was seen."""
+        if self.answer is not None and differs(seen, self.answer):
+            return self.answer
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.others.add(future)
+        try:
+            return await future
+        finally:
+            self.others.discard(future)
+
+
+class _Poller:
+    """Looks for one model as long as anybody asks. For the loop's thread."""
+
+    def __init__(
+        self, look: Callable[[list[Question]], Future[dict[Question, Answer]]], stopping: threading.Event
+    ) -> None:
+        self.asked: dict[Question, _Asked] = {}
+        self._stopping = stopping
+        self.wake = asyncio.Event()
+        self._look = look
+        self._looks = 0
+
+    async def first(self, asked: _Asked) -> Answer:
+        """The answer of a look that is begun from now on."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        asked.first.append((self._looks + 1, future))
+        self.wake.set()
+        return await future
+
+    def tell_known(self, known: Callable[[Question], Found | None]) -> None:
+        """Something has changed in this process: tell what is known of it, and look again."""
+        for question, asked in self.asked.items():
+            if (answer := known(question)) is not None:
+                asked.tell_known(answer, self._looks)
+        self.wake.set()
+
+    async def run(self) -> None:
+        """Look until nobody asks."""
+        while self.asked:
+            self.wake.clear()
+            self._looks += 1
+            due = time.monotonic() + _LOOK_SECONDS
+            last = self._stopping.is_set()
+            await self._look_once()
+            await asyncio.sleep(_LEAST_SECONDS)
+            if last:  # what was waited for may have come to pass at the end
+                ended = Unavailable("the service is shutting down", fix="try again when it is back")
+                for asked in self.asked.values():
+                    asked.fail_others(ended)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(due - time.monotonic(), 0.0)):
+                    await self.wake.wait()
+
+    async def _look_once(self) -> None:
+        this = self._looks
+        try:
+            answers = await asyncio.wrap_future(self._look(list(self.asked)))
+        except _PASSING as error:
+            answers = dict.fromkeys(self.asked, error)
+        except WeighbridgeError as error:
+            self.fail(error)
+            return
+        except Exception as error:  # nobody must wait for a poller that has ended
+            log.exception("a look for %d questions failed", len(self.asked))
+            self.fail(
+                WeighbridgeError(f"the service failed: {type(error).__name__}", fix="its log says more")
+            )
+            return
+        for question, answer in answers.items():
+            if question in self.asked:
+                self.asked[question].tell(answer, this)
+
+    def fail(self, error: WeighbridgeError) -> None:
+        """Nobody who asks now gets an answer."""
+        for asked in self.asked.values():
+            asked.fail(error)
+
+
+class Watches:
+    """Who waits for what. For the loop's thread.
+
+    Args:
+        catalog: says how things are.
+        workers: give looks a thread.
+    """
+
+    def __init__(self, catalog: Catalog, workers: Workers) -> None:
+        self._catalog = catalog
+        self._workers = workers
+        self._pollers: dict[ModelName, _Poller] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def listening(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Hear of what changes in this process while the block runs. May be entered from any thread."""
+
+        def changed(name: ModelName | None) -> None:
+            with suppress(RuntimeError):  # the loop has just been closed
+                loop.call_soon_threadsafe(self._changed, name)
+
+        with self._catalog.changes.listening(changed):
+            yield
+
+    async def reached(self, name: str, version: str, state: VersionState, seconds: float) -> Version:
+        """One version, by number or ref, when it has reached a state.
+
+        Raises:
+            NotFound: no such model or version.
+            VersionFailed: it failed instead.
+            DeadlineExceeded: not within ``seconds``.
+            Unavailable: the service is shutting down.
+        """
+        question = Question(version, invisible=True)
+        known = from_memory(self._catalog, ModelName.parse(name), question)
+        if known is not None and known.version.state.reached(state):
+            return known.version
+        with self._asking(name, question) as (poller, asked):
+            answer = await poller.first(asked)
+            try:
+                async with asyncio.timeout(seconds):
+                    while (there := _in_state(answer, state)) is None:
+                        answer = await asked.next(answer)
+            except TimeoutError:
+                if isinstance(asked.answer, Found):
+                    answer = asked.answer  # it says how far the version is now
+                raise _not_in_time(answer, state) from None
+            return there
+
+    async def follow(self, name: str, ref: str, after: int) -> AsyncGenerator[Version, None]:
+        """The version a ref names, if it is another than ``after``, and each one it moves to, until the service goes down.
+
+        Args:
+            name: the model.
+            ref: which ref; it need not exist yet.
+            after: the number seen last, 0 if none.
+
+        Raises:
+            NotFound: the model is not registered.
+            InvalidArgument: no ref can have this name.
+        """
+        if ref not in RESERVED_REFS:
+            check_ref_name(ref)  # what no ref can be called would be waited for in vain
+        last = after
+        with self._asking(name, Question(ref, invisible=False)) as (poller, asked):
+            try:
+                answer = await poller.first(asked)
+                while True:
+                    if isinstance(answer, Found):
+                        if answer.version.number != last:
+                            last = answer.version.number
+                            yield answer.version
+                    elif not isinstance(answer, NotFound):
+                        raise answer
+                    answer = await asked.next(answer)
+            except Unavailable:
+                if not self._catalog.stopping.is_set():
+                    raise
+
+    @contextmanager
+    def _asking(self, name: str, question: Question) -> Iterator[tuple[_Poller, _Asked]]:
+        model = ModelName.parse(name)
+        poller = self._pollers.get(model) or self._begin(model)
+        asked = poller.asked.setdefault(question, _Asked())
+        asked.askers += 1
+        try:
+            yield poller, asked
+        finally:
+            asked.askers -= 1
+            if not asked.askers:
+                del poller.asked[question]
+
+    def _begin(self, model: ModelName) -> _Poller:
+        def submit(questions: list[Question]) -> Future[dict[Question, Answer]]:
+            return self._workers.submit(_POLLERS, lambda: look(self._catalog, model, questions))
+
+        poller = self._pollers[model] = _Poller(submit, self._catalog.stopping)
+
+        async def poll() -> None:
+            try:
+                await poller.run()
+            finally:
+                del self._pollers[model]
+
+        # it runs as soon as the first question is asked
+        task = asyncio.get_running_loop().create_task(poll())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return poller
+
+    def _changed(self, name: ModelName | None) -> None:
+        for model in self._pollers if name is None else self._pollers.keys() & {name}:
+            self._pollers[model].tell_known(partial(from_memory, self._catalog, model))
+
+
+def _in_state(answer: Answer, state: VersionState) -> Version | None:
+    """The version, if it has reached a state; None if it may do so yet. Raises if it will not."""
+    if isinstance(answer, WeighbridgeError):
+        raise answer
+    version = answer.version
+    if version.state.reached(state):
+        return version
+    if version.state.given_up or (answer.abandoned and state.stored):
+        raise VersionFailed(f"{version} failed: {version.error}", details=version.error_details)
+    return None
+
+
+def _not_in_time(answer: Answer, state: VersionState) -> DeadlineExceeded:
+    version = answer.version if isinstance(answer, Found) else None
+    why = f": {version.error}" if version is not None and version.error else ""
+    return DeadlineExceeded(f"{version} was not {state.value} in time{why}")
+
+
+async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """What several sources give, with the index of each; ends or fails with the first that does, and closes them all."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as source:
+            async for item in source:
+                yield 0, item
+        return
+    ready: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue(1)
+
+    async def bring(index: int, source: AsyncGenerator[T, None]) -> None:
+        async with aclosing(source):
+            async for item in source:
+                await ready.put((index, item))
+
+    tasks = [asyncio.create_task(bring(index, source)) for index, source in enumerate(sources)]
+    ended = asyncio.create_task(_first_end(tasks, ready))
+    try:
+        while (found := await ready.get()) is not None:
+            yield found
+        await ended
+    finally:
+        for task in (*tasks, ended):
+            task.cancel()
+        await asyncio.gather(*tasks, ended, return_exceptions=True)
+
+
+async def _first_end(tasks: Sequence[asyncio.Task[None]], ready: asyncio.Queue[Any]) -> None:
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await ready.put(None)
+    for task in done:
+        task.result()

@@ -1,0 +1,87 @@
+"""Handlers of `WeightService`, `BulkService` and `LocalLaneService`: how weights go out, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._transport import wire
+from weighbridge.v1 import bulk_service_pb2, local_lane_pb2, weight_service_pb2
+from weighbridge_service.admission.byte_budget import Direction
+from weighbridge_service.admission.tickets import VALID_SECONDS, Tickets
+from weighbridge_service.api.grpc.bulk_streams import BulkStreams, sent
+from weighbridge_service.api.grpc.call import Call
+from weighbridge_service.api.lane.server import LaneServer
+from weighbridge_service.service import Weighbridge
+
+
+class WeightHandlers:
+    """`WeightService`."""
+
+    def __init__(self, service: Weighbridge, streams: BulkStreams) -> None:
+        self._serving = service.serving
+        self._streams = streams
+
+    def PlanPull(
+        self, request: weight_service_pb2.PlanPullRequest, call: Call
+    ) -> weight_service_pb2.PlanPullResponse:
+        version, layout = self._serving.plan_pull(
+            request.model, request.version, wire.request_from_proto(request.layout), request.dtype
+        )
+        known = layout.digest == request.known_layout
+        return weight_service_pb2.PlanPullResponse(
+            version=wire.version_to_proto(version),
+            layout=None if known else wire.layout_to_proto(layout, TensorSpace.HUGGING_FACE),
+            stream_bytes=layout.nbytes,
+            layout_digest=layout.digest,
+        )
+
+    def Pull(
+        self, request: weight_service_pb2.PullRequest, call: Call
+    ) -> Iterator[weight_service_pb2.PullResponse | bytes]:
+        layout, striping = wire.request_from_proto(request.layout), wire.striping_from_proto(request)
+        with self._streams.admit(Direction.OUT, call) as share:
+            pull = partial(
+                self._serving.pull,
+                request.model, request.version, layout, request.offset, request.dtype, striping,
+            )  # fmt: skip
+            reading = self._streams.plan(call, pull)
+            yield from sent(reading, weight_service_pb2.PullResponse, share, self._serving.count)
+
+
+class LocalLaneHandlers:
+    """`LocalLaneService`."""
+
+    def __init__(self, lane: LaneServer) -> None:
+        self._lane = lane
+
+    def GetLocalLane(
+        self, request: local_lane_pb2.GetLocalLaneRequest, call: Call
+    ) -> local_lane_pb2.GetLocalLaneResponse:
+        return local_lane_pb2.GetLocalLaneResponse(
+            socket=self._lane.path,
+            service_id=self._lane.service_id,
+            unavailable=self._lane.unavailable,
+            private=self._lane.private,
+        )
+
+
+class BulkHandlers:
+    """`BulkService`.
+
+    Args:
+        tickets: gives them.
+        port: for streams of weights; 0 if they have none of their own.
+    """
+
+    def __init__(self, tickets: Tickets, port: int) -> None:
+        self._tickets = tickets
+        self._port = port
+
+    async def GetTicket(
+        self, request: bulk_service_pb2.GetTicketRequest, call: Call
+    ) -> bulk_service_pb2.GetTicketResponse:
+        return bulk_service_pb2.GetTicketResponse(
+            ticket=self._tickets.give(call.peer.host), valid_seconds=VALID_SECONDS, port=self._port
+        )

@@ -1,0 +1,17 @@
+"""HTTP face: status, exports, probes, and the routes of Hugging Face's clients.
+
+May import: `api.lane`, `service`, and folders below.
+
+- `app`: the application and its routes.
+- `resources`: bodies of requests and responses.
+- `problems`: RFC 9457 problem documents.
+- `operations`: probes, checks, memory, metrics.
+- `metrics`: what Prometheus is told.
+- `ranges`: ranges of a file (RFC 9110).
+- `connections`: limits of connections.
+- `guard`: refusal of requests that other sites' pages send.
+- `threads`: threads of handlers that wait for the store.
+- `hub_routes`: routes of Hugging Face's clients.
+- `hub_documents`: a version as these clients see it.
+- `hub_reading`: lookup and reads of versions for them.
+"""

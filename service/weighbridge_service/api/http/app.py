@@ -1,0 +1,353 @@
+"""Application of the HTTP face: models, versions, refs, exports, health and metrics.
+
+Handlers translate their request, call one method of the service or of its exports, and translate back. Whatever goes
+wrong is answered with a problem document (RFC 9457).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from anyio import CapacityLimiter
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from fastapi_offline import FastAPIOffline
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import EventSourceResponse
+from starlette.exceptions import HTTPException
+
+from weighbridge._core.metadata import conditions
+from weighbridge._core.resources import Gate, Retention
+from weighbridge.errors import InvalidArgument, WeighbridgeError
+from weighbridge_service.admission.peer import LOCAL, Peer, Verb, authorize
+from weighbridge_service.api.http.guard import Guard, HostNames
+from weighbridge_service.api.http.hub_documents import HubNotFound
+from weighbridge_service.api.http.hub_reading import Hub
+from weighbridge_service.api.http.hub_routes import hub_router, on_hub_error
+from weighbridge_service.api.http.metrics import Metrics
+from weighbridge_service.api.http.operations import operations_router
+from weighbridge_service.api.http.problems import BodyLimit, Problem, on_error
+from weighbridge_service.api.http.ranges import RangeNotSatisfiable
+from weighbridge_service.api.http.resources import (
+    ApproveIn,
+    CollectIn,
+    CollectionOut,
+    DeletedModelOut,
+    ExportIn,
+    ExportOut,
+    ExportsOut,
+    GateIn,
+    GateOut,
+    ModelOut,
+    ModelsOut,
+    RefsOut,
+    RetentionIn,
+    RetentionOut,
+    SetRefIn,
+    VerificationOut,
+    VersionOut,
+    VersionsOut,
+)
+from weighbridge_service.api.http.threads import in_threads
+from weighbridge_service.exports import Exports
+from weighbridge_service.health import Health
+from weighbridge_service.service import Weighbridge
+from weighbridge_storage.documents.names import MAX_VERSION, MODEL_PART_PATTERN, REF_PATTERN
+
+_PAGE = 100
+_LARGEST_PAGE = 1000
+_DOCUMENTATION = "/docs"
+_VERIFYING = 8
+"""Versions that are verified at one time."""
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_READING_POSTS = frozenset({"verify_version", "paths_info"})
+"""Routes that only read, though they are asked by POST."""
+_VERBS = {"approve_version": Verb.APPROVE}
+"""What routes ask for that change something, and are not for those who manage models."""
+_SEND_SECONDS = 30.0
+"""How long a client that follows an export may leave an event unread."""
+
+
+def _text(description: str, pattern: str, *examples: str) -> Any:
+    """A text in a path. Its pattern is declared for clients; what breaks it is refused where it is parsed, in better words."""
+    return Path(
+        description=description, examples=list(examples) or None, json_schema_extra={"pattern": pattern}
+    )
+
+
+Namespace = Annotated[str, _text("First half of the model's name.", MODEL_PART_PATTERN, "acme")]
+Name = Annotated[str, _text("Second half of the model's name.", MODEL_PART_PATTERN, "smol")]
+VersionOrRef = Annotated[str, _text("A number or a ref.", REF_PATTERN, "latest")]
+Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]
+Ref = Annotated[str, _text("Name of the ref.", REF_PATTERN, "prod")]
+JobId = Annotated[str, _text("The `id` that starting the export gave.", "^[0-9a-f]{32}$")]
+
+
+def _models_router(service: Weighbridge) -> APIRouter:
+    router = APIRouter(prefix="/v1/models")
+
+    @router.get("", tags=["models"])
+    def list_models(
+        after: Annotated[str, Query(description="Begin behind the model of this name.")] = "",
+        limit: Annotated[int, Query(ge=1, le=_LARGEST_PAGE, description="Largest number of models.")] = _PAGE,
+    ) -> ModelsOut:
+        """Models by name. Give the last name of a page as `after` to get the next one."""
+        return ModelsOut.model_validate({"models": service.catalog.list_models(after, limit)})
+
+    @router.get("/{namespace}/{name}", tags=["models"])
+    def get_model(namespace: Namespace, name: Name) -> ModelOut:
+        """One model."""
+        return ModelOut.model_validate(service.catalog.get_model(f"{namespace}/{name}"))
+
+    @router.delete("/{namespace}/{name}", tags=["models"])
+    def delete_model(
+        namespace: Namespace,
+        name: Name,
+        confirm: Annotated[
+            str,
+            Query(
+                description="The model's name, as in `acme/smol`. To be said: all of it is deleted for good."
+            ),
+        ],
+    ) -> DeletedModelOut:
+        """Take a model away with all of its versions and refs. Its objects go with collections, after the grace time."""
+        model = f"{namespace}/{name}"
+        if confirm != model:
+            raise InvalidArgument(
+                f"this deletes {model} with all of its versions, and {confirm[:200]!r} was confirmed",
+                fix=f"say ?confirm={model} if that is meant",
+            )
+        return DeletedModelOut.model_validate(service.collecting.delete_model(model))
+
+    @router.get("/{namespace}/{name}/versions", tags=["versions"])
+    def list_versions(
+        namespace: Namespace,
+        name: Name,
+        limit: Annotated[
+            int, Query(ge=1, le=_LARGEST_PAGE, description="Largest number of versions.")
+        ] = _PAGE,
+        before: Annotated[
+            int, Query(ge=0, le=10**12, description="Begin below this number; 0 with the newest.")
+        ] = 0,
+        include_invisible: Annotated[
+            bool,
+            Query(description="Also those being received, and those that have failed lately."),
+        ] = False,
+        where: Annotated[
+            list[str] | None,
+            Query(
+                description="Comparisons of metadata, with = != < <= > or >=; all must be true.",
+                examples=["reward>=0.7"],
+            ),
+        ] = None,
+    ) -> VersionsOut:
+        """Versions, newest first. Give the last number of a page as `before` to get the next one."""
+        found = service.catalog.list_versions(
+            f"{namespace}/{name}",
+            before=before,
+            limit=limit,
+            include_invisible=include_invisible,
+            where=conditions(where or ()),
+        )
+        return VersionsOut.model_validate({"versions": found})
+
+    @router.get("/{namespace}/{name}/versions/{version}", tags=["versions"])
+    def get_version(namespace: Namespace, name: Name, version: VersionOrRef) -> VersionOut:
+        """One version; by number also one that is being received or has failed."""
+        return VersionOut.model_validate(service.catalog.get_version(f"{namespace}/{name}", version))
+
+    @router.post("/{namespace}/{name}/versions/{version}/verify", tags=["versions"])
+    @in_threads(CapacityLimiter(_VERIFYING))
+    def verify_version(namespace: Namespace, name: Name, version: VersionOrRef) -> VerificationOut:
+        """Read all files of a durable version and compare them with the digests in its manifest."""
+        return VerificationOut.model_validate(service.catalog.verify(f"{namespace}/{name}", version))
+
+    @router.post("/{namespace}/{name}/versions/{version}/approve", tags=["versions"])
+    def approve_version(
+        namespace: Namespace, name: Name, version: Number, body: ApproveIn, request: Request
+    ) -> VersionOut:
+        """Hold a version no longer: `live` and `latest` may name it, if it is newer than what they name. Approving one that is not held
+        changes nothing."""
+        by = body.by or _peer(request).host
+        return VersionOut.model_validate(
+            service.gates.approve(f"{namespace}/{name}", version, by=by, note=body.note, reasons=body.reasons)
+        )
+
+    @router.delete("/{namespace}/{name}/versions/{version}", tags=["versions"])
+    def delete_version(namespace: Namespace, name: Name, version: Number) -> VersionOut:
+        """Take a version out of history that no ref names. It can be read by its number for a grace time."""
+        return VersionOut.model_validate(service.collecting.delete_version(f"{namespace}/{name}", version))
+
+    @router.get("/{namespace}/{name}/gate", tags=["gate"])
+    def get_gate(namespace: Namespace, name: Name) -> GateOut:
+        """Which versions of a model are held."""
+        return GateOut.model_validate(service.gates.gate(f"{namespace}/{name}"))
+
+    @router.put("/{namespace}/{name}/gate", tags=["gate"])
+    def set_gate(namespace: Namespace, name: Name, body: GateIn) -> GateOut:
+        """Say which versions of a model are held, of those that are opened from now on."""
+        gate = Gate(**body.model_dump())
+        return GateOut.model_validate(service.gates.set_gate(f"{namespace}/{name}", gate))
+
+    @router.get("/{namespace}/{name}/retention", tags=["retention"])
+    def get_retention(namespace: Namespace, name: Name) -> RetentionOut:
+        """Which versions of a model are kept."""
+        return RetentionOut.model_validate(service.collecting.retention(f"{namespace}/{name}"))
+
+    @router.put("/{namespace}/{name}/retention", tags=["retention"])
+    def set_retention(namespace: Namespace, name: Name, body: RetentionIn) -> RetentionOut:
+        """Say which versions of a model are kept. The others go with the next collection."""
+        rules = Retention(**body.model_dump())
+        return RetentionOut.model_validate(service.collecting.set_retention(f"{namespace}/{name}", rules))
+
+    @router.post("/{namespace}/{name}/collect", tags=["retention"])
+    def collect_versions(namespace: Namespace, name: Name, body: CollectIn) -> CollectionOut:
+        """Delete what need not be kept now, without waiting for the service to do so by itself."""
+        return CollectionOut.model_validate(
+            service.collecting.collect(f"{namespace}/{name}", dry_run=body.dry_run)
+        )
+
+    @router.get("/{namespace}/{name}/refs", tags=["refs"])
+    def list_refs(namespace: Namespace, name: Name) -> RefsOut:
+        """All refs of a model."""
+        return RefsOut(refs=service.catalog.refs(f"{namespace}/{name}"))
+
+    @router.put("/{namespace}/{name}/refs/{ref}", tags=["refs"])
+    def set_ref(namespace: Namespace, name: Name, ref: Ref, body: SetRefIn) -> VersionOut:
+        """Let a tag name a durable version; answers with that version."""
+        return VersionOut.model_validate(service.catalog.set_ref(f"{namespace}/{name}", ref, body.version))
+
+    @router.delete("/{namespace}/{name}/refs/{ref}", tags=["refs"], status_code=204)
+    def delete_ref(namespace: Namespace, name: Name, ref: Ref) -> None:
+        """Take a tag away."""
+        service.catalog.delete_ref(f"{namespace}/{name}", ref)
+
+    return router
+
+
+def _exports_router(exports: Exports) -> APIRouter:
+    router = APIRouter(prefix="/v1/exports", tags=["exports"])
+
+    @router.post("", status_code=202)
+    def start_export(body: ExportIn, request: Request, response: Response) -> ExportOut:
+        """Begin to write a version as a Hugging Face folder on the service's side.
+
+        The job runs in the background: `Location` says where to look at it, and `/events` there how to follow it.
+        """
+        authorize(_peer(request), Verb.MANAGE, body.model, str(body.version))
+        job = exports.start(
+            body.model,
+            body.version,
+            folder=body.folder,
+            dtype=body.dtype,
+            max_shard_bytes=body.max_shard_bytes,
+        )
+        response.headers["Location"] = f"/v1/exports/{job.id}"
+        return ExportOut.model_validate(job)
+
+    @router.get("")
+    def list_exports() -> ExportsOut:
+        """Exports that wait, run, or ended not long ago, newest first."""
+        return ExportsOut.model_validate({"exports": exports.list()})
+
+    @router.get("/{job_id}")
+    def get_export(job_id: JobId) -> ExportOut:
+        """One export."""
+        return ExportOut.model_validate(exports.get(job_id))
+
+    @router.delete("/{job_id}")
+    def cancel_export(job_id: JobId) -> ExportOut:
+        """Stop an export and remove what it has written. One that has ended stays as it is."""
+        return ExportOut.model_validate(exports.cancel(job_id))
+
+    @router.get(
+        "/{job_id}/events",
+        response_class=EventSourceResponse,
+        responses={
+            200: {
+                "description": "Server-sent events: `progress` a few times a second while something changes, then one "
+                "`end`. The data of each is the export as JSON.",
+                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            }
+        },
+    )
+    async def follow_export(job_id: JobId) -> EventSourceResponse:
+        """Follow an export until it ends."""
+        exports.get(job_id)  # not found is a problem document, not a stream that breaks
+
+        async def events() -> AsyncIterator[ServerSentEvent]:
+            async for job in exports.changes(job_id):
+                data = ExportOut.model_validate(job).model_dump_json()
+                yield ServerSentEvent(data, event="end" if job.state.ended else "progress")
+
+        return EventSourceResponse(events(), send_timeout=_SEND_SECONDS)
+
+    return router
+
+
+async def _ask(request: Request) -> None:
+    """Refuse what the caller may not do; every route asks this first, but for the one whose body names the model."""
+    route = request.scope["route"].name
+    if route == "start_export":
+        return
+    there = request.path_params
+    model = f"{there['namespace']}/{there['name']}" if "namespace" in there and "name" in there else ""
+    of_hub = str(there.get("rest", "")).partition("/")[0]
+    ref = str(there.get("ref") or there.get("version") or there.get("number") or of_hub)
+    reads = request.method in _READING or route in _READING_POSTS
+    verb = Verb.READ if reads else _VERBS.get(route, Verb.MANAGE)
+    authorize(_peer(request), verb, model, ref)
+
+
+def _peer(request: Request) -> Peer:
+    client = request.client
+    return Peer(client.host, str(client.port)) if client else Peer(LOCAL)
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health: Health) -> FastAPI:
+    """The HTTP face of a service.
+
+    Args:
+        service: what it is the face of.
+        exports: its export jobs.
+        metrics: what ``/metrics`` shows.
+        health: what ``/readyz`` says.
+    """
+    problem: dict[str, Any] = {
+        "description": "A problem document: what is wrong, and what to do about it.",
+        "content": {"application/problem+json": {"schema": Problem.model_json_schema()}},
+    }
+    app = FastAPIOffline(
+        docs_url=_DOCUMENTATION,
+        redoc_url=None,
+        title="Weighbridge",
+        version="v1",
+        description="Versions of model weights between training and inference. Weights themselves travel over gRPC.",
+        responses={"default": problem},
+        generate_unique_id_function=_operation_id,
+        redirect_slashes=False,
+        dependencies=[Depends(_ask)],
+        exception_handlers={
+            HubNotFound: on_hub_error,
+            RangeNotSatisfiable: on_hub_error,
+            WeighbridgeError: on_error,
+            RequestValidationError: on_error,
+            HTTPException: on_error,
+            Exception: on_error,
+        },
+    )
+    app.add_middleware(BodyLimit)
+    app.add_middleware(Guard, HostNames.of(service.config.http_hosts), _DOCUMENTATION)
+    app.include_router(_models_router(service))
+    app.include_router(_exports_router(exports))
+    app.include_router(operations_router(service, metrics, health))
+    app.include_router(
+        hub_router(Hub(service.catalog, service.store_readers), redirect=service.config.redirect_downloads)
+    )
+    return app

@@ -1,0 +1,201 @@
+"""Guard of the HTTP face against browsers that are sent there by pages of others.
+
+A browser inside the network can be made to ask anything of a service: by a name that its owner points at the service's address (DNS
+rebinding), or by a form that a page of another origin submits. The service has no cookies that would tell such requests apart, so they are
+refused by what they say themselves: `Host` must be a name that nobody outside can own, or one that the operator has named, and what
+changes something must not come from another origin. Programs send no `Origin`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weighbridge_service.api.http.problems import ProblemResponse
+
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".cluster.local", ".home.arpa")
+"""Of names that no public DNS server answers for."""
+_INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_NOTHING = "default-src 'none'; frame-ancestors 'none'"
+_DOCUMENTATION = (
+    "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; connect-src 'self'; img-src 'self' data:; "
+    "style-src 'self' 'unsafe-inline'; script-src 'self'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request is refused.
+
+    Attributes:
+        reason: one word, in capitals.
+        status: HTTP status.
+        detail: what is wrong.
+        fix: what to do.
+    """
+
+    reason: str
+    status: int
+    detail: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostNames:
+    """By which names a service may be asked.
+
+    Attributes:
+        named: lower-case; those that the operator allows besides addresses and names that are private by nature.
+    """
+
+    named: frozenset[str]
+
+    @staticmethod
+    def of(names: Iterable[str]) -> HostNames:
+        """Those names, and this machine's own."""
+        own = (socket.gethostname(), socket.getfqdn())
+        return HostNames(frozenset(name.lower().rstrip(".") for name in (*names, *own) if name))
+
+    def allow(self, host: str) -> bool:
+        """Whether a service may be asked by this name: the value of a `Host` header."""
+        if "*" in self.named:
+            return True
+        name = _name_of(host)
+        if name is None:
+            return False
+        if "." not in name or name.endswith(_PRIVATE_SUFFIXES) or name in self.named:
+            return True
+        return _is_address(name)
+
+
+def refusal(method: str, headers: Headers, names: HostNames) -> Refusal | None:
+    """Why a request is refused; None if it is not.
+
+    Args:
+        method: of the request.
+        headers: of the request.
+        names: by which the service may be asked.
+    """
+    host = headers.get("host")
+    if host is not None and not names.allow(host):
+        return Refusal(
+            "HOST_NOT_ALLOWED",
+            421,
+            f"this service is not called {host[:80]!r}",
+            "ask by its address, or let the service be started with --http-host and this name",
+        )
+    origin = headers.get("origin")
+    if method not in _READING and origin is not None and _authority_of(origin) != host:
+        return Refusal(
+            "CROSS_ORIGIN",
+            403,
+            f"a page of {origin[:80]!r} cannot change anything here",
+            "use the service's own pages, or a program",
+        )
+    return None
+
+
+def _name_of(host: str) -> str | None:
+    """The name in a `Host` header, without port; None if there is none."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _authority_of(origin: str) -> str:
+    """Host and port of an origin; empty if it has none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class Guard:
+    """Refuses what browsers send in the name of others, and tells them to keep what they get to themselves.
+
+    Args:
+        app: what answers.
+        names: by which the service may be asked.
+        documentation: path of the page that may run scripts: the service's own.
+    """
+
+    def __init__(self, app: ASGIApp, names: HostNames, documentation: str) -> None:
+        self._app = app
+        self._names = names
+        self._documentation = documentation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refused = refusal(scope["method"], Headers(scope=scope), self._names)
+        if scope["path"] == self._documentation and refused is None:
+            await self._app(scope, receive, _Page(send).send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                _guard(message, _NOTHING)
+            await send(message)
+
+        if refused is None:
+            await self._app(scope, receive, guarded)
+        else:
+            answer = ProblemResponse(refused.reason, refused.status, refused.detail, fix=refused.fix)
+            await answer(scope, receive, guarded)
+
+
+class _Page:
+    """A page that is sent once it is whole, so that its headers can name the scripts in it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._body = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        self._body += message.get("body", b"")
+        if message.get("more_body", False) or self._start is None:
+            return
+        scripts = "".join(
+            f" 'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'"
+            for script in _INLINE_SCRIPT.findall(self._body)
+        )
+        _guard(self._start, _DOCUMENTATION + scripts)
+        await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": self._body})
+
+
+def _guard(start: Message, policy: str) -> None:
+    headers = MutableHeaders(scope=start)
+    headers["Content-Security-Policy"] = policy
+    for name, value in _HEADERS.items():
+        headers[name] = value

@@ -1,0 +1,302 @@
+"""Documents about a version for Hugging Face's clients: commit, ETags of files, listings.
+
+Everything here is pure. The documents have the members that huggingface_hub and transformers read, named as the Hugging
+Face Hub names them.
+
+A **commit** stands for one version of one model, for good: 40 hexadecimal digits, the first 30 of them from a SHA-256 over the
+model's name, the number and the SHA-256 of the manifest, the last 10 the number itself, so that a commit leads back to its
+version without a list of commits.
+
+An **ETag** names the content of a file, whatever the file is called and whichever version it is in: the SHA-256 of its size and of
+the XXH3-128 digest in the manifest. It is not the SHA-256 of the content, which would mean to read every version again: clients take
+it as a file's name in their cache and compare it with other ETags. The documents have no member `lfs`, which would promise the
+SHA-256 of the content to those who check what they have downloaded; for that, there are the digests in `weighbridge.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+from urllib.parse import unquote
+
+from weighbridge._core.resources import REF_LATEST
+from weighbridge.errors import NotFound
+from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, shown
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.history import History
+from weighbridge_storage.versions.digests import digest_bytes
+from weighbridge_storage.versions.manifest import FileEntry, Manifest
+
+MAIN = "main"
+"""What clients ask for if they are given no revision: the tag of this name, and `latest` if there is none."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NUMBER = re.compile(r"[0-9]{1,12}")
+_DIGITS = 10
+"""Hexadecimal digits of a version's number in a commit: enough for twelve decimal ones."""
+
+
+class HubNotFound(NotFound):
+    """Something is not there, in the words of Hugging Face's clients.
+
+    Attributes:
+        code: what the clients tell the cases apart by.
+        commit: the version in which it is not there, where that is known.
+    """
+
+    code: ClassVar[str]
+
+    def __init__(self, message: str, *, fix: str = "", commit: str = "") -> None:
+        super().__init__(message, fix=fix)
+        self.commit = commit
+
+
+class RepoNotFound(HubNotFound):
+    """There is no such model."""
+
+    code = "RepoNotFound"
+
+
+class RevisionNotFound(HubNotFound):
+    """The model has no such durable version."""
+
+    code = "RevisionNotFound"
+
+
+class EntryNotFound(HubNotFound):
+    """The version has no such file."""
+
+    code = "EntryNotFound"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a client's URL names.
+
+    Attributes:
+        model: ``namespace/name``, whether or not that can be one.
+        revision: what stands behind the verb; `MAIN` if the path ends before.
+        path: of a file within the version; may be empty.
+    """
+
+    model: str
+    revision: str
+    path: str
+
+    @staticmethod
+    def of(raw_path: str, prefix: str = "/") -> Asked:
+        """What ``{prefix}{namespace}/{name}/{verb}/{revision}/{path}`` names.
+
+        Args:
+            raw_path: as it was sent: only there a quoted slash within a revision differs from one that separates.
+            prefix: what it begins with, and is passed over.
+        """
+        parts = [unquote(part) for part in raw_path[len(prefix) :].split("/")]
+        return Asked("/".join(parts[:2]), parts[3] if len(parts) > 3 else MAIN, "/".join(parts[4:]))
+
+
+@dataclass(frozen=True)
+class HubVersion:
+    """A durable version, as Hugging Face's clients see it.
+
+    Attributes:
+        model: whose version.
+        number: which version.
+        commit: stands for it for good.
+        created_ms: when it was opened, in milliseconds since 1970 UTC.
+        files: all files of its folder, the manifest among them, by name.
+    """
+
+    model: ModelName
+    number: int
+    commit: str
+    created_ms: int
+    files: Mapping[str, FileEntry]
+
+    @staticmethod
+    def of(manifest: Manifest, text: bytes) -> HubVersion:
+        """The version that a manifest describes; ``text`` is the manifest as it is stored."""
+        files = {**manifest.files, MANIFEST_FILE: digest_bytes(text)}
+        return HubVersion(
+            manifest.model,
+            manifest.version,
+            commit_of(manifest.model, manifest.version, hashlib.sha256(text).hexdigest()),
+            manifest.created_ms,
+            dict(sorted(files.items())),
+        )
+
+    def file(self, path: str) -> FileEntry:
+        """One file. Raises EntryNotFound."""
+        found = self.files.get(path)
+        if found is None:
+            raise EntryNotFound(
+                f"{self.model}@{self.number} has no file {shown(path)}",
+                fix="its manifest, weighbridge.json, lists all files",
+                commit=self.commit,
+            )
+        return found
+
+
+def commit_of(model: ModelName, number: int, manifest_sha256: str) -> str:
+    """The commit of a version."""
+    identity = f"weighbridge commit\0{model}\0{number}\0{manifest_sha256}".encode()
+    return f"{hashlib.sha256(identity).hexdigest()[: 40 - _DIGITS]}{number:0{_DIGITS}x}"
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision reads like a commit. It is taken for one then, even where a tag is called so: clients do the same."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+def etag_of(file: FileEntry) -> str:
+    """The ETag of a file's content, without quotes: 64 hexadecimal digits."""
+    return hashlib.sha256(f"weighbridge file\0{file.xxh3_128}\0{file.size}".encode()).hexdigest()
+
+
+def number_of(model: ModelName, history: History, revision: str) -> int:
+    """The number of the durable version that a revision names; whether a commit is that version's is for the caller to see.
+
+    Number and commit lead to a version that was taken out of history too, as long as it is there: clients ask for file by file.
+
+    Args:
+        model: for the message.
+        history: the model's.
+        revision: a number, a ref (not `live`, which may name a version that is not durable), a commit, or `MAIN`.
+
+    Raises:
+        RevisionNotFound: it names no durable version.
+    """
+    number: int | None
+    if is_commit(revision):
+        number = int(revision[-_DIGITS:], 16)
+    elif _NUMBER.fullmatch(revision):
+        number = int(revision)
+    else:
+        refs = history.head.ref_numbers
+        number = refs.get(revision, refs.get(REF_LATEST) if revision == MAIN else None)
+    if number is None or history.find(number) is None:
+        raise no_revision(model, history.head, revision)
+    return number
+
+
+def no_revision(model: ModelName, head: Head, revision: str) -> RevisionNotFound:
+    """What to raise if a revision names no durable version."""
+    return RevisionNotFound(
+        f"{model} has no durable version {shown(revision)}",
+        fix=f"refs it has: {', '.join(sorted(head.refs)) or 'none yet'}; or name a version by number or commit",
+    )
+
+
+def model_info(version: HubVersion, *, sizes: bool) -> dict[str, Any]:
+    """What `HfApi.model_info` reads; ``sizes`` adds what is known of each file besides its name."""
+    return {
+        "_id": version.commit[:24],
+        "id": str(version.model),
+        "modelId": str(version.model),
+        "author": version.model.namespace,
+        "sha": version.commit,
+        "lastModified": _date(version.created_ms),
+        "createdAt": _date(version.created_ms),
+        "private": False,
+        "gated": False,
+        "disabled": False,
+        "downloads": 0,
+        "likes": 0,
+        "tags": [],
+        "siblings": [
+            {"rfilename": name, **(_sibling(file) if sizes else {})} for name, file in version.files.items()
+        ],
+    }
+
+
+def _sibling(file: FileEntry) -> dict[str, Any]:
+    return {"size": file.size, "blobId": etag_of(file)}
+
+
+def tree_page(
+    version: HubVersion, path: str, after: str, limit: int, *, expand: bool
+) -> tuple[list[dict[str, Any]], str | None]:
+    """A page of what `HfApi.list_repo_tree` reads.
+
+    Args:
+        version: which version.
+        path: a folder in it; there is only the root, the empty path.
+        after: begin behind the file of this name.
+        limit: most files of the page.
+        expand: add the commit that each file is from.
+
+    Returns:
+        The files, and the name that the next page begins behind; None if there is no more.
+
+    Raises:
+        EntryNotFound: there is no such folder.
+    """
+    if path:
+        raise EntryNotFound(
+            f"{version.model}@{version.number} has no folder {shown(path)}", commit=version.commit
+        )
+    names = [name for name in version.files if name > after]
+    page = names[:limit]
+    return [_tree_entry(version, name, expand) for name in page], page[-1] if len(names) > limit else None
+
+
+def paths_info(version: HubVersion, paths: Sequence[str], *, expand: bool) -> list[dict[str, Any]]:
+    """What `HfApi.get_paths_info` reads; paths that are not there are left out."""
+    return [_tree_entry(version, path, expand) for path in dict.fromkeys(paths) if path in version.files]
+
+
+def _tree_entry(version: HubVersion, name: str, expand: bool) -> dict[str, Any]:
+    file = version.files[name]
+    entry: dict[str, Any] = {"type": "file", "path": name, "size": file.size, "oid": etag_of(file)}
+    if expand:
+        entry["lastCommit"] = {
+            "id": version.commit,
+            "title": f"version {version.number}",
+            "date": _date(version.created_ms),
+        }
+    return entry
+
+
+def refs_document(head: Head, commits: Mapping[int, str]) -> dict[str, Any]:
+    """What `HfApi.list_repo_refs` reads: `main` and `latest` are branches, as they move; the others are tags.
+
+    Args:
+        head: the model's.
+        commits: those of the versions that its refs name.
+    """
+    refs = head.ref_numbers
+    named = {MAIN: refs.get(MAIN, refs.get(REF_LATEST)), REF_LATEST: refs.get(REF_LATEST)}
+    branches = {name: number for name, number in named.items() if number is not None}
+    tags = {name: number for name, number in sorted(refs.items()) if name not in branches}
+    return {
+        "branches": _refs("heads", branches, commits),
+        "tags": _refs("tags", tags, commits),
+        "converts": [],
+    }
+
+
+def _refs(kind: str, refs: Mapping[str, int], commits: Mapping[int, str]) -> list[dict[str, str]]:
+    return [
+        {"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": commits[number]}
+        for name, number in refs.items()
+        if number in commits
+    ]
+
+
+def whoami() -> dict[str, Any]:
+    """What `HfApi.whoami` reads. There are no accounts: whoever asks may read."""
+    return {
+        "type": "user",
+        "name": "anonymous",
+        "fullname": "anonymous",
+        "orgs": [],
+        "auth": {"type": "access_token", "accessToken": {"displayName": "anonymous", "role": "read"}},
+    }
+
+
+def _date(ms: int) -> str:
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,0 +1,123 @@
+"""Lookup of durable versions for Hugging Face's clients, and reads of their files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weighbridge._core.lru import Cache
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound
+from weighbridge_service.api.http.hub_documents import (
+    HubVersion,
+    RepoNotFound,
+    RevisionNotFound,
+    is_commit,
+    no_revision,
+    number_of,
+    refs_document,
+)
+from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.catalog.store_readers import StoreReaders, reading_since
+from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, version_key
+from weighbridge_storage.head.history import History
+from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.versions.manifest import Manifest
+from weighbridge_storage.versions.reading import read_manifest_text
+
+URL_SECONDS = 3600
+"""How long a URL of a file in the store is valid: a download may begin as late, and goes on after that."""
+_KEPT_FILES = 100_000
+"""Files of versions that are remembered, over all models: some 300 bytes each."""
+
+
+class Hub:
+    """The durable versions in a catalog, by the revisions that Hugging Face's clients use. Thread-safe.
+
+    Args:
+        catalog: which models there are.
+        readers: who is reading from the store.
+    """
+
+    def __init__(self, catalog: Catalog, readers: StoreReaders) -> None:
+        self._catalog = catalog
+        self._readers = readers
+        self._versions: Cache[HubVersion] = Cache(_KEPT_FILES, lambda version: 1 + len(version.files))
+
+    def version(self, name: str, revision: str) -> HubVersion:
+        """The version of a revision.
+
+        Raises:
+            RepoNotFound: no such model.
+            RevisionNotFound: the model has no such durable version.
+        """
+        asked_ms = self._readers.clock()
+        model, history = self._model(name)
+        number = number_of(model, history, revision)
+        self._readers.visit(model, number, reading_since(history.find(number), asked_ms))
+        found = self._version(model, history, number)
+        if is_commit(revision) and revision != found.commit:
+            raise no_revision(model, history.head, revision)
+        return found
+
+    def refs(self, name: str) -> dict[str, object]:
+        """The document about a model's refs. Raises RepoNotFound."""
+        model, history = self._model(name)
+        numbers = {n for n in history.head.ref_numbers.values() if history.find(n) is not None}
+        commits = {number: self._version(model, history, number).commit for number in numbers}
+        return refs_document(history.head, commits)
+
+    def read(self, version: HubVersion, path: str, start: int, length: int) -> bytes:
+        """A part of a file.
+
+        Raises:
+            RevisionNotFound: the version was deleted meanwhile.
+            DataLoss: the file is missing from the store, or shorter than the manifest says.
+        """
+        with self._unless_deleted(version.model, version.number):
+            try:
+                return self._catalog.store.read_range(
+                    version_key(version.model, version.number, path), start, length
+                )
+            except (NotFound, InvalidArgument) as error:
+                raise DataLoss(
+                    f"{path} of {version.model}@{version.number} in the store is not what its manifest says"
+                ) from error
+
+    def begin(self, version: HubVersion) -> Hold:
+        """The reading of a file begins; it ends when the hold is released."""
+        # the visit in which the version was found says for how long it has been read before
+        return self._readers.begin(version.model, version.number, self._readers.clock())
+
+    def url(self, version: HubVersion, path: str) -> str | None:
+        """Where a file can be had from the store itself for `URL_SECONDS`; None if the store has no such URLs."""
+        url = self._catalog.store.presigned_url(version_key(version.model, version.number, path), URL_SECONDS)
+        if url is not None:
+            self._readers.lend(version.model, version.number, URL_SECONDS * 1000)
+        return url
+
+    def _model(self, name: str) -> tuple[ModelName, History]:
+        try:
+            model = ModelName.parse(name)
+            return model, self._catalog.history(model)
+        except (InvalidArgument, NotFound) as error:
+            raise RepoNotFound(error.message, fix=error.fix) from error
+
+    def _version(self, model: ModelName, history: History, number: int) -> HubVersion:
+        def read() -> HubVersion:
+            text = read_manifest_text(self._catalog.store, model, number)
+            return HubVersion.of(Manifest.from_json(text, version_key(model, number, MANIFEST_FILE)), text)
+
+        entry = history.find(number)
+        if entry is None:
+            raise no_revision(model, history.head, str(number))
+        with self._unless_deleted(model, number):
+            # a model that was removed and registered again may give a number to another version
+            return self._versions.get_or_make((model, number, entry.write_id), read)
+
+    @contextmanager
+    def _unless_deleted(self, model: ModelName, number: int) -> Iterator[None]:
+        try:
+            with self._catalog.unless_deleted(model, number):
+                yield
+        except NotFound as error:
+            raise RevisionNotFound(error.message, fix=error.fix) from error

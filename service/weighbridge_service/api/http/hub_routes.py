@@ -1,0 +1,248 @@
+"""Routes of Hugging Face's clients: with `HF_ENDPOINT` set to the service, they find durable versions here.
+
+Handlers say what the URL names, call one function of `hub_documents` or one method of `hub_reading.Hub`, and put the answer into HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Annotated, Any
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
+
+from anyio import CapacityLimiter
+from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.responses import JSONResponse, RedirectResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from weighbridge.errors import InvalidArgument
+from weighbridge_service.api.http import hub_documents as documents
+from weighbridge_service.api.http.hub_documents import Asked, HubNotFound, HubVersion, RepoNotFound, etag_of
+from weighbridge_service.api.http.hub_reading import Hub
+from weighbridge_service.api.http.problems import ProblemResponse
+from weighbridge_service.api.http.ranges import RangeNotSatisfiable, byte_range
+from weighbridge_service.api.http.threads import in_threads
+from weighbridge_storage.documents.names import shown
+from weighbridge_storage.memory.images import Hold
+
+_API = "/api/models/"
+_TREE_PAGE = 1000
+_MOST_PATHS = 10_000
+_READ_BYTES = 4 << 20
+"""Read from the store at a time. A file on its way holds two such pieces: one being sent, and the next one being read."""
+_SEND_BYTES = 1 << 20
+_THREADS = 40
+"""Requests that may wait for the store at one time."""
+_REDIRECT_BYTES = 8 << 20
+"""From this size on, a way round the service is worth one more request."""
+
+
+def hub_router(hub: Hub, *, redirect: bool) -> APIRouter:
+    """The routes over durable versions. They are not in the OpenAPI document: the protocol is not ours.
+
+    Args:
+        hub: the versions.
+        redirect: whether large files are fetched from the store itself, where it can sign URLs.
+    """
+    router = APIRouter(include_in_schema=False)
+    threaded = in_threads(CapacityLimiter(_THREADS))
+
+    @router.get(_API + "{namespace}/{name}")
+    @router.get(_API + "{namespace}/{name}/revision/{rest:path}")
+    @threaded
+    def model_info(asked: Annotated[Asked, Depends(_asked_of_api)], blobs: bool = False) -> Response:
+        """A version and the names of its files."""
+        version = hub.version(asked.model, asked.revision)
+        return _json(documents.model_info(version, sizes=blobs), version)
+
+    @router.get(_API + "{namespace}/{name}/tree/{rest:path}")
+    @threaded
+    def tree(
+        request: Request,
+        asked: Annotated[Asked, Depends(_asked_of_api)],
+        cursor: str = "",
+        expand: bool = False,
+        limit: Annotated[int | None, Query(ge=1, le=_TREE_PAGE)] = None,
+    ) -> Response:
+        """The files of a version, page by page."""
+        version = hub.version(asked.model, asked.revision)
+        page, behind = documents.tree_page(
+            version, asked.path.strip("/"), cursor, limit or _TREE_PAGE, expand=expand
+        )
+        answer = _json(page, version)
+        if behind is not None:
+            answer.headers["Link"] = f'<{_with_cursor(request, behind)}>; rel="next"'
+        return answer
+
+    @router.post(_API + "{namespace}/{name}/paths-info/{rest:path}")
+    @threaded
+    def paths_info(
+        asked: Annotated[Asked, Depends(_asked_of_api)], form: Annotated[dict[str, list[str]], Depends(_form)]
+    ) -> Response:
+        """Those of some files that a version has."""
+        version = hub.version(asked.model, asked.revision)
+        expand = form.get("expand", ["false"])[0].lower() in ("true", "1")
+        return _json(documents.paths_info(version, form.get("paths", []), expand=expand), version)
+
+    @router.get(_API + "{namespace}/{name}/refs")
+    @threaded
+    def refs(asked: Annotated[Asked, Depends(_asked_of_api)]) -> Response:
+        """The refs of a model."""
+        return JSONResponse(hub.refs(asked.model))
+
+    @router.get("/api/whoami-v2")
+    def whoami() -> Response:
+        """Who asks."""
+        return JSONResponse(documents.whoami())
+
+    @router.head("/{namespace}/{name}/resolve/{rest:path}")
+    @threaded
+    def file_metadata(asked: Annotated[Asked, Depends(_asked_of_file)]) -> Response:
+        """Size and identity of a file."""
+        version = hub.version(asked.model, asked.revision)
+        return Response(headers=_file_headers(version, asked.path))
+
+    @router.get("/{namespace}/{name}/resolve/{rest:path}")
+    @threaded
+    def file(request: Request, asked: Annotated[Asked, Depends(_asked_of_file)]) -> Response:
+        """A file, or a range of it."""
+        version = hub.version(asked.model, asked.revision)
+        headers = _file_headers(version, asked.path)
+        size = version.file(asked.path).size
+        condition = request.headers.get("if-range")
+        wanted = byte_range(
+            request.headers.get("range") if condition in (None, headers["ETag"]) else None, size
+        )
+        if redirect and size >= _REDIRECT_BYTES and condition is None:
+            elsewhere = _elsewhere(request, hub.url(version, asked.path))
+            if elsewhere is not None:
+                return RedirectResponse(elsewhere, 302, _redirect_headers(headers))
+        headers["Content-Length"] = str(wanted.end - wanted.start)
+        if wanted.partial:
+            headers["Content-Range"] = f"bytes {wanted.start}-{wanted.end - 1}/{size}"
+
+        def read(start: int) -> bytes:
+            return hub.read(version, asked.path, start, min(_READ_BYTES, wanted.end - start))
+
+        hold = hub.begin(version)
+        try:
+            first = read(
+                wanted.start
+            )  # a file that cannot be read is a problem document, not a stream that breaks
+        except BaseException:
+            hold.release()
+            raise
+        pieces = _stream(threaded(read), first, wanted.start, wanted.end)
+        return _Download(pieces, 206 if wanted.partial else 200, headers, hold)
+
+    # behind all others: a model may be called tests/resolve
+    @router.get(_API + "{name}")
+    @router.get(_API + "{name}/revision/{rest:path}")
+    @router.get("/{name}/resolve/{rest:path}")
+    @router.head("/{name}/resolve/{rest:path}")
+    def no_namespace(name: str) -> Response:
+        """Names of one part, such as `gpt2`, are no models here."""
+        raise RepoNotFound(f"there is no model {shown(name)}", fix="models are called namespace/name")
+
+    return router
+
+
+async def on_hub_error(_: Request, error: Exception) -> Response:
+    """A problem document, with the headers by which Hugging Face's clients tell what is wrong."""
+    if isinstance(error, RangeNotSatisfiable):
+        headers = {"Content-Range": f"bytes */{error.size}"}
+    elif isinstance(error, HubNotFound):
+        said = error.message.encode("ascii", "backslashreplace").decode()
+        headers = {"X-Error-Code": error.code, "X-Error-Message": said}
+        if error.commit:
+            headers["X-Repo-Commit"] = error.commit
+    else:
+        raise error
+    return ProblemResponse(error.reason, error.http_status, error.message, fix=error.fix, headers=headers)
+
+
+async def _asked_of_api(request: Request) -> Asked:
+    return Asked.of(_raw_path(request), _API)
+
+
+async def _asked_of_file(request: Request) -> Asked:
+    return Asked.of(_raw_path(request))
+
+
+def _raw_path(request: Request) -> str:
+    raw: bytes = request.scope["raw_path"]
+    return raw.decode("latin-1")
+
+
+def _with_cursor(request: Request, cursor: str) -> str:
+    others = [(name, value) for name, value in request.query_params.multi_items() if name != "cursor"]
+    path = quote(_raw_path(request), safe="/%")
+    return f"{request.url.scheme}://{request.url.netloc}{path}?{urlencode([*others, ('cursor', cursor)])}"
+
+
+async def _form(request: Request) -> dict[str, list[str]]:
+    body = await request.body()
+    try:
+        return parse_qs(body.decode(), max_num_fields=_MOST_PATHS)
+    except ValueError as error:
+        raise InvalidArgument(
+            "the body is no form, or has too many fields", fix=f"ask for at most {_MOST_PATHS} paths"
+        ) from error
+
+
+def _json(document: Any, version: HubVersion) -> Response:
+    return JSONResponse(document, headers={"X-Repo-Commit": version.commit})
+
+
+def _file_headers(version: HubVersion, path: str) -> dict[str, str]:
+    file = version.file(path)
+    return {
+        "X-Repo-Commit": version.commit,
+        "ETag": f'"{etag_of(file)}"',
+        "Content-Length": str(file.size),
+        "Accept-Ranges": "bytes",
+    }
+
+
+def _elsewhere(request: Request, url: str | None) -> str | None:
+    """``url``, if it is of another origin: clients take no redirect that leads back to where they are."""
+    return url if url is not None and urlsplit(url).netloc != request.url.netloc else None
+
+
+def _redirect_headers(headers: dict[str, str]) -> dict[str, str]:
+    """What goes with a redirect, where the size and the ETag are those of the file behind it."""
+    return {
+        "X-Repo-Commit": headers["X-Repo-Commit"],
+        "X-Linked-ETag": headers["ETag"],
+        "X-Linked-Size": headers["Content-Length"],
+        "Cache-Control": "no-store",  # it is only valid for a while
+    }
+
+
+class _Download(StreamingResponse):
+    """Bytes of a file; the reading of it ends with the response, however that comes about."""
+
+    def __init__(self, pieces: AsyncIterator[memoryview], status: int, headers: dict[str, str], hold: Hold):
+        super().__init__(pieces, status, headers, media_type="application/octet-stream")
+        self._hold = hold
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._hold:
+            await super().__call__(scope, receive, send)
+
+
+async def _stream(
+    read: Callable[[int], Awaitable[bytes]], piece: bytes, start: int, end: int
+) -> AsyncIterator[memoryview]:
+    """Pieces from ``start`` up to ``end``, the first of which is there already; each is read while the one before is sent."""
+    while piece:
+        start += len(piece)
+        ahead = asyncio.ensure_future(read(start)) if start < end else None
+        try:
+            view = memoryview(piece)
+            for offset in range(0, len(view), _SEND_BYTES):
+                yield view[offset : offset + _SEND_BYTES]
+            piece = await ahead if ahead is not None else b""
+        finally:
+            if ahead is not None:
+                ahead.cancel()

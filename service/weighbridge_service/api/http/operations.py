@@ -1,0 +1,83 @@
+"""Endpoints for operators and orchestrators: probes, checks, memory, metrics.
+
+Probes are answered on the event loop from what is in memory, so neither a store that hangs nor handlers that fill all threads hold them up.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import anyio.to_thread
+from anyio import CapacityLimiter
+from fastapi import APIRouter, Path, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from weighbridge.errors import NotFound
+from weighbridge_service.api.http.metrics import Metrics
+from weighbridge_service.api.http.resources import CheckOut, ChecksOut, MemoryOut, ReadinessOut, StatusOut
+from weighbridge_service.health import Health
+from weighbridge_service.health.doctor import examine_service
+from weighbridge_service.service import Weighbridge
+
+CheckName = Annotated[str, Path(description="Name of the check.", examples=["store-reachable"])]
+
+
+def operations_router(service: Weighbridge, metrics: Metrics, health: Health) -> APIRouter:
+    """The endpoints.
+
+    Args:
+        service: which is operated.
+        metrics: what ``/metrics`` shows.
+        health: what ``/readyz`` says.
+    """
+    router = APIRouter(tags=["operations"])
+    # one scrape at a time, in a thread of its own: others may all be waiting for the store
+    scraping = CapacityLimiter(1)
+
+    @router.get("/livez")
+    async def liveness() -> StatusOut:
+        """Whether the process answers. It stays so while the store is away: a restart would not bring it back."""
+        return StatusOut(status="ok")
+
+    @router.get("/readyz")
+    async def readiness() -> ReadinessOut:
+        """Whether new work should be sent here: no check has failed. Says what the background checks found last."""
+        findings = health.findings()
+        health.check_ready(findings)
+        return ReadinessOut.model_validate({"status": "ready", "checks": findings})
+
+    @router.get("/readyz/{check}")
+    async def readiness_of(check: CheckName) -> CheckOut:
+        """One of the checks of `/readyz`."""
+        findings = {found.name: found for found in health.findings()}
+        if check not in findings:
+            raise NotFound(f"there is no check {check[:80]!r}", fix=f"there are: {', '.join(findings)}")
+        health.check_ready([findings[check]])
+        return CheckOut.model_validate(findings[check])
+
+    @router.get("/v1/memory")
+    def get_memory() -> MemoryOut:
+        """Limits, budget, and who has or waits for which image. Asks nothing of the store."""
+        return MemoryOut.of(service.memory())
+
+    @router.get("/v1/checks")
+    def list_checks() -> ChecksOut:
+        """What `weighbridge doctor` finds: memory, disk, and what a push of each model needs."""
+        return ChecksOut.model_validate({"checks": examine_service(service)})
+
+    @router.get(
+        "/metrics",
+        response_class=Response,
+        responses={
+            200: {
+                "description": "Figures in Prometheus' text format.",
+                "content": {"text/plain": {"schema": {"type": "string"}}},
+            }
+        },
+    )
+    async def read_metrics() -> Response:
+        """What the service tells Prometheus."""
+        text = await anyio.to_thread.run_sync(metrics.text, limiter=scraping)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return router

@@ -1,0 +1,432 @@
+"""Bodies of requests and responses of the HTTP face."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+
+from weighbridge._core import dtypes
+from weighbridge._core.checks import CheckStatus
+from weighbridge._core.resources import VersionState
+from weighbridge_service.exports import ExportState
+from weighbridge_service.runtime.memory_plan import MemoryReport
+from weighbridge_storage.documents.names import MODEL_PATTERN
+from weighbridge_storage.memory.image_books import HeldFor
+from weighbridge_storage.memory.image_decisions import Space
+
+
+class _Out(BaseModel):
+    model_config = ConfigDict(from_attributes=True, protected_namespaces=())
+
+
+class _In(BaseModel):
+    # a member that does not exist is a slip that should be seen
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+VersionField = Annotated[
+    str, Field(description="A number or a ref.", max_length=128, coerce_numbers_to_str=True, examples=["17"])
+]
+
+
+def _whole(value: object) -> object:
+    """A number without a fraction as an integer, which JSON Schema takes it for."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# the limits stand before the validator, or they would not be in the JSON Schema
+RuleField = Annotated[int, Field(strict=True, ge=0, le=2**53), BeforeValidator(_whole)]
+
+
+class ModelOut(_Out):
+    """A registered model."""
+
+    name: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    model_type: str = Field(description="Of the Hugging Face config.", examples=["llama"])
+    dtype: str = Field(description="Of the weights, in safetensors' name.", examples=["BF16"])
+    tensor_count: int = Field(description="Number of tensors.")
+    tensor_bytes: int = Field(description="Bytes of all tensors together.")
+    files: list[str] = Field(description="Files that belong to the model besides its weights.")
+    refs: dict[str, int] = Field(description="Version number by ref.", examples=[{"latest": 17, "live": 18}])
+    weight_map: bool = Field(
+        description="Whether its tensors have Megatron-core's names, too; otherwise they have those of its files alone."
+    )
+
+
+class ModelsOut(_Out):
+    """A page of models."""
+
+    models: list[ModelOut] = Field(description="Models, by name.")
+
+
+class VersionOut(_Out):
+    """A version of a model."""
+
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    number: int = Field(description="Unique and increasing within the model.", examples=[17])
+    state: VersionState = Field(
+        description="Engines can pull versions that are `ready`, `verified`, `durable` or `retired`."
+    )
+    step: int = Field(description="The trainer's step.")
+    run: str = Field(description="The trainer's run.")
+    ranks: int = Field(description="Trainer ranks that push it; 0 where that is no longer known.")
+    sealed_ranks: int = Field(description="Ranks that have pushed all they hold.")
+    tensor_bytes: int = Field(description="Bytes of all tensors together.")
+    received_bytes: int = Field(description="Bytes of them that have arrived.")
+    nonfinite_elements: int = Field(
+        description="Elements that are NaN or infinite; until the version is verified, those that its ranks have counted."
+    )
+    create_time_ms: int = Field(description="Unix time in milliseconds.")
+    ready_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
+    verified_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
+    durable_time_ms: int = Field(description="Unix time in milliseconds; 0 if not yet, or no longer known.")
+    error: str = Field(
+        description="Why it failed or is not durable yet, or that it was taken out of history; empty if all is well."
+    )
+    error_details: list[str] = Field(description="One line for each tensor, box or rank concerned.")
+    held: list[str] = Field(
+        description="Why `live` and `latest` pass it by: `nonfinite` (elements are NaN or infinite), `candidate` (it waits for "
+        "approval), or what a later release adds. Empty if they do not.",
+        examples=[["nonfinite"]],
+    )
+    approved_reasons: list[str] = Field(description="Reasons for which it was held, and that were approved.")
+    approved_by: str = Field(description="Who approved it last, in their own words.")
+    approved_time_ms: int = Field(description="When; Unix time in milliseconds, 0 if nobody did.")
+    approved_note: str = Field(description="What they noted.")
+    metadata: dict[str, str | int | float | bool] = Field(
+        description="What was pushed with it.", examples=[{"reward": 0.71}]
+    )
+    waits_for: list[str] = Field(
+        description="Of one that is being received, what it waits for, such as ranks that have not declared or sealed."
+    )
+
+
+class DeletedModelOut(_Out):
+    """A model that was deleted."""
+
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    versions: int = Field(description="How many versions were part of its history.")
+
+
+class VersionsOut(_Out):
+    """A page of versions."""
+
+    versions: list[VersionOut] = Field(description="Versions, newest first.")
+
+
+class RefsOut(_Out):
+    """The refs of a model."""
+
+    refs: dict[str, int] = Field(
+        description="Version number by ref. `live` and `latest` move by themselves; the others are tags.",
+        examples=[{"latest": 17, "live": 18, "prod": 12}],
+    )
+
+
+class SetRefIn(_In):
+    """Which version a tag shall name."""
+
+    version: VersionField
+
+
+class VerificationOut(_Out):
+    """What comparing a version's files with its manifest gave."""
+
+    number: int = Field(description="The version.")
+    tensors_checked: int = Field(description="Tensors whose digests were compared.")
+    bytes_checked: int = Field(description="Bytes read.")
+    problems: list[str] = Field(
+        description="One line for each file or tensor that differs; empty if all is well."
+    )
+    nonfinite_elements: int = Field(
+        description="Elements that are NaN or infinite, by the manifest. That is no problem of the files."
+    )
+
+
+class GateOut(_Out):
+    """Which versions of a model are held, so that `live` and `latest` pass them by until they are approved."""
+
+    approval_required: bool = Field(description="Whether each version is held as a candidate.")
+    allow_nonfinite: bool = Field(
+        description="Whether versions with elements that are NaN or infinite are not held for that."
+    )
+
+
+class GateIn(_In):
+    """What is said of a model's gate, instead of what was said before. It goes for versions that are opened from then on."""
+
+    approval_required: StrictBool = False
+    allow_nonfinite: StrictBool = False
+
+
+class ApproveIn(_In):
+    """Who approves a version, and why."""
+
+    by: str = Field(
+        "", description="In your own words; by default the address of the caller.", max_length=256
+    )
+    note: str = Field("", description="Kept with the approval.", max_length=256)
+    reasons: list[str] = Field(
+        default_factory=list,
+        description="For which of the reasons it is held for; none is all of them, those too that were found since you looked.",
+        max_length=16,
+    )
+
+
+class RetentionOut(_Out):
+    """Which versions of a model are kept: those that a ref names and those that a rule speaks for. No rule keeps everything."""
+
+    keep_last: int = Field(description="That many of the newest; 0 is no rule.")
+    keep_every: int = Field(
+        description="Of each so many consecutive numbers the first version that is there; 0 is no rule."
+    )
+    keep_younger_s: int = Field(description="Those opened less than so many seconds ago; 0 is no rule.")
+
+
+class RetentionIn(_In):
+    """The rules, instead of those before; what is left out is no rule."""
+
+    keep_last: RuleField = 0
+    keep_every: RuleField = 0
+    keep_younger_s: RuleField = 0
+
+
+class KeptOut(_Out):
+    """A version that is kept."""
+
+    number: int = Field(description="Which version.")
+    rules: list[str] = Field(description="Those that speak for it; `keep_everything` if there is no rule.")
+    refs: list[str] = Field(description="Those that name it.")
+
+
+class WaitingOut(_Out):
+    """A version that was taken out of history and whose objects are still needed."""
+
+    number: int = Field(description="Which version.")
+    until_ms: int = Field(description="They stay at least until then; Unix time in milliseconds.")
+    readers: int = Field(description="Leases that keep them beyond the grace time.")
+
+
+class DeletedOut(_Out):
+    """A version whose objects were deleted."""
+
+    number: int = Field(description="Which version.")
+    nbytes: int = Field(description="Bytes of its weights.")
+
+
+class SweptOut(_Out):
+    """Objects of a number that stands for no version."""
+
+    number: int = Field(description="Which version.")
+    objects: int = Field(description="How many were deleted.")
+
+
+class CollectIn(_In):
+    """How to collect."""
+
+    dry_run: StrictBool = Field(
+        description="Only say what would be done. To be said: the rest is deleted for good."
+    )
+
+
+class CollectionOut(_Out):
+    """What a collection did, or would have done."""
+
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    dry_run: bool = Field(description="Whether nothing was changed.")
+    kept: list[KeptOut] = Field(description="Versions that stay part of history, and why.")
+    retired: list[int] = Field(description="Versions taken out of history now.")
+    waiting: list[WaitingOut] = Field(
+        description="Versions taken out of history, now or before, and still needed."
+    )
+    deleted: list[DeletedOut] = Field(description="Versions whose objects were deleted.")
+    given_up: list[int] = Field(description="Versions being received of which nothing more was heard.")
+    swept: list[SweptOut] = Field(description="What was left of versions that were given up or deleted.")
+    uploads_discarded: int = Field(
+        description="Objects never finished whose parts were removed; a dry run does not look for them."
+    )
+    leases_removed: int = Field(description="Leases that readers have left behind.")
+    problems: list[str] = Field(
+        description="One line for each deletion that failed; the next collection tries again."
+    )
+
+
+class ExportIn(_In):
+    """Which version to write as a Hugging Face folder, and how."""
+
+    model: str = Field(
+        description="`namespace/name`.", examples=["acme/smol"], json_schema_extra={"pattern": MODEL_PATTERN}
+    )
+    version: VersionField = "latest"
+    folder: str | None = Field(
+        None,
+        description="Where, relative to the service's folder for exports; by default a new folder named after the "
+        "model and the version.",
+        examples=["smol-bf16"],
+    )
+    dtype: str | None = Field(
+        None,
+        description="Cast floating-point tensors; by default they stay as they are.",
+        examples=["bf16"],
+        json_schema_extra={"pattern": rf"^(torch\.)?({'|'.join(dtypes.NAMES)})$"},
+    )
+    max_shard_bytes: int | None = Field(
+        None, description="Largest safetensors file, in bytes; by default 5 GB.", ge=1, le=2**53
+    )
+
+
+class ExportOut(_Out):
+    """An export as it stands."""
+
+    id: str = Field(description="Names the job.")
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    number: int = Field(description="The version that is written.", examples=[17])
+    folder: str = Field(
+        description="Where the service writes it. It is there once the job is done, and not before."
+    )
+    state: ExportState = Field(description="The last three are final.")
+    bytes_done: int = Field(description="Bytes of weights written so far.")
+    bytes_total: int = Field(description="Bytes of weights to write; 0 until it runs.")
+    error: str = Field(description="Why it failed; empty otherwise.")
+    create_time_ms: int = Field(description="Unix time in milliseconds.")
+    end_time_ms: int = Field(description="Unix time in milliseconds; 0 if it has not ended.")
+
+
+class ExportsOut(_Out):
+    """The exports that are remembered."""
+
+    exports: list[ExportOut] = Field(description="Exports, newest first.")
+
+
+class LimitOut(_Out):
+    """A limit on memory."""
+
+    name: str = Field(description="What sets it.", examples=["memory.max of control group /"])
+    limit: int = Field(description="Most bytes.")
+    used: int = Field(description="Bytes in use that cannot be taken back, by whomever.")
+    available: int = Field(description="Bytes left.")
+
+
+class SpaceOut(_Out):
+    """Room for images in memory, or on disk."""
+
+    budget: int = Field(description="Most bytes; 2**62 stands for no such bound, 0 for none at all.")
+    in_use: int = Field(description="Bytes of images that somebody has.")
+    free: int = Field(description="Bytes of memory or files that wait to be used again.")
+    available: int = Field(description="Bytes that the machine can give beyond these.")
+    most: int = Field(description="Bytes that the machine could give if nobody else took any.")
+
+    @classmethod
+    def of(cls, space: Space) -> SpaceOut:
+        """A space for people and programs."""
+        return cls(
+            budget=space.budget,
+            in_use=space.in_use,
+            free=sum(space.free),
+            available=space.available,
+            most=space.most,
+        )
+
+
+class HoldingOut(_Out):
+    """An image that somebody has."""
+
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    number: int = Field(description="The version; 0 if it is kept for the model's next one.")
+    nbytes: int = Field(description="Its size.")
+    in_memory: bool = Field(description="Whether it lies in memory, and not on disk.")
+    use: HeldFor = Field(description="Why it is held.")
+    seconds: float = Field(description="For how long.")
+    readers: int = Field(description="Leases of those who read or write it.")
+    reading_seconds: float = Field(description="For how long the oldest of these has been there.")
+
+
+class WaitingImageOut(_Out):
+    """An image that a push waits for."""
+
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    number: int = Field(description="The version.")
+    nbytes: int = Field(description="Its size.")
+    seconds: float = Field(description="For how long.")
+    reason: str = Field(description="What it waits for, with the figures.")
+
+
+class MemoryOut(_Out):
+    """How the service stands with memory."""
+
+    budget: int = Field(description="Most bytes of images in memory.")
+    budget_chosen: bool = Field(
+        description="Whether somebody has named it; else it was found from the limits."
+    )
+    process: int = Field(description="Bytes that the service keeps for itself besides images.")
+    private: int = Field(description="Bytes of these that it has.")
+    limits: list[LimitOut] = Field(description="On what the service may use, alone or with others.")
+    memory: SpaceOut = Field(description="Room for images in memory.")
+    disk: SpaceOut = Field(description="Room for images in the scratch folder.")
+    holdings: list[HoldingOut] = Field(description="Who has which image, the longest held first.")
+    waiting: list[WaitingImageOut] = Field(description="Who waits for one, the first in line first.")
+
+    @classmethod
+    def of(cls, report: MemoryReport) -> MemoryOut:
+        """A report for people and programs."""
+        return cls(
+            budget=report.budget.nbytes,
+            budget_chosen=report.budget.chosen,
+            process=report.needs.process,
+            private=report.reading.private,
+            limits=[LimitOut.model_validate(limit) for limit in report.reading.limits],
+            memory=SpaceOut.of(report.memory),
+            disk=SpaceOut.of(report.disk),
+            holdings=[
+                HoldingOut(
+                    model=each.owner.model,
+                    number=each.owner.number,
+                    nbytes=each.nbytes,
+                    in_memory=each.in_memory,
+                    use=each.use,
+                    seconds=each.seconds,
+                    readers=each.readers,
+                    reading_seconds=each.reading_seconds,
+                )
+                for each in report.holdings
+            ],
+            waiting=[
+                WaitingImageOut(
+                    model=each.owner.model,
+                    number=each.owner.number,
+                    nbytes=each.nbytes,
+                    seconds=each.seconds,
+                    reason=each.reason,
+                )
+                for each in report.waiting
+            ],
+        )
+
+
+class CheckOut(_Out):
+    """One thing that was looked at."""
+
+    name: str = Field(description="What was looked at.", examples=["memory budget"])
+    status: CheckStatus = Field(description="How it stands.")
+    what: str = Field(description="What was found, with the figures.")
+    fix: str = Field(description="What to do about it; empty if nothing needs to be done.")
+
+
+class ChecksOut(_Out):
+    """What `weighbridge doctor` finds."""
+
+    checks: list[CheckOut] = Field(description="In the order in which they are best read.")
+
+
+class ReadinessOut(_Out):
+    """That new work can be sent here."""
+
+    status: str = Field(examples=["ready"])
+    checks: list[CheckOut] = Field(description="What was looked at; none has failed.")
+
+
+class StatusOut(_Out):
+    """An answer to a probe."""
+
+    status: str = Field(examples=["ok"])

@@ -1,0 +1,249 @@
+"""Unix socket of the local lane: who may connect, and one thread for each client."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+import struct
+import tempfile
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge_service.admission.peer import LOCAL, Peer
+from weighbridge_service.admission.quotas import HostQuota
+from weighbridge_service.api.lane.session import LaneSession
+from weighbridge_service.api.lane.trust import Writers
+from weighbridge_service.service import Weighbridge
+
+log = logging.getLogger(__name__)
+
+AUTO, OFF = "auto", "off"
+_BACKLOG = 128
+_MOST_CLIENTS = 1024
+_PENDING_BYTES = 128 << 20
+_HELLO_SECONDS = 10.0
+_STOP_SECONDS = 10.0
+_ACCEPT_PAUSE = 0.5
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of <sys/socket.h>: process, user, group
+_LONGEST_PATH = 107
+"""Bytes of a Unix socket's path; Linux's limit."""
+
+
+class LaneServer:
+    """Serves the local lane until `stop`.
+
+    Args:
+        service: whose memory is lent.
+        where: path of the socket; ``auto`` for one in a folder that only this user can enter, ``off`` for none.
+        most: clients at one time.
+        hello_seconds: how long a client that has connected may take to say who it is.
+        stop_seconds: how long `stop` waits for clients that are being served.
+
+    Raises:
+        InvalidArgument: the path is too long, something else than a socket is there, or a user cannot be trusted.
+        Unavailable: the socket cannot be made, or another process listens on it.
+
+    Attributes:
+        service_id: tells this process of the service from others.
+        path: of the socket; empty if there is none.
+        unavailable: why there is none.
+        private: whether only processes of this user can get at it.
+    """
+
+    def __init__(
+        self,
+        service: Weighbridge,
+        where: str,
+        most: int,
+        *,
+        hello_seconds: float = _HELLO_SECONDS,
+        stop_seconds: float = _STOP_SECONDS,
+    ) -> None:
+        self._service = service
+        self._hello_seconds = hello_seconds
+        self._stop_seconds = stop_seconds
+        self.service_id = uuid.uuid4().hex
+        self.path = ""
+        self.unavailable = ""
+        self.private = where == AUTO
+        self._lock = threading.Lock()
+        self._sessions: dict[LaneSession, threading.Thread] = {}
+        self._socket: socket.socket | None = None
+        self._stopping = False
+        self._most_clients = min(most, _MOST_CLIENTS)
+        self._writers = Writers.of(service.config.lane_trust_uids)
+        self._pending = HostQuota("bytes of incomplete messages on the local lane", _PENDING_BYTES)
+        if where == OFF:
+            self.unavailable = "the service was started with --local-socket off"
+            return
+        try:
+            # who may use a path that is named is said by its folder: containers run as different users
+            path, mode = (_own_path(self.service_id), 0o600) if where == AUTO else (Path(where), 0o666)
+            self._socket = _listen(path, mode)
+        except (Unavailable, InvalidArgument) as error:
+            if where != AUTO:
+                raise
+            self.unavailable = error.message
+            log.warning("%s; trainers and engines of this machine go by gRPC", error.message)
+            return
+        self.path = str(path.absolute())
+        self._accepting = threading.Thread(
+            target=self._accept, args=(self._socket,), name="local-lane", daemon=True
+        )
+        self._accepting.start()
+
+    @property
+    def clients(self) -> int:
+        """How many are connected."""
+        with self._lock:
+            return len(self._sessions)
+
+    def stop(self) -> None:
+        """End all connections; what is lent comes back."""
+        if self._socket is None:
+            return
+        self._stopping = True
+        Path(self.path).unlink(missing_ok=True)
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._socket.close()
+        with self._lock:
+            sessions = dict(self._sessions)
+        for session in sessions:
+            session.close()
+        # a store that is away may keep one that completes a version
+        deadline = time.monotonic() + self._stop_seconds
+        for thread in sessions.values():
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError as error:
+                if self._stopping:
+                    return
+                log.warning("a client could not connect to %s: %s", self.path, error)
+                time.sleep(_ACCEPT_PAUSE)
+                continue
+            if self.clients >= self._most_clients:
+                log.warning("%d clients are connected to %s: no more", self._most_clients, self.path)
+                connection.close()
+                continue
+            uid = _uid(connection)
+            peer = Peer(LOCAL, f"uid {uid}")
+            room = _RoomOf(self._pending, peer.connection)
+            check_writer = partial(self._writers.check, uid)
+            session = LaneSession(
+                self._service, connection, self.service_id, room, peer, check_writer, self._hello_seconds
+            )
+            thread = threading.Thread(
+                target=self._run, args=(session,), name="local-lane-client", daemon=True
+            )
+            with self._lock:
+                self._sessions[session] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("a client of %s cannot be served: %s", self.path, error)
+                with self._lock:
+                    del self._sessions[session]
+                connection.close()
+
+    def _run(self, session: LaneSession) -> None:
+        self._service.mappings.add(session)
+        try:
+            session.run()
+        finally:
+            self._service.mappings.remove(session)
+            with self._lock:
+                del self._sessions[session]
+
+
+@dataclass(frozen=True, slots=True)
+class _RoomOf:
+    """What a user's processes may take of the room for incomplete messages; see `weighbridge._lane.protocol.Room`."""
+
+    quota: HostQuota
+    user: str
+
+    def take(self, nbytes: int) -> None:
+        self.quota.take(self.user, nbytes)
+
+    def give(self, nbytes: int) -> None:
+        if nbytes:
+            self.quota.give(self.user, nbytes)
+
+
+def _uid(connection: socket.socket) -> int:
+    """Whose process is at the other end, as the kernel says it. All processes of one user are one peer."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid
+
+
+def _own_path(service_id: str) -> Path:
+    """A socket in a folder that only this user can enter."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(base) / f"weighbridge-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise Unavailable(
+            f"the folder {folder} for the local lane cannot be made: {error.strerror}"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise Unavailable(f"the folder {folder} for the local lane does not belong to this user alone")
+    for old in folder.glob("*.sock"):  # of processes that were killed
+        if not _is_served(old):
+            old.unlink(missing_ok=True)
+    return folder / f"{service_id}.sock"
+
+
+def _listen(path: Path, mode: int) -> socket.socket:
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise InvalidArgument(
+            f"the socket's path {path} is longer than {_LONGEST_PATH} bytes", fix="name a shorter one"
+        )
+    if path.exists() and not path.is_socket():
+        raise InvalidArgument(f"{path} is there and is no socket", fix="name another --local-socket")
+    if path.exists():
+        if _is_served(path):
+            raise Unavailable(
+                f"another process listens on {path}",
+                fix="is another service running? name another --local-socket",
+            )
+        path.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # it gets its name when it is listened on: until then it looks like one that was left behind
+        unnamed = path.with_suffix(".new")
+        unnamed.unlink(missing_ok=True)
+        listening.bind(str(unnamed))
+        unnamed.chmod(mode)
+        listening.listen(_BACKLOG)
+        unnamed.rename(path)
+    except OSError as error:
+        listening.close()
+        raise Unavailable(f"the socket {path} cannot be made: {error.strerror}") from error
+    return listening
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,326 @@
+"""One client of the local lane: what it was lent, and that all of it comes back when it goes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+
+from google.protobuf.message import DecodeError
+
+from weighbridge._core.layouts import STREAM
+from weighbridge._core.range_set import RangeSet
+from weighbridge._lane import protocol
+from weighbridge._transport import wire
+from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
+from weighbridge.v1 import local_lane_pb2 as pb
+from weighbridge_service.admission.peer import Peer, Verb, authorize
+from weighbridge_service.api.lane.peer_process import PeerProcess
+from weighbridge_service.api.lane.plans import fill_plan
+from weighbridge_service.pull.serving import LentVersion
+from weighbridge_service.push.image_writer import MemoryGrant
+from weighbridge_service.service import Weighbridge
+from weighbridge_storage.memory.file_bytes import Place
+from weighbridge_storage.memory.images import Image
+from weighbridge_storage.memory.regions import Region, why_not_lent
+
+log = logging.getLogger(__name__)
+
+_VERBS = {
+    "begin_write": Verb.PUSH,
+    "begin_read": Verb.READ,
+}
+_MESSAGE_SECONDS = 10.0
+"""How long a client may take from the beginning of a request to its end."""
+_SEND_SECONDS = 30.0
+"""How long a client may stand still in the middle of an answer."""
+_MOST_LOANS = 1024
+"""Loans of one client at one time; a client that forgets to end them must not take all memory for its books."""
+
+
+class LaneSession:
+    """Answers one client until its connection ends. `run` is for one thread; the rest for any.
+
+    Args:
+        service: whose memory is lent.
+        connection: the client's; closed in the end.
+        service_id: tells this process from others.
+        room: for long messages that are coming.
+        peer: whose process the client is.
+        check_writer: raises if the client is lent no memory for writing.
+        hello_seconds: how long the client may take to say who it is.
+
+    Attributes:
+        client_id: who it says it is; empty as long as it has not.
+    """
+
+    def __init__(
+        self,
+        service: Weighbridge,
+        connection: socket.socket,
+        service_id: str,
+        room: protocol.Room,
+        peer: Peer,
+        check_writer: Callable[[], None],
+        hello_seconds: float,
+    ) -> None:
+        self._service = service
+        self._connection = connection
+        self._service_id = service_id
+        self._room = room
+        self._peer = peer
+        self._check_writer = check_writer
+        self._hello_seconds = hello_seconds
+        self.client_id = ""
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._recalls: deque[str] = deque()  # keys of memory that the client is still to be asked for
+        self._loans: dict[int, MemoryGrant | LentVersion] = {}
+        self._next_loan = 1
+        self._writable: set[str] = set()  # keys of regions that the client may keep mapped for writing
+        self._readable: set[str] = set()  # of memory that it may keep mapped for reading
+
+    def run(self) -> None:
+        """Answer requests until the client has gone; then take back all that it was lent."""
+        try:
+            protocol.limit_sending(self._connection, _SEND_SECONDS)
+            self._connection.settimeout(self._hello_seconds)
+            while (received := protocol.receive(self._connection, self._room, _MESSAGE_SECONDS)) is not None:
+                self._connection.settimeout(None)
+                raw, descriptors = received
+                protocol.close_all(descriptors)  # clients have nothing to give
+                self._answer(pb.LaneRequest.FromString(raw))
+        except (OSError, DecodeError, WeighbridgeError) as error:
+            log.debug("a client of the local lane is gone: %s", error)
+        finally:
+            self.close()
+            self._take_all_back()
+
+    def close(self) -> None:
+        """End the connection; the thread that answers it takes everything back."""
+        with suppress(OSError):  # the client has gone
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def recall(self, region: Region) -> None:
+        """Ask the client to let go of a region, unless it is writing a version there. Waits for nothing."""
+        with self._lock:
+            in_use = any(
+                isinstance(loan, MemoryGrant) and loan.image.region is region for loan in self._loans.values()
+            )
+            if in_use or not (region.key in self._writable or region.key in self._readable):
+                return
+            self._writable.discard(region.key)
+            self._readable.discard(region.key)
+            self._recalls.append(region.key)
+        self._send_recalls()
+
+    def _send_recalls(self) -> None:
+        """Who is sending meanwhile does it afterwards: those who recall hold locks, and must not wait for a client."""
+        while self._recalls and self._sending.acquire(blocking=False):
+            try:
+                while self._recalls:
+                    recall = pb.LaneResponse(recall=pb.Recall(key=self._recalls.popleft()))
+                    protocol.send_at_once(self._connection, recall)
+            except OSError:
+                self._recalls.clear()
+                self.close()  # it has gone, or reads nothing
+            finally:
+                self._sending.release()
+
+    def _answer(self, request: pb.LaneRequest) -> None:
+        response = pb.LaneResponse(id=request.id)
+        descriptors: list[int] = []
+
+        def attach(memory: pb.SharedMemory, reopen: Callable[[], int]) -> None:
+            """Send a descriptor with the answer."""
+            descriptors.append(reopen())
+            memory.descriptor_sent = True
+
+        try:
+            try:
+                self._do(request, response, attach)
+            except Exception as error:  # this client's other loans must not suffer from it
+                protocol.close_all(descriptors)
+                descriptors.clear()
+                response = pb.LaneResponse(id=request.id, error=protocol.error_to_proto(_as_refusal(error)))
+            with self._sending:
+                protocol.send(self._connection, response, descriptors)
+            self._send_recalls()
+        finally:
+            protocol.close_all(descriptors)
+
+    def _do(self, request: pb.LaneRequest, response: pb.LaneResponse, attach: _Attach) -> None:
+        kind = request.WhichOneof("request")
+        if kind in _VERBS:
+            asked = getattr(request, kind)
+            ref = getattr(asked, "version", "") or getattr(asked, "number", "")
+            authorize(self._peer, _VERBS[kind], asked.model, str(ref))
+            if _VERBS[kind] is Verb.PUSH:
+                self._check_writer()
+        if kind == "hello":
+            self.client_id = request.hello.client_id
+            response.hello.service_id = self._service_id
+            response.hello.keeps_mappings = True
+        elif not self.client_id:
+            raise InvalidArgument(
+                "the client has not said who it is", fix="say hello first, with a client_id"
+            )
+        elif kind == "begin_write":
+            self._begin_write(request.begin_write, response.write, attach)
+        elif kind == "end_write":
+            self._end_write(request.end_write)
+        elif kind == "begin_read":
+            self._begin_read(request.begin_read, response.read, attach)
+        elif kind == "end_read":
+            self._end_read(request.end_read)
+        else:
+            raise InvalidArgument("this service does not know that request of the local lane")
+
+    def _begin_write(self, asked: pb.BeginWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
+        grant = self._service.intake.grant_image(asked.model, asked.number, asked.rank, self.client_id)
+        with self._undone_on_error(grant) as number:
+            reply.loan = number
+            self._lend_writable(grant.image, asked.held, reply, attach)
+            stream, parts = grant.prepared.streams[asked.rank], grant.prepared.grantable[asked.rank]
+            fill_plan(reply, asked.plan_id, grant.prepared.transfer, stream, str(asked.rank), parts)
+
+    def _end_write(self, asked: pb.EndWrite) -> None:
+        with self._lock:
+            loan = self._loans.get(asked.loan)
+            if not isinstance(loan, MemoryGrant):
+                raise InvalidArgument(f"there is no loan {asked.loan} to end")
+            del self._loans[asked.loan]
+            if not asked.kept:
+                self._writable.discard(loan.image.region.key)
+        if not asked.kept:
+            loan.image.region.doubt(self._process.ended)
+        sample = [(piece.start, piece.end, piece.checksum) for piece in asked.sample]
+        self._service.intake.end_grant(loan, complete=asked.complete, sample=sample)
+
+    def _lend_writable(self, image: Image, held: Iterable[str], reply: pb.WriteLoan, attach: _Attach) -> None:
+        region = image.region
+        if not region.in_memory:
+            raise FailedPrecondition(
+                "the version is put together in a file on disk, which is not lent for writing"
+            )
+        _check_lendable()
+        reply.memory.key, reply.memory.bytes = region.key, region.capacity
+        with self._lock:
+            # the client may not have heard yet that it was to let go of what it says it has
+            if region.key not in held or region.key not in self._writable:
+                attach(reply.memory, lambda: region.reopen(writable=True))
+            self._writable.add(region.key)
+        for name, offset in image.offsets.items():
+            reply.files.add(name=name, memory=0, offset=offset)
+
+    def _begin_read(self, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach) -> None:
+        lent = self._service.serving.lend(asked.model, asked.version, wire.request_from_proto(asked.layout))
+        with self._undone_on_error(lent) as number:
+            reply.loan = number
+            reply.version.CopyFrom(wire.version_to_proto(lent.opened.version))
+            whole = RangeSet([(0, lent.layout.nbytes)])
+            fill_plan(reply, asked.plan_id, lent.transfer, lent.layout, STREAM, whole)
+            self._lend_readable(lent.places, asked.held, reply, attach)
+        self._service.serving.count_lent(lent.layout.nbytes)
+
+    def _lend_readable(
+        self, places: Mapping[str, Place], held: Iterable[str], reply: pb.ReadLoan, attach: _Attach
+    ) -> None:
+        if any(place.lasting for place in places.values()):
+            _check_lendable()
+        numbers: dict[str, int] = {}
+        for name, place in places.items():
+            if place.key not in numbers:
+                if len(numbers) == protocol.MAX_DESCRIPTORS:
+                    raise FailedPrecondition(
+                        f"the version lies in more than {protocol.MAX_DESCRIPTORS} files on disk"
+                    )
+                numbers[place.key] = len(numbers)
+                memory = reply.memories.add(key=place.key, bytes=place.nbytes, keep=place.lasting)
+                with self._lock:
+                    if place.key not in held or place.key not in self._readable:
+                        attach(memory, place.open)
+                    if place.lasting:
+                        self._readable.add(place.key)
+            reply.files.add(name=name, memory=numbers[place.key], offset=place.offset)
+
+    def _end_read(self, asked: pb.EndRead) -> None:
+        with self._lock:
+            loan = self._loans.get(asked.loan)
+            if not isinstance(loan, LentVersion):
+                raise InvalidArgument(f"there is no loan {asked.loan} to end")
+            del self._loans[asked.loan]
+        if asked.left_open:
+            loan.leave_open()
+        loan.opened.close()
+
+    @contextmanager
+    def _undone_on_error(self, loan: MemoryGrant | LentVersion) -> Iterator[int]:
+        """Enter a loan into the books; gives its number. It is taken back if the answer cannot be made."""
+        with self._lock:
+            number = self._next_loan
+            self._next_loan += 1
+            self._loans[number] = loan
+            count = len(self._loans)
+        try:
+            if count > _MOST_LOANS:
+                raise InvalidArgument(
+                    f"the client has {_MOST_LOANS} loans already",
+                    fix="end those whose tensors are not needed",
+                )
+            yield number
+        except BaseException:
+            with self._lock:
+                del self._loans[number]
+            self._end(loan)
+            raise
+
+    def _end(self, loan: MemoryGrant | LentVersion) -> None:
+        if isinstance(loan, MemoryGrant):
+            self._service.intake.end_grant(loan, complete=False)
+        else:
+            loan.opened.close()
+
+    def _take_all_back(self) -> None:
+        with self._lock:
+            loans, self._loans = list(self._loans.values()), {}
+            self._writable.clear()
+            self._readable.clear()
+        for loan in loans:
+            try:
+                # the client may be there all the same, and still look at it, or write to it
+                if isinstance(loan, LentVersion):
+                    loan.leave_open()
+                else:
+                    loan.image.region.doubt(self._process.ended)
+                self._end(loan)
+            except Exception:  # the others have to come back, too
+                log.exception("a loan could not be taken back")
+        self._connection.close()
+
+    @cached_property
+    def _process(self) -> PeerProcess:
+        return PeerProcess(self._connection)
+
+
+_Attach = Callable[[pb.SharedMemory, Callable[[], int]], None]
+
+
+def _check_lendable() -> None:
+    why = why_not_lent()
+    if why:
+        raise FailedPrecondition(why)
+
+
+def _as_refusal(error: Exception) -> WeighbridgeError:
+    """What a client is told of whatever went wrong."""
+    if isinstance(error, WeighbridgeError):
+        return error
+    if isinstance(error, OSError):
+        return FailedPrecondition(f"memory could not be lent: {error}")
+    log.error("a request of the local lane failed", exc_info=error)
+    return WeighbridgeError(f"the service could not answer: {type(error).__name__}")

@@ -1,0 +1,13 @@
+"""Catalog: models, versions and refs, as the store's heads and this process know them.
+
+May import: `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
+
+- `catalog`: queries and changes.
+- `snapshots`: what this process knows of a version beyond the store.
+- `head_versions`: versions and refs as a head has them; pure.
+- `holding`: why a version is held that is not in history yet; pure.
+- `gate`: which versions are held, and approval of these.
+- `changes`: news of models for those that follow them.
+- `store_readers`: leases of versions that are being read.
+- `collection_loop`: collection, when asked for and by itself.
+"""

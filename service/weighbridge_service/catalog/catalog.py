@@ -1,0 +1,554 @@
+"""Catalog of models, versions and refs: what the store's heads say, and what this process knows beyond that."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.metadata import Condition, all_hold
+from weighbridge._core.resources import REF_LIVE, Model, Verification, Version, VersionState
+from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    Unavailable,
+    VersionFailed,
+    WeighbridgeError,
+)
+from weighbridge_service.catalog.changes import Changes
+from weighbridge_service.catalog.head_versions import (
+    deleted,
+    invisible_version,
+    number_in,
+    opened,
+    refs_of,
+    released,
+    version_of_entry,
+)
+from weighbridge_service.catalog.holding import with_approval
+from weighbridge_service.catalog.snapshots import VersionSnapshot
+from weighbridge_service.catalog.store_readers import DEFAULT_GRACE, StoreReaders, reading_since
+from weighbridge_service.models.listed_tensors import has_tensor_list, write_tensor_list
+from weighbridge_service.models.registered_model import (
+    RegisteredModel,
+    files_key,
+    is_listed,
+    is_registered,
+    load_model,
+    model_for_registration,
+    registered,
+    summary_from_head,
+)
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.documents.names import RESERVED_REFS, ModelName, first_version_of
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import delete_ref, give_up_abandoned, set_ref
+from weighbridge_storage.head.head_store import HeadStore
+from weighbridge_storage.head.history import History
+from weighbridge_storage.head.leases import Grace
+from weighbridge_storage.stores.objects import ObjectStore
+from weighbridge_storage.versions.reading import side_files
+from weighbridge_storage.versions.verifying import verify_version
+
+log = logging.getLogger(__name__)
+
+AWAY = (Unavailable, DeadlineExceeded)
+"""What a store raises that is away. What is in memory can be read all the same."""
+MOST_LOOKED_AT = 10_000
+"""Versions of which one listing compares the metadata: more would keep a control call busy for seconds."""
+_PAGE = 1000
+"""Versions that are looked at together where only some are wanted."""
+_LATELY = 16
+"""Versions that are looked at to say why there is none."""
+_MOST_ALIKE = 1000
+"""Models that are looked at for the one that was meant by a name that none has."""
+_KEPT_MODELS = 128
+_KEPT_MODEL_BYTES = 1 << 30
+"""Models that a process remembers, and what they may take together; those that it receives versions of are remembered in any case."""
+
+
+class Catalog:
+    """Models, versions and refs. Thread-safe.
+
+    Args:
+        store: where they lie.
+        grace: how long what was taken out of history can still be read.
+        guarded: the same store, for heads and configs: somebody waits for these, and it does not wait for long; None for ``store``.
+
+    Attributes:
+        store: for what is large.
+        heads: the heads of all models.
+        readers: who reads versions from the store.
+        changes: tells of what changes here.
+        stopping: set when the service goes down.
+    """
+
+    def __init__(
+        self, store: ObjectStore, grace: Grace = DEFAULT_GRACE, guarded: ObjectStore | None = None
+    ) -> None:
+        self.store = store
+        self._guarded = guarded or store
+        self.heads = HeadStore(self._guarded)
+        self.readers = StoreReaders(store, grace)
+        self.stopping = threading.Event()
+        self.changes = Changes()
+        self._lock = threading.Lock()
+        self._models: OrderedDict[ModelName, RegisteredModel] = OrderedDict()
+        self._snapshots: dict[ModelName, dict[int, VersionSnapshot]] = {}
+
+    def register_model(
+        self,
+        name: str,
+        files: Mapping[str, bytes],
+        dtype: str = "",
+        found: Sequence[TensorSpec] = (),
+        *,
+        weight_map: bool = True,
+    ) -> Model:
+        """Register a model, or replace its files where its tensors stay the same.
+
+        Args:
+            name: ``namespace/name``.
+            files: the files besides the weights.
+            dtype: of the weights; empty takes what ``found`` says, or else the config.
+            found: the tensors in the files of weights, if there are such files.
+            weight_map: False registers it by its tensors alone, although there may be a weight map for its model type.
+
+        Raises:
+            InvalidArgument: the name, a file or the config is wrong, its model type has no weight map and its tensors are not
+                known, or they are not those of the config.
+            FailedPrecondition: the model is registered with other tensors.
+        """
+        model_name = ModelName.parse(name)
+        there = self.heads.read_any(model_name)
+        head = there[0] if there else None
+        asks = head is not None and is_listed(head) and not found
+        listed = self.model(model_name, head).listed if asks else None
+        model = model_for_registration(model_name, files, dtype, found, head, listed, weight_map=weight_map)
+        if there is not None:
+            registered(there[0], model)  # refuse before anything is written
+        if there is None or there[0].files_id != model.files_id:
+            for file, content in files.items():
+                self.store.put(files_key(model_name, model.files_id, file), content, mode="overwrite")
+        first_version = first_version_of(model.files_id)
+        if model.listed is not None and not has_tensor_list(
+            self.store, model_name, model.listed, first_version
+        ):
+            write_tensor_list(self.store, model_name, model.listed, first_version)
+        head = self.heads.update(model_name, lambda h: ((new := registered(h, model)), new), create=True)
+        with self._lock:
+            known = self._models.get(model_name)
+            if known is None or known.files_id != model.files_id or known.kept != model.kept:
+                self._keep(model)
+        return summary_from_head(model_name, head, self.refs_of(model_name, head))
+
+    def get_model(self, name: str) -> Model:
+        """One model. Raises NotFound, which says what was perhaps meant."""
+        model_name = ModelName.parse(name)
+        try:
+            head = self.head(model_name)
+        except NotFound as error:
+            raise NotFound(f"{error.message}{self._alike(model_name)}", fix=error.fix) from error
+        return summary_from_head(model_name, head, self.refs_of(model_name, head))
+
+    def list_models(self, after: str = "", limit: int = 100) -> list[Model]:
+        """Up to ``limit`` models by namespace and name, from the one behind ``after`` on. Only their heads are read.
+
+        Raises:
+            DataLoss, FailedPrecondition: there are some, and none of them can be read, as in a store of an earlier format.
+        """
+        found: list[Model] = []
+        unreadable: DataLoss | FailedPrecondition | None = None
+        for name in self.heads.models(after):
+            if len(found) >= limit:
+                break
+            try:
+                head = self.head(name)
+                found.append(summary_from_head(name, head, self.refs_of(name, head)))
+            except NotFound:  # it was never registered to the end, or deleted
+                continue
+            except (
+                DataLoss,
+                FailedPrecondition,
+            ) as error:  # one that cannot be read must not hide the others
+                log.error("%s cannot be listed: %s", name, error)
+                unreadable = unreadable or error
+        if unreadable is not None and not found and not after:
+            raise unreadable
+        return found
+
+    def model_files(self, name: str, version: str = "") -> dict[str, bytes]:
+        """The files besides the weights that belong to a version, or as registered now."""
+        model_name = ModelName.parse(name)
+        history = self.history(model_name)
+        if version:
+            found = self.resolve(model_name, version, history)
+            if found.state.stored:
+                with self.unless_deleted(model_name, found.number):
+                    return side_files(self.store, model_name, found.number)
+        head = history.head
+        return {
+            file: self.store.get(files_key(model_name, head.files_id, file))[0]
+            for file in head.registration["files"]
+        }
+
+    def head(self, name: ModelName) -> Head:
+        """What the store says of a model, but for its older versions. Raises NotFound."""
+        return self.history(name).head
+
+    def history(self, name: ModelName) -> History:
+        """What the store says of a model. Raises NotFound."""
+        found = self.heads.history(name)
+        self._let_go_of_deleted(name, None if found is None else found.head)
+        if found is None:
+            raise NotFound(
+                f"there is no model {name}",
+                fix="register it: weighbridge import HF_DIR NAMESPACE/NAME, or trainer.register_model",
+            )
+        return found
+
+    def _let_go_of_deleted(self, name: ModelName, head: Head | None) -> None:
+        """Know no more of versions whose model was deleted, by whatever replica."""
+        with self._lock:
+            known = self._snapshots.get(name, {})
+            gone = [number for number in known if head is None or number < head.first_version]
+            for number in gone:
+                del known[number]
+            if gone and not known:
+                self._snapshots.pop(name, None)
+        if gone:
+            self.changes.notify(name)
+
+    def _alike(self, name: ModelName) -> str:
+        """Which model was perhaps meant by a name that none has."""
+        try:
+            known = [str(each) for each in islice(self.heads.models(), _MOST_ALIKE) if each != name]
+        except WeighbridgeError:  # the store is going away; what is wrong is known all the same
+            return ""
+        return did_you_mean(str(name), known)
+
+    def model(self, name: ModelName, head: Head | None = None) -> RegisteredModel:
+        """A model's registration; that of ``head``, if one is given. Raises NotFound."""
+        with self._lock:
+            model = self._models.get(name)
+            if model is not None:
+                self._models.move_to_end(name)
+        if head is None:
+            known = self.heads.last_read(name)
+            current = known is None or (model is not None and known.files_id == model.files_id)
+        else:
+            current = model is not None and is_registered(head, model)
+        if model is not None and current:
+            return model
+        head = head or self.head(name)
+        loaded = load_model(self._guarded, name, head)
+        with self._lock:
+            model = self._models.get(name)
+            if model is not None and is_registered(
+                head, model
+            ):  # another thread may have loaded it meanwhile
+                return model
+            self._keep(loaded)
+        return loaded
+
+    def adopt(self, model: RegisteredModel) -> None:
+        """Take note of a registration that another replica has read from the store, unless the model is known here."""
+        with self._lock:
+            if model.name not in self._models:
+                self._keep(model)
+
+    def _keep(self, model: RegisteredModel) -> None:
+        """Remember a model; those that were not used for longest and have nothing under way are forgotten for it."""
+        self._models[model.name] = model
+        self._models.move_to_end(model.name)
+        count, nbytes = len(self._models), sum(each.nbytes for each in self._models.values())
+        for name in list(self._models)[:-1]:
+            if count <= _KEPT_MODELS and nbytes <= _KEPT_MODEL_BYTES:
+                break
+            if not any(known.unfinished for known in self._snapshots.get(name, {}).values()):
+                count, nbytes = count - 1, nbytes - self._models.pop(name).nbytes
+
+    # --- what this process knows beyond the store
+
+    def show(self, name: ModelName, snapshot: VersionSnapshot, *, changed: bool = True) -> None:
+        """From now on, this is what is known of a version.
+
+        Args:
+            name: of the model.
+            snapshot: takes the place of the one before.
+            changed: whether those who wait for a change are to be woken.
+        """
+        with self._lock:
+            self._snapshots.setdefault(name, {})[snapshot.version.number] = snapshot
+        if changed:
+            self.changes.notify(name)
+
+    def forget_model(self, name: ModelName) -> None:
+        """A model is deleted: no more is known of it."""
+        with self._lock:
+            self._models.pop(name, None)
+        self.changes.notify(name)
+
+    def forget(self, name: ModelName, number: int) -> None:
+        """No more is known of a version than its head says."""
+        with self._lock:
+            known = self._snapshots.get(name, {})
+            known.pop(number, None)
+            if not known:
+                self._snapshots.pop(name, None)
+        self.changes.notify(name)
+
+    def snapshot(self, name: ModelName, number: int) -> VersionSnapshot | None:
+        """What this process knows of a version beyond the store."""
+        with self._lock:
+            return self._snapshots.get(name, {}).get(number)
+
+    def snapshots(self, name: ModelName) -> dict[int, VersionSnapshot]:
+        """What this process knows of a model's versions beyond the store, by number."""
+        with self._lock:
+            return dict(self._snapshots.get(name, {}))
+
+    def count(self, state: VersionState) -> int:
+        """Versions in this state of which this process knows more than the store."""
+        return sum(snapshot.version.state is state for snapshot in self._all_snapshots())
+
+    @property
+    def held(self) -> int:
+        """Visible versions that are held, of those of which this process knows more than the store."""
+        return sum(
+            snapshot.version.state.visible and bool(snapshot.version.held)
+            for snapshot in self._all_snapshots()
+        )
+
+    @property
+    def unfinished(self) -> int:
+        """Versions for which this process has something to do yet."""
+        return sum(snapshot.unfinished for snapshot in self._all_snapshots())
+
+    @property
+    def not_durable(self) -> list[Version]:
+        """Versions that are visible here, could not be made durable so far, and are tried again; each says why."""
+        tried = (each.version for each in self._all_snapshots() if not each.abandoned)
+        return [version for version in tried if version.state.visible and version.error]
+
+    def _all_snapshots(self) -> list[VersionSnapshot]:
+        with self._lock:
+            return [snapshot for known in self._snapshots.values() for snapshot in known.values()]
+
+    # --- versions
+
+    def give_up_abandoned(self, name: ModelName) -> History:
+        """Close the open versions of which nothing was heard for longer than they were to stay open; the history after that."""
+        now_ms = unix_ms()
+        self.heads.update(name, lambda head: (give_up_abandoned(head, now_ms), None))
+        return self.history(name)
+
+    def get_version(self, name: str, version: str) -> Version:
+        """One version, by number or ref, in whatever state. Raises NotFound."""
+        model_name = ModelName.parse(name)
+        found = self.resolve(model_name, version, invisible=True)
+        known = None if found.state.visible else self.snapshot(model_name, found.number)
+        return found if known is None else known.described
+
+    def list_versions(
+        self,
+        name: str,
+        *,
+        before: int = 0,
+        limit: int = 100,
+        include_invisible: bool = False,
+        where: Sequence[Condition] = (),
+    ) -> list[Version]:
+        """Up to ``limit`` versions, newest first, from below number ``before`` on (0 begins with the newest).
+
+        With ``where``, only those of whose metadata all of it is true, among the newest `MOST_LOOKED_AT` from there on.
+        """
+        found: list[Version] = []
+        for _ in range(MOST_LOOKED_AT // _PAGE):
+            size = _PAGE if where else limit
+            page = self._page_of_versions(
+                name, before=before, limit=size, include_invisible=include_invisible
+            )
+            found += [version for version in page if all_hold(where, version.metadata)]
+            if len(page) < size or len(found) >= limit:
+                break
+            before = page[-1].number
+        return found[:limit]
+
+    def _page_of_versions(
+        self, name: str, *, before: int, limit: int, include_invisible: bool
+    ) -> list[Version]:
+        model_name = ModelName.parse(name)
+        known = self.snapshots(model_name)
+        # read after that: what has become durable meanwhile is in it
+        history = self.history(model_name)
+        head = history.head
+        found = {
+            entry.number: version_of_entry(model_name, head, entry)
+            for entry in history.newest(limit, before or None)
+        }
+        if include_invisible:
+            for number in (*head.open, *head.failed):
+                if (elsewhere := invisible_version(model_name, head, number)) is not None:
+                    found[number] = elsewhere
+        for number, snapshot in known.items():
+            version = snapshot.described if include_invisible else snapshot.version
+            if number in found and found[number].state.stored:
+                continue  # what is in history is the same for all replicas
+            if version.state is VersionState.DURABLE:
+                continue  # deleted since
+            if version.state.visible or include_invisible:
+                found[number] = with_approval(version, opened(head, number))
+        numbers = sorted((n for n in found if not before or n < before), reverse=True)
+        return [found[number] for number in numbers[:limit]]
+
+    def refs(self, name: str) -> dict[str, int]:
+        """Version number by ref."""
+        model_name = ModelName.parse(name)
+        return self.refs_of(model_name, self.head(model_name))
+
+    def set_ref(self, name: str, ref: str, version: str) -> Version:
+        """Let a tag name a durable version.
+
+        Raises:
+            InvalidArgument: the tag's name is not allowed.
+            NotFound: no such version.
+            FailedPrecondition: it is not durable yet.
+        """
+        model_name = ModelName.parse(name)
+        found = self.resolve(model_name, version)
+        if not found.state.stored:
+            raise FailedPrecondition(
+                f"{found} is not in the object store yet", fix="wait until it is durable"
+            )
+        self.heads.edit(model_name, lambda history: (set_ref(history, ref, found.number), None))
+        self.changes.notify(model_name)
+        return found
+
+    def delete_ref(self, name: str, ref: str) -> None:
+        """Take a tag away. Raises NotFound."""
+        model_name = ModelName.parse(name)
+        self.heads.update(model_name, lambda head: (delete_ref(head, ref), None))
+        self.changes.notify(model_name)
+
+    def verify(self, name: str, version: str) -> Verification:
+        """Compare a durable version's files with its manifest."""
+        model_name = ModelName.parse(name)
+        asked_ms = self.readers.clock()
+        history = self.history(model_name)
+        found = self.resolve(model_name, version, history)
+        if not found.state.stored:
+            raise FailedPrecondition(
+                f"{found} is not in the object store yet", fix="wait until it is durable"
+            )
+        since_ms = reading_since(history.find(found.number), asked_ms)
+        with (
+            self.readers.begin(model_name, found.number, since_ms),
+            self.unless_deleted(model_name, found.number),
+        ):
+            return verify_version(self.store, model_name, found.number)
+
+    def refs_of(self, name: ModelName, head: Head) -> dict[str, int]:
+        """All refs of a model, those in its head and ``live``."""
+        self._let_go_of_deleted(name, head)
+        return refs_of(head, self.snapshots(name))
+
+    def resolve(
+        self, name: ModelName, version: str, history: History | None = None, *, invisible: bool = False
+    ) -> Version:
+        """The version of a number or a ref. One that was taken out of history is found by its number as long as it is there.
+
+        Args:
+            name: the model.
+            version: a number or a ref.
+            history: the model's, if the caller has just read it.
+            invisible: also a version that is being received or has failed.
+
+        Raises:
+            NotFound: no such model, version or ref.
+            VersionFailed, FailedPrecondition: it is not visible.
+        """
+        if history is None:
+            try:
+                history = self.history(name)
+            except AWAY:
+                found = self.in_memory(name, version)
+                if found is None:
+                    raise
+                return found
+        snapshots = self.snapshots(name)  # once: what ``live`` names may fail at any time
+        refs = refs_of(history.head, snapshots)
+        number = number_in(version)
+        if number is None:
+            number = refs.get(version)
+        if number is None:
+            held = self._newest_held(name, history) if version in RESERVED_REFS else 0
+            because = f": its version {held} is held" if held else ""
+            approve = f"weighbridge approve {name}@{held}; " if held else ""
+            raise NotFound(
+                f"{name} has no version or ref {version[:80]!r}{because or did_you_mean(version[:80], refs)}",
+                fix=f"{approve}refs it has: {', '.join(sorted(refs)) or 'none yet'}; or name a version by number",
+            )
+        entry = history.find(number)
+        if entry is not None:
+            return version_of_entry(name, history.head, entry)
+        known = snapshots.get(number)
+        durable = known is not None and known.version.state is VersionState.DURABLE
+        if durable and history.is_gone(number):
+            raise deleted(name, number)
+        there = (
+            with_approval(known.version, opened(history.head, number))
+            if known is not None
+            else invisible_version(name, history.head, number)
+        )
+        if there is None:
+            raise NotFound(f"{name} has no version {number}")
+        if invisible or there.state.visible:
+            return there
+        if there.state.given_up:
+            raise VersionFailed(f"{there} failed: {there.error}", details=there.error_details)
+        raise FailedPrecondition(f"{there} is not complete yet", fix="wait until it is ready")
+
+    def in_memory(self, name: ModelName, version: str) -> Version | None:
+        """A visible version that this process has in memory, by its number or as ``live``. The store is not asked.
+
+        None if there is none, or if ``live`` named a newer one when the store was last read: it does not go back.
+        """
+        number, head = number_in(version), self.heads.last_read(name)
+        if number is None and version != REF_LIVE:
+            return None
+        readable = {each: known for each, known in self.snapshots(name).items() if known.readable}
+        if number is None:
+            number = max(released(head, readable), default=0)
+            if head is not None and number < head.latest:
+                return None
+        if number not in readable:
+            return None
+        return with_approval(readable[number].version, opened(head, number))
+
+    def _newest_held(self, name: ModelName, history: History) -> int:
+        """The newest version that is held, of those that were published last or are in memory here; 0 if there is none."""
+        published = (entry.number for entry in history.newest(_LATELY) if entry.held)
+        versions = (known.version for known in self.snapshots(name).values())
+        return max((*published, *(v.number for v in versions if v.held and v.state.visible)), default=0)
+
+    @contextmanager
+    def unless_deleted(self, name: ModelName, number: int) -> Iterator[None]:
+        """Where the block finds that objects of a durable version are missing, and the version was deleted, say that.
+
+        Raises:
+            NotFound: it was taken out of history, and its objects are being deleted or are gone.
+        """
+        try:
+            yield
+        except (DataLoss, NotFound) as error:
+            if self.history(name).durable(number) is not None:
+                raise
+            raise deleted(name, number) from error

@@ -1,0 +1,186 @@
+"""Collection of each model's versions: when it is asked for, and by itself."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from weighbridge._core.collection import Collection
+from weighbridge._core.resources import DeletedModel, Retention, Version
+from weighbridge.errors import NotFound, WeighbridgeError
+from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.collecting import collect
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import delete_model, delete_versions, set_retention
+from weighbridge_storage.head.history import History
+
+log = logging.getLogger(__name__)
+
+
+class Collecting:
+    """Retention of versions. Thread-safe; any number of replicas may do it at a time.
+
+    Args:
+        catalog: which models there are.
+        every_s: seconds between two collections of all models by this process, on average; 0 for none.
+        on_collected: is told of each model that this process has collected, and its history.
+
+    Attributes:
+        versions_deleted: versions whose objects this process has deleted.
+        bytes_deleted: bytes of their weights.
+        failures: collections that failed, and deletions within others.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        every_s: float,
+        on_collected: Callable[[ModelName, History], None],
+    ) -> None:
+        self._catalog = catalog
+        self._on_collected = on_collected
+        self._every_s = every_s
+        self._counting = threading.Lock()
+        self.versions_deleted = 0
+        self.bytes_deleted = 0
+        self.failures = 0
+        self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
+        if every_s:
+            self._thread.start()
+
+    def retention(self, name: str) -> Retention:
+        """Which versions of a model are kept. Raises NotFound."""
+        return self._catalog.head(ModelName.parse(name)).retention
+
+    def set_retention(self, name: str, retention: Retention) -> Retention:
+        """Say which versions of a model are kept; the next collection goes by that. Raises NotFound."""
+        self._catalog.heads.update(ModelName.parse(name), lambda head: (set_retention(head, retention), None))
+        return retention
+
+    def delete_version(self, name: str, number: int) -> Version:
+        """Take a version out of history; its objects go with a collection after the grace time.
+
+        Returns:
+            The version, which can be read by its number until then.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: a ref names the version, or it is not durable yet.
+        """
+        model, clock = ModelName.parse(name), self._catalog.readers.clock
+        self._catalog.heads.edit(model, lambda history: (delete_versions(history, [number], clock()), None))
+        self._catalog.changes.notify(model)
+        return self._catalog.resolve(model, str(number))
+
+    def delete_model(self, name: str, request_id: str = "") -> DeletedModel:
+        """Take a model away with all of its versions, refs and rules; its objects go with collections.
+
+        One change of the head: there is nothing that a crash could leave half done. Other replicas find it with their next reading of it.
+
+        Args:
+            name: ``namespace/name``.
+            request_id: the same in repetitions of a request: what it has deleted before is not deleted again.
+
+        Raises:
+            NotFound: no such model.
+            FailedPrecondition: versions are being received.
+        """
+        model, clock = ModelName.parse(name), self._catalog.readers.clock
+
+        there = self._catalog.heads.read_any(model)
+        done = None if there is None else there[0].deletion
+        if request_id and done is not None and done.request_id == request_id:
+            return DeletedModel(str(model), done.versions)
+        count = len(self._catalog.history(model).versions())
+
+        def change(history: History) -> tuple[Head, tuple[History, Head]]:
+            after = delete_model(history.head, clock(), request_id=request_id, versions=count)
+            return after, (history, after)
+
+        before, after = self._catalog.heads.edit(model, change)
+        self._catalog.forget_model(model)
+        self._on_collected(model, before.under(after))
+        log.warning("deleted %s with %d versions", model, count)
+        return DeletedModel(str(model), count)
+
+    def collect(self, name: str, *, dry_run: bool = False) -> Collection:
+        """Delete what need not be kept of one model; in a dry run, only say what that would be.
+
+        Raises:
+            NotFound: no such model.
+            WeighbridgeError: the store failed before anything could be done.
+        """
+        catalog = self._catalog
+        report = collect(
+            catalog.store,
+            catalog.heads,
+            ModelName.parse(name),
+            grace=catalog.readers.grace,
+            clock=catalog.readers.clock,
+            dry_run=dry_run,
+            stopping=catalog.stopping.is_set,
+        )
+        if not dry_run:
+            with self._counting:
+                self.versions_deleted += len(report.deleted)
+                self.bytes_deleted += report.deleted_bytes
+                self.failures += len(report.problems)
+            _log(report)
+            model = ModelName.parse(name)
+            history = catalog.heads.history_of_any(model)
+            if history is not None:
+                self._on_collected(model, history)
+            catalog.changes.notify(model)
+        return report
+
+    def collect_all(self) -> None:
+        """Collect all models; one that fails stops no other."""
+        for model in self._catalog.heads.models():
+            if self._catalog.stopping.is_set():
+                return
+            try:
+                self.collect(str(model))
+            except NotFound:  # it was never registered to the end
+                continue
+            except WeighbridgeError as error:
+                self._failed(str(model), error)
+
+    def _run(self) -> None:
+        # at other times than the other replicas, and not at once: a service that starts has better things to do
+        while not self._catalog.stopping.wait(self._every_s * random.uniform(0.5, 1.5)):
+            try:
+                self.collect_all()
+            except Exception as error:  # there will be another time
+                self._failed("models", error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        with self._counting:
+            self.failures += 1
+        log.warning("collecting %s failed, and will be tried again: %s", what, error)
+
+    def join(self) -> None:
+        """Wait for this object's own thread, after the catalog's `stopping` was set."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+def _log(report: Collection) -> None:
+    for problem in report.problems:
+        log.warning("collecting %s: %s", report.model, problem)
+    # what is kept or waits says nothing new
+    done = replace(report, kept=(), waiting=(), problems=())
+    if done != Collection(report.model, report.dry_run):
+        log.info(
+            "collected %s: retired %s, deleted %s (%d bytes), gave up %s, swept %s, discarded %d uploads",
+            report.model,
+            list(report.retired),
+            [version.number for version in report.deleted],
+            report.deleted_bytes,
+            list(report.given_up),
+            [version.number for version in report.swept],
+            report.uploads_discarded,
+        )

@@ -1,0 +1,74 @@
+"""Gate of models: which versions are held, and approval of those that are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from weighbridge._core.resources import Gate, Version, VersionState
+from weighbridge.errors import FailedPrecondition
+from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.documents.entries import Approval
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head_changes import approve, set_gate
+
+log = logging.getLogger(__name__)
+
+
+class Gates:
+    """The gates of all models. Thread-safe; any number of replicas may change them at a time.
+
+    Args:
+        catalog: which models there are.
+        on_approved: is told of each version that was approved here, and for which reasons.
+    """
+
+    def __init__(
+        self, catalog: Catalog, on_approved: Callable[[ModelName, int, tuple[str, ...]], None]
+    ) -> None:
+        self._catalog = catalog
+        self._on_approved = on_approved
+
+    def gate(self, name: str) -> Gate:
+        """Which versions of a model are held. Raises NotFound."""
+        return self._catalog.head(ModelName.parse(name)).gate
+
+    def set_gate(self, name: str, gate: Gate) -> Gate:
+        """Say which versions of a model are held, of those that are opened from now on. Raises NotFound."""
+        self._catalog.heads.update(ModelName.parse(name), lambda head: (set_gate(head, gate), None))
+        return gate
+
+    def approve(self, name: str, number: int, *, by: str, note: str, reasons: Iterable[str] = ()) -> Version:
+        """Hold a version no longer for some of the reasons for which it is held. One that is not held for these stays as it is.
+
+        Args:
+            name: the model.
+            number: which version.
+            by: who approves it, in their own words.
+            note: is kept with that.
+            reasons: which; none stands for all that there are now.
+
+        Returns:
+            The version after that.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: it is not complete yet, or was taken out of history.
+            VersionFailed: it has failed.
+            InvalidArgument: a text is too long, or not printable.
+        """
+        model = ModelName.parse(name)
+        found = self._catalog.resolve(model, str(number))
+        if found.state is VersionState.RETIRED:
+            raise FailedPrecondition(f"{found} was taken out of history", fix="push its weights again")
+        wanted = {*reasons} or {*found.held}
+        approved = tuple(reason for reason in found.held if reason in wanted)
+        if not approved:
+            return found
+        approval = Approval(approved, by, unix_ms(), note)
+        self._catalog.heads.edit(model, lambda history: (approve(history, number, approval), None))
+        log.info("%s was approved by %s: %s", found, by or "nobody who is named", note or "no note")
+        self._on_approved(model, number, approved)
+        self._catalog.changes.notify(model)
+        return self._catalog.resolve(model, str(number))

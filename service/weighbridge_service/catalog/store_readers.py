@@ -1,0 +1,202 @@
+"""Versions that this process is reading from the store, and the leases of those that need one.
+
+There is one lease for each version, however many read it. It is written when the oldest of them has been at it for a quarter of the
+grace time, and again after every further quarter, as `weighbridge_storage.head.leases` explains; short reads write nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from weighbridge.errors import WeighbridgeError
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.documents.entries import VersionEntry
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.leases import Grace, write_lease
+from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.stores.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+
+DEFAULT_GRACE = Grace(900_000)
+_ROUNDS = 4
+"""How often in a quarter of the grace time it is looked whether a lease is to be written."""
+_LONGEST_ROUND_S = 15.0
+
+
+@dataclass
+class _Use:
+    """What is known of those who read one version.
+
+    Attributes:
+        since_ms: when each open reader began, by a number that tells it from others.
+        visited_since_ms: when those began who come again and again and never say that they are done.
+        visited_ms: when one of them came last; None if none has.
+        written_ms: when the lease was written last; None if it was not.
+        lent_ms: until when those may be reading who were sent to the store itself.
+        kept_ms: until when the lease holds that was written last.
+        writing: is held while a lease is written.
+    """
+
+    since_ms: dict[int, int] = field(default_factory=dict)
+    visited_since_ms: int = 0
+    visited_ms: int | None = None
+    written_ms: int | None = None
+    lent_ms: int = 0
+    kept_ms: int = 0
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def began_ms(self, now_ms: int, quarter_ms: int) -> int | None:
+        """When the oldest of those began who are still reading; None if nobody is."""
+        began = list(self.since_ms.values())
+        if self.visited_ms is not None and now_ms - self.visited_ms <= quarter_ms:
+            began.append(self.visited_since_ms)
+        return min(began, default=None)
+
+
+class StoreReaders:
+    """The readers of one process, and their leases. Thread-safe.
+
+    Every reading of a durable version's files (a pull, a restore, an export, a download) begins and ends here. What a version
+    looks like, its manifest and its headers, may be read outside of that.
+
+    Args:
+        store: where the versions lie.
+        grace: the grace time of all replicas.
+        clock: gives the time in milliseconds since 1970 UTC.
+    """
+
+    def __init__(self, store: ObjectStore, grace: Grace, clock: Callable[[], int] = unix_ms) -> None:
+        self._store = store
+        self.grace = grace
+        self.clock = clock
+        self._id = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._uses: dict[tuple[ModelName, int], _Use] = {}
+        self._begun = itertools.count()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def count(self) -> int:
+        """How many readings there are now."""
+        with self._lock:
+            return sum(len(use.since_ms) for use in self._uses.values())
+
+    def begin(self, model: ModelName, number: int, since_ms: int) -> Hold:
+        """A reading begins; it ends when the hold is released.
+
+        Args:
+            model: whose version.
+            number: which version.
+            since_ms: when it counts as having begun (`reading_since`).
+        """
+        place, reader = (model, number), next(self._begun)
+        with self._lock:
+            self._use(place).since_ms[reader] = since_ms
+        self._write_if_due(place)
+
+        def end() -> None:
+            with self._lock:
+                use = self._uses.get(place)
+                if use is not None:
+                    del use.since_ms[reader]
+
+        return Hold(end)
+
+    def visit(self, model: ModelName, number: int, since_ms: int) -> None:
+        """Somebody reads a version who will come again, and will not say when that was the last time.
+
+        Whoever does not come again within a quarter of the grace time is done. Arguments as for `begin`; ``since_ms`` counts for
+        those who come for the first time.
+        """
+        place = (model, number)
+        now_ms = self.clock()
+        with self._lock:
+            use = self._use(place)
+            if use.visited_ms is None or now_ms - use.visited_ms > self.grace.quarter_ms:
+                use.visited_since_ms = since_ms
+            use.visited_ms = now_ms
+        self._write_if_due(place)
+
+    def lend(self, model: ModelName, number: int, ms: int) -> None:
+        """Somebody may begin to read a version from the store itself within so many milliseconds, and is not heard of again.
+
+        What was lent a while before is lent on for as long again, so that this is written once in that time.
+        """
+        place = (model, number)
+        now_ms = self.clock()
+        with self._lock:
+            use = self._use(place)
+            if use.lent_ms < now_ms + ms:
+                use.lent_ms = now_ms + 2 * ms
+        self._write_if_due(place)
+
+    def renew(self) -> None:
+        """Write the leases that are due, and forget what nobody reads any more."""
+        with self._lock:
+            places = list(self._uses)
+        for place in places:
+            self._write_if_due(place)
+
+    def close(self) -> None:
+        """Write no more leases; those that are written end by themselves."""
+        self._closing.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _use(self, place: tuple[ModelName, int]) -> _Use:
+        if self._thread is None and not self._closing.is_set():
+            self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+            self._thread.start()
+        return self._uses.setdefault(place, _Use())
+
+    def _write_if_due(self, place: tuple[ModelName, int]) -> None:
+        now_ms, quarter_ms = self.clock(), self.grace.quarter_ms
+        with self._lock:
+            use = self._uses.get(place)
+            if use is None:
+                return
+            began_ms = use.began_ms(now_ms, quarter_ms)
+            lent = use.lent_ms > now_ms
+            if began_ms is None and not lent:
+                del self._uses[place]
+                return
+            last_ms = max(now_ms if began_ms is None else began_ms, use.written_ms or 0)
+            if now_ms - last_ms < quarter_ms and use.kept_ms >= use.lent_ms:
+                return
+            before = use.written_ms, use.kept_ms
+            use.written_ms, use.kept_ms = now_ms, max(now_ms + self.grace.ms, use.lent_ms)
+            until_ms = use.kept_ms
+        model, number = place
+        try:
+            with use.writing:  # an older lease must not come behind a newer one
+                with self._lock:
+                    until_ms = max(until_ms, use.kept_ms)
+                write_lease(self._store, model, number, self._id, until_ms)
+        except WeighbridgeError as error:
+            with self._lock:
+                use.written_ms, use.kept_ms = before
+            log.warning("the lease on %s@%d could not be written: %s", model, number, error)
+
+    def _run(self) -> None:
+        pause_s = min(self.grace.quarter_ms / 1000 / _ROUNDS, _LONGEST_ROUND_S)
+        while not self._closing.wait(pause_s):
+            self.renew()
+
+
+def reading_since(entry: VersionEntry | None, asked_ms: int) -> int:
+    """When somebody counts as having begun to read a version.
+
+    Args:
+        entry: the version's; None if it is not durable yet.
+        asked_ms: a time before the head was read in which the entry was found.
+    """
+    return min(asked_ms, entry.retired_ms) if entry is not None and entry.retired else asked_ms

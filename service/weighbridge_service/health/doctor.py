@@ -1,0 +1,105 @@
+"""Checks that ``weighbridge doctor`` runs: on a service, and on a machine on which one is to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weighbridge._core.checks import Check, CheckStatus
+from weighbridge.errors import WeighbridgeError
+from weighbridge_service.runtime.config import ServiceConfig
+from weighbridge_service.runtime.memory_plan import (
+    PROCESS_BYTES,
+    ModelSize,
+    Needs,
+    check_budget,
+    check_limits,
+    check_memory,
+    check_model,
+    check_scratch,
+    check_store_disk,
+    choose_budget,
+    image_bytes,
+    room_for_images,
+)
+from weighbridge_storage.memory.image_decisions import NO_SPACE, Headroom, Space
+from weighbridge_storage.memory.memory_limits import UNLIMITED, DiskReading, read_disk, read_memory
+from weighbridge_storage.opening import is_remote
+
+if TYPE_CHECKING:
+    from weighbridge_service.service import Weighbridge
+
+_PAGE = 100
+
+
+def examine_service(service: Weighbridge) -> list[Check]:
+    """All checks of a service that runs."""
+    report = service.memory()
+    checks = check_memory(report)
+    store = None if is_remote(service.config.store) else read_disk(service.config.store)
+    largest = 0
+    try:
+        for model in _models(service):
+            largest = max(largest, model.nbytes)
+            checks.append(check_model(model, report))
+    except WeighbridgeError as error:
+        checks.append(
+            Check(
+                "models",
+                CheckStatus.FAIL,
+                f"they cannot be listed: {error.message}",
+                error.fix or "see the service's log",
+            )
+        )
+    if store is not None:
+        checks.append(check_store_disk(store, largest))
+    return checks
+
+
+def _models(service: Weighbridge) -> Iterator[ModelSize]:
+    """All registered models."""
+    after = ""
+    while page := service.catalog.list_models(after, _PAGE):
+        for model in page:
+            yield ModelSize(model.name, image_bytes(model.tensor_bytes, model.tensor_count))
+        after = page[-1].name
+
+
+def examine_machine(config: ServiceConfig, root: Path = Path("/")) -> list[Check]:
+    """What this machine allows a service with these settings that is yet to be started.
+
+    Args:
+        config: the settings.
+        root: folder that stands for ``/`` where the kernel is asked.
+    """
+    reading = read_memory(root)
+    scratch = read_disk(_nearest(config.scratch_folder), root)
+    needs = Needs(
+        PROCESS_BYTES + config.byte_budget,
+        config.read_cache if scratch.in_memory and is_remote(config.store) else 0,
+    )
+    budget = choose_budget(config.memory_budget, reading, needs)
+    room = room_for_images(reading, needs)
+    return [
+        check_limits(reading, needs),
+        check_budget(budget, _empty(budget.nbytes, room)),
+        check_scratch(scratch, _spill_space(config, scratch)),
+    ]
+
+
+def _spill_space(config: ServiceConfig, scratch: DiskReading) -> Space:
+    if config.spill_budget == 0:
+        return NO_SPACE
+    budget = UNLIMITED if config.spill_budget is None else config.spill_budget
+    return _empty(budget, Headroom(scratch.available, scratch.available))
+
+
+def _empty(budget: int, room: Headroom) -> Space:
+    return Space(budget, 0, (), room.available, room.most)
+
+
+def _nearest(folder: Path) -> Path:
+    """A folder, or what is there of the path to it."""
+    folder = folder.absolute()
+    return next(found for found in (folder, *folder.parents) if found.is_dir())

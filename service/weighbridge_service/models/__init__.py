@@ -1,0 +1,14 @@
+"""Registered models: tensors, weight maps, and layouts of ranks.
+
+May import: `families`, `plan`, `weighbridge_storage`, `weighbridge`.
+
+- `registered_model`: a model, and what is derived from it once.
+- `model_tensors`: its tensors and their dtypes.
+- `listed_tensors`: its tensors as a list, where its model type has no weight map.
+- `bridges`: its tensors on both sides, as its family says.
+- `bridge_process`: a process of its own that makes them, so that the service imports no torch.
+- `tracing`: which element goes where, found by sending numbered elements through a conversion.
+- `weight_maps`: the weight map of the tensors that a trainer declares.
+- `megatron_layouts`: shards of a Megatron-core rank.
+- `engine_layouts`: slices of an engine rank.
+"""

@@ -1,0 +1,150 @@
+"""Process that makes bridges for the service: torch, transformers and mbridge are imported there.
+
+Importing torch keeps a Python process from everything else for long stretches, which each call and stream of the service would wait for, and
+takes 400 MB. So the service asks a process of its own, of the same Python. Only data comes back: names, shapes, and where elements go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+
+from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge_service.models.bridges import Bridge, make_bridge
+from weighbridge_storage.memory.memory_limits import count_helper, forget_helper
+
+_FIRST_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 8,
+}
+"""What a new process makes a bridge of before it is asked for one: all is imported then."""
+
+_MOST_SECONDS = 300.0
+"""For one bridge, the imports of a new process included: the largest models take some seconds."""
+
+
+class BridgeProcess:
+    """Makes bridges in a process of its own, which lives until `close` and is started again if it dies."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Let the process import what it needs, which takes seconds; returns at once. Raises Unavailable if it cannot be started."""
+        with self._lock:
+            self._connected()
+
+    def bridge(self, config_json: bytes, absent: Sequence[str]) -> Bridge:
+        """As `weighbridge_service.models.bridges.make_bridge`.
+
+        Raises:
+            Unavailable: the process has died, answers nothing for minutes, or cannot be started.
+            WeighbridgeError: as `make_bridge`.
+        """
+        with self._lock:
+            connection = self._connected()
+            try:
+                connection.send((config_json, tuple(absent)))
+                if not connection.poll(_MOST_SECONDS):
+                    raise TimeoutError
+                made = connection.recv()
+            except (EOFError, OSError) as error:
+                raise Unavailable(
+                    f"the process that makes weight maps has ended{self._end()}",
+                    fix="try again: another one is started; if that ends too, look at the service's log, and at how much memory there is",
+                ) from error
+        if isinstance(made, WeighbridgeError):
+            raise made
+        bridge: Bridge = made
+        return bridge
+
+    def close(self) -> None:
+        """End the process, whatever it is doing: whoever waits for it gets `Unavailable`, and no further one is started."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _connected(self) -> Connection:
+        if self._closed:
+            raise Unavailable("the service is shutting down")
+        if self._connection is None:
+            ours, theirs = Pipe()
+            with theirs:
+                try:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                        stdin=subprocess.DEVNULL,
+                        stdout=2,  # the service's own has one line
+                        pass_fds=[theirs.fileno()],
+                    )
+                except OSError as error:
+                    ours.close()
+                    raise Unavailable(
+                        f"the process that makes weight maps cannot be started: {error}",
+                        fix="look at the limits of processes, descriptors and memory",
+                    ) from error
+            self._connection = ours
+            count_helper(self._process.pid)
+        return self._connection
+
+    def _end(self) -> str:
+        """End the process if there is one; how it ended by itself."""
+        if self._connection is None or self._process is None:
+            return ""
+        self._connection.close()
+        self._connection = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.1)
+        code = self._process.poll()
+        self._process.kill()
+        self._process.wait()
+        forget_helper(self._process.pid)
+        return "" if code is None else f" with {code}"
+
+
+def serve(connection: Connection) -> None:
+    """Make bridges for whoever is at the other end, until that is closed."""
+    # whoever started this process ends it, after its last push
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    make_bridge(json.dumps(_FIRST_CONFIG).encode())
+    while True:
+        try:
+            config_json, absent = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = pickle.dumps(make_bridge(config_json, absent))
+        except WeighbridgeError as error:
+            answer = pickle.dumps(error)
+        except Exception as error:  # of a family's own code
+            traceback.print_exc()
+            told = f"no weight map can be made of this config.json: {type(error).__name__}: {error}"[:500]
+            answer = pickle.dumps(InvalidArgument(told))
+        connection.send_bytes(answer)
+
+
+if __name__ == "__main__":
+    with Connection(int(sys.argv[1])) as parent, contextlib.suppress(BrokenPipeError):
+        serve(parent)

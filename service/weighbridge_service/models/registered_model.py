@@ -1,0 +1,501 @@
+"""Registered model: its config, its tensors, its files, and what is derived from them once and used for every version."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from weighbridge._core import dtypes
+from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.lru import Cache
+from weighbridge._core.resources import Model
+from weighbridge._core.slices import LayoutRequest
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats.safetensors_files import FilesLayout, lay_out_files
+from weighbridge.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument, LayoutError
+from weighbridge_service.families import has_weight_map, model_types, no_weight_map
+from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
+from weighbridge_service.models.engine_layouts import EngineLayouts, padding_of
+from weighbridge_service.models.listed_tensors import ListedTensors, read_tensor_list
+from weighbridge_service.models.model_tensors import ModelTensors, tensors_found, usual_dtype
+from weighbridge_service.models.weight_maps import derive_weight_map
+from weighbridge_service.plan.declarations import KnownSet
+from weighbridge_service.plan.planning import make_plan
+from weighbridge_service.plan.push_plan import PreparedPush, prepare_push
+from weighbridge_service.plan.relations import WeightMap, identity_links
+from weighbridge_service.plan.transfers import Transfer
+from weighbridge_storage.documents.names import (
+    ModelName,
+    check_file_name,
+    files_id_of,
+    first_version_of,
+    shown,
+)
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import register
+from weighbridge_storage.stores.objects import ObjectStore
+
+_KEPT_SHARDS = 2_000_000
+"""Shards of declared layouts, and slices of pulls, that a model remembers: some 1 KB each."""
+_KEPT_OFFERS = 100_000
+"""Layouts of which a model remembers that other replicas can find them."""
+_SHARD_BYTES, _PART_BYTES = 2 << 10, 300
+"""About what is taken by a tensor or a shard with the plan that it is part of, and by a copy in the plan of a pull."""
+_KEPT_PARTS = 1_000_000
+"""Copies in the plans of pulls and restores that a model remembers; a plan itself counts as a thousand."""
+IDENTITY_FORMAT = 2
+"""Of `RegisteredModel.identity`. Heads of another format are compared by their tensors alone."""
+
+
+class RegisteredModel:
+    """A model as registered. Layouts and plans are kept here, under their identities.
+
+    Args:
+        name: the model's name.
+        config_json: content of its ``config.json``.
+        kept: what the config leaves open about its tensors.
+        files_id: which set of files was registered.
+        side_files: their names.
+        listed: its tensors, if its model type has no weight map: if ``kept`` has the digest of that list.
+    """
+
+    def __init__(
+        self,
+        name: ModelName,
+        config_json: bytes,
+        kept: ModelTensors,
+        files_id: str,
+        side_files: Sequence[str],
+        listed: ListedTensors | None = None,
+    ) -> None:
+        self.name = name
+        self.kept = kept
+        self.listed = listed
+        self.files_id = files_id
+        self.side_files = tuple(side_files)
+        self.config_json = config_json
+        self.known_set: KnownSet | None = None
+        self._layouts: Cache[tuple[TensorSpace, Layout]] = Cache(
+            _KEPT_SHARDS, lambda entry: 1 + len(entry[1].placements)
+        )
+        self._offered: Cache[bool] = Cache(_KEPT_OFFERS)
+        self._pushes: Cache[PreparedPush] = Cache(4)
+        self._reads: Cache[Transfer] = Cache(_KEPT_PARTS, lambda transfer: 1000 + transfer.parts)
+        self._requests: Cache[Layout] = Cache(_KEPT_SHARDS // 4, lambda layout: 1 + len(layout.placements))
+
+    @cached_property
+    def bridge(self) -> Bridge:
+        """What is known about the model's family; takes seconds the first time in a process.
+
+        Raises:
+            InvalidArgument: the model was registered without a weight map: it has Hugging Face's names and no others.
+        """
+        if self.listed is not None:
+            raise _not_mapped(self)
+        return bridge_for(self.config_json, self.kept.absent)
+
+    @cached_property
+    def model_type(self) -> str:
+        """Of its config; empty if that names none."""
+        return _model_type(parse_config(self.config_json))
+
+    @property
+    def keep_in_fp32(self) -> tuple[str, ...]:
+        """What names of tensors end with that are float32 whatever the model is cast to."""
+        return () if self.listed is not None else self.bridge.keep_in_fp32
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """The model's tensors in Hugging Face's space."""
+        if self.listed is not None:
+            return {spec.name: spec for spec in self.listed.specs}
+        return self.kept.specs(self.bridge)
+
+    @cached_property
+    def files(self) -> FilesLayout:
+        """How versions of the model lie in safetensors files."""
+        return lay_out_files(list(self.tensors.values()))
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the tensors, and of where each of their elements is in megatron-core.
+
+        Configs that agree in it can stand for each other: the same shards make the same files. It is kept in heads, so what
+        it is made of is written out here: `IDENTITY_FORMAT`, a colon, and the SHA-256, as hex digits, over the digest of the
+        files' layout and, for each of megatron-core's tensors in order, a line of canonical JSON: ``[name, [[target, leading
+        indexes] ...], [copies ...], [[offset, extent, number of the target, offset, extent, axes] ...]]``. Without a weight
+        map there are none of these.
+        """
+        digest = hashlib.sha256(self.files.layout.digest.encode())
+        links: dict[int, object] = {}  # of a kind; most tensors share theirs with those of other layers
+        for name, entry in () if self.listed is not None else self.bridge.megatron.items():
+            of_kind = self.bridge.links(entry)
+            if id(of_kind) not in links:
+                links[id(of_kind)] = [
+                    [*link.source_box, int(link.target), *link.target_box, link.axes] for link in of_kind
+                ]
+            targets = [[target.name, target.leading] for target in entry.targets]
+            line = [name, targets, list(entry.rule.copies), links[id(of_kind)]]
+            digest.update(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        return f"{IDENTITY_FORMAT}:{digest.hexdigest()}"
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes now, without the `bridge`, which models of one config share."""
+        # they are derived when they are needed
+        tensors = len(self.listed.specs if self.listed is not None else self.__dict__.get("tensors", ()))
+        shards = tensors + self._layouts.weight + self._requests.weight
+        return len(self.config_json) + shards * _SHARD_BYTES + self._reads.weight * _PART_BYTES
+
+    @cached_property
+    def _engine_layouts(self) -> EngineLayouts:
+        return EngineLayouts(self.tensors, lambda: self.bridge, self.kept.block)
+
+    def knows_layout(self, digest: str) -> bool:
+        """Whether a layout with this digest has been declared."""
+        return self._layouts.get(digest) is not None
+
+    def add_layout(self, space: TensorSpace, layout: Layout) -> None:
+        """Keep a declared layout under its digest.
+
+        Raises:
+            InvalidArgument: it has Megatron-core's names, and the model has no weight map.
+        """
+        if space == TensorSpace.MEGATRON and self.listed is not None:
+            raise _not_mapped(self)
+        self._layouts.put(layout.digest, (space, layout))
+
+    def declared_layout(self, digest: str) -> tuple[TensorSpace, Layout]:
+        """A declared layout and its tensor space. Raises FailedPrecondition if it has been forgotten."""
+        found = self._layouts.get(digest)
+        if found is None:
+            raise FailedPrecondition("a declared layout has been forgotten", fix="push again")
+        return found
+
+    def is_offered(self, digest: str) -> bool:
+        """Whether other replicas can find a layout, as far as this process knows."""
+        return self._offered.get(digest) is not None
+
+    def offered(self, digest: str) -> None:
+        """Take note that other replicas can find a layout."""
+        self._offered.put(digest, True)
+
+    def prepare(self, digests: Sequence[str], homes: Sequence[int]) -> PreparedPush:
+        """What the declared layouts of all ranks lead to.
+
+        Args:
+            digests: of the layouts, in the order of the ranks.
+            homes: for each rank, the number of the replica of the service that it pushes to.
+
+        Raises:
+            LayoutError: they contradict the model or each other.
+            FailedPrecondition: a layout has been forgotten since it was declared.
+        """
+
+        def make() -> PreparedPush:
+            found = [self.declared_layout(digest) for digest in digests]
+            spaces = {space for space, _ in found}
+            if len(spaces) != 1:
+                raise InvalidArgument("some ranks push Megatron-core's tensors and others Hugging Face's")
+            layouts = [layout for _, layout in found]
+            space = spaces.pop()
+            try:
+                return prepare_push(
+                    layouts, self.files, lambda tensors: self._relate(space, tensors), homes, space=space
+                )
+            except LayoutError:
+                # a layout may have been declared in the wrong tensor space: let it be sent again
+                for digest in digests:
+                    self._layouts.drop(digest)
+                raise
+
+        return self._pushes.get_or_make((tuple(digests), tuple(homes)), make)
+
+    def _relate(self, space: TensorSpace, tensors: Mapping[str, TensorSpec]) -> WeightMap:
+        if space == TensorSpace.MEGATRON:
+            return derive_weight_map(self.bridge, self.tensors, tensors)
+        problems = [
+            f"{spec}: "
+            + (f"the model has {self.tensors[name]}" if name in self.tensors else "no tensor of the model")
+            for name, spec in tensors.items()
+            if self.tensors.get(name) != spec
+        ]
+        if problems:
+            raise LayoutError(
+                f"{len(problems)} tensors are not those of {self.name}",
+                details=problems[:20],
+                fix="push tensors of the registered names and shapes; if the model was registered wrongly, delete it "
+                f"(`weighbridge delete {self.name}`) and register it with the folder's own config.json",
+            )
+        return WeightMap(tensors, self.tensors, identity_links(tensors.values()), ())
+
+    def restore_transfer(self, source: Layout, target: Layout) -> Transfer:
+        """From a version's files to the shards of a trainer rank.
+
+        Raises:
+            LayoutError: the shards contradict the model.
+        """
+
+        def make() -> Transfer:
+            weight_map = derive_weight_map(self.bridge, self.tensors, target.tensors)
+            plan = make_plan(source, target, weight_map.inverse_links, padding=weight_map.padding)
+            return Transfer(plan, scatter=False)
+
+        return self._reads.get_or_make(("restore", source.digest, target.digest), make)
+
+    def pull_layout(self, request: LayoutRequest) -> Layout:
+        """The slices that an engine asks for.
+
+        Raises:
+            InvalidArgument: they do not fit the model.
+        """
+        return self._requests.get_or_make(repr(request), lambda: self._engine_layouts.layout(request))
+
+    def pull_transfer(self, source: Layout, target: Layout) -> Transfer:
+        """From a version's files to an engine's slices."""
+
+        def make() -> Transfer:
+            links = identity_links(source.tensors[name] for name in target.tensors)
+            plan = make_plan(source, target, links, padding=padding_of(source, target))
+            return Transfer(plan, scatter=False)
+
+        return self._reads.get_or_make(("pull", source.digest, target.digest), make)
+
+
+def files_key(model: ModelName, files_id: str, file: str) -> str:
+    """Where a registered file lies."""
+    return f"{model.prefix}files/{files_id}/{check_file_name(file)}"
+
+
+def files_identity(files: Mapping[str, bytes]) -> str:
+    """Identity of a set of files: 32 hex digits of the SHA-256 over names, lengths and contents."""
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:32]
+
+
+def model_for_registration(
+    name: ModelName,
+    files: Mapping[str, bytes],
+    dtype: str,
+    found: Sequence[TensorSpec] = (),
+    there: Head | None = None,
+    listed: ListedTensors | None = None,
+    *,
+    weight_map: bool = True,
+) -> RegisteredModel:
+    """Check a registration, and derive the model's tensors from it.
+
+    Args:
+        name: the model's name.
+        files: its files besides the weights.
+        dtype: of its weights; empty takes what ``found`` says, or else what is registered already, or else the config.
+        found: the tensors in its files of weights, if there are such files.
+        there: the model's head, if it is registered already, or what is left of one that was deleted.
+        listed: the model's tensors, if they are registered already, without a weight map; not needed if there are ``found``.
+        weight_map: False registers it by its tensors alone, although there may be a weight map. A model that was registered without one
+            goes on so if it has versions, or if there are no ``found``: the order of tensors in files, and so the files, would be others.
+
+    Raises:
+        InvalidArgument: a file's name is not allowed, there is no ``config.json``, its model type has no weight map and no
+            tensors are known, the dtype is not known, or the tensors are not those of the config.
+    """
+    for file in files:
+        check_file_name(file)
+    if "config.json" not in files:
+        raise InvalidArgument(
+            "config.json is not among the model's files",
+            fix="name a folder that model.save_pretrained() has written",
+        )
+    config = parse_config(files["config.json"])
+    # transformers has written either name, and reads a missing one as float32
+    named = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+    kept = ModelTensors(dtypes.parse(str(named)))
+    model_type = _model_type(config)
+    same_type = there is not None and there.registration.get("model_type") == model_type
+    first_version = 1 if there is None else there.first_version
+    files_id = files_id_of(first_version, files_identity(files))
+    has_versions = there is not None and there.next_version > first_version
+    goes_on = there is not None and is_listed(there) and same_type and (has_versions or not found)
+    if not weight_map or goes_on or not has_weight_map(config):
+        tensors = _listed(config, dtype, found, listed if same_type else None)
+        kept = ModelTensors(usual_dtype(tensors.specs), listed=tensors.digest)
+        return RegisteredModel(name, files["config.json"], kept, files_id, sorted(files), tensors)
+    if found:
+        by_files = tensors_found(bridge_for(files["config.json"]), config, found)
+        kept = replace(kept, absent=by_files.absent) if dtype else by_files
+    elif not dtype and there is not None and has_versions and not is_listed(there):
+        kept = _kept(name, there)
+    model = RegisteredModel(name, files["config.json"], kept, files_id, sorted(files))
+    _ = model.identity  # builds the bridge: what cannot be mapped is refused now, not at the first push
+    return model
+
+
+def _listed(
+    config: Mapping[str, Any], dtype: str, found: Sequence[TensorSpec], listed: ListedTensors | None
+) -> ListedTensors:
+    """The tensors of a model without a weight map, with those of floating-point numbers in ``dtype`` if one is named."""
+    if found:
+        listed = ListedTensors.of(found)
+    if listed is None:
+        fix = (
+            "register it by its tensors: `weighbridge import HF_DIR MODEL` with a folder that has weights, or "
+            "trainer.register_model(model, hf_dir, tensors=module_or_state_dict)"
+        )
+        if has_weight_map(config):
+            raise InvalidArgument("without a weight map, nothing says which tensors the model has", fix=fix)
+        problem = ", so config.json does not say which tensors the model has"
+        raise no_weight_map(config.get("model_type"), problem, fix)
+    if not dtype:
+        return listed
+    target = dtypes.parse(dtype)
+    if not target.is_float:
+        raise InvalidArgument(
+            f"a model cannot be registered in {target}",
+            fix="name bf16, fp16 or fp32; without a dtype, each tensor keeps its own",
+        )
+    return listed.cast(target)
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    """The model type of a config; empty if it names none. Raises InvalidArgument if that is no short text."""
+    named = config.get("model_type")
+    if named is not None and not (isinstance(named, str) and named.isprintable() and len(named) <= 256):
+        raise no_weight_map(named, ", which is no name of one")
+    return named or ""
+
+
+def _not_mapped(model: RegisteredModel) -> InvalidArgument:
+    """The error that a model without a weight map is asked for what needs one."""
+    names = (
+        "use Hugging Face's names: push_state_dict, push_folder, restore_state_dict; pull whole tensors or boxes, or by an "
+        "engine's plug-in"
+    )
+    if model.model_type in model_types():
+        return InvalidArgument(
+            f"{model.name} was registered without a weight map",
+            fix=f"{names}; or register it under another name: {model.model_type} has one",
+        )
+    return no_weight_map(model.model_type, f" of {model.name}", names)
+
+
+def registration_of(model: RegisteredModel) -> dict[str, Any]:
+    """What the head keeps of a registration: enough to list the model without deriving anything."""
+    return {
+        "model_type": model.model_type,
+        **model.kept.to_json(),
+        "tensor_count": len(model.tensors),
+        "tensor_bytes": model.files.layout.nbytes,
+        "files": list(model.side_files),
+        "tensors_digest": model.files.layout.digest,
+        "identity": model.identity,
+    }
+
+
+def registered(head: Head, model: RegisteredModel) -> Head:
+    """The head with this registration. It may replace any other one as long as no version has been opened.
+
+    Raises:
+        FailedPrecondition: the model is registered with other tensors.
+        Conflict: it was deleted since the registration was prepared.
+    """
+    if first_version_of(model.files_id) != head.first_version:
+        raise Conflict(f"{model.name} was deleted meanwhile", fix="register it again")
+    if head.next_version > head.first_version and not _agree(head.registration, model):
+        raise FailedPrecondition(
+            f"{model.name} is registered already, with other tensors or other heads: as {head.registration.get('model_type')} in "
+            f"{head.registration.get('dtype')} with {head.registration.get('tensor_count')} tensors",
+            fix="register the new model under another name",
+        )
+    return register(head, model.files_id, registration_of(model))
+
+
+def _agree(there: Mapping[str, Any], model: RegisteredModel) -> bool:
+    """Whether what is registered has the same tensors, and in the same places."""
+    identity = str(there.get("identity", ""))
+    if identity.startswith(f"{IDENTITY_FORMAT}:"):
+        return identity == model.identity
+    # written by an earlier version of the service
+    wanted = registration_of(model)
+    compared = ["tensors_digest"] if "tensors_digest" in there else ["dtype", "tensor_count", "tensor_bytes"]
+    return all(there.get(name) == wanted[name] for name in compared)
+
+
+def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> Model:
+    """The model as callers see it, from its head alone.
+
+    Raises:
+        DataLoss: the registration in the head is incomplete.
+    """
+    kept = head.registration
+    try:
+        return Model(
+            name=str(name),
+            model_type=kept["model_type"],
+            dtype=kept["dtype"],
+            tensor_count=kept["tensor_count"],
+            tensor_bytes=kept["tensor_bytes"],
+            files=tuple(kept["files"]),
+            refs=refs,
+            weight_map=not is_listed(head),
+        )
+    except (KeyError, TypeError) as error:
+        raise DataLoss(f"the registration in the head of {name} is incomplete: {error!r}") from error
+
+
+def check_registration(name: ModelName, head: Head) -> ModelTensors:
+    """What a registration says of the model's tensors. One by which the model can be neither listed nor loaded is refused.
+
+    Raises:
+        DataLoss: a field is missing, or is not what `registration_of` writes.
+    """
+    found = summary_from_head(name, head, {})
+    texts, numbers = (found.model_type, found.dtype), (found.tensor_count, found.tensor_bytes)
+    files = head.registration["files"]
+    try:
+        kept = _kept(name, head)
+        sound = (
+            all(isinstance(text, str) for text in texts)
+            and all(type(n) is int and n >= 0 for n in numbers)
+            and isinstance(files, list)
+            and "config.json" in [check_file_name(file) for file in files]
+        )
+    except InvalidArgument as error:
+        raise DataLoss(f"the registration in the head of {name} is damaged: {error.message}") from error
+    if not sound:
+        raise DataLoss(f"the registration in the head of {name} is damaged: {shown(dict(head.registration))}")
+    return kept
+
+
+def load_model(store: ObjectStore, name: ModelName, head: Head) -> RegisteredModel:
+    """A model that was registered before, perhaps by another process."""
+    config, _ = store.get(files_key(name, head.files_id, "config.json"))
+    kept = _kept(name, head)
+    listed = read_tensor_list(store, name, kept.listed, head.first_version) if kept.listed else None
+    try:
+        return RegisteredModel(name, config, kept, head.files_id, head.registration["files"], listed)
+    except (KeyError, TypeError) as error:
+        raise DataLoss(f"the registration in the head of {name} is damaged: {error!r}") from error
+
+
+def is_listed(head: Head) -> bool:
+    """Whether a model is registered by a list of its tensors, without a weight map."""
+    return bool(head.registration.get("listed"))
+
+
+def is_registered(head: Head, model: RegisteredModel) -> bool:
+    """Whether the head's registration is this one."""
+    return head.files_id == model.files_id and model.kept == _kept(model.name, head)
+
+
+def _kept(name: ModelName, head: Head) -> ModelTensors:
+    try:
+        return ModelTensors.from_json(head.registration)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataLoss(f"the registration in the head of {name} is damaged: {error!r}") from error

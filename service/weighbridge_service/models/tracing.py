@@ -1,0 +1,107 @@
+"""Trace of a conversion: which element goes where, found by sending numbered elements through it.
+
+A conversion takes one tensor and returns named tensors. For each axis of the input it is run on a tensor whose
+elements are their own index along that axis; what comes out says, element by element, where it came from. Two runs
+with different codes of the index must decode to the same answer: a conversion that scales, shifts or mixes elements is
+found this way and refused, never guessed at.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weighbridge._core.boxes import Box
+from weighbridge.errors import LayoutError
+from weighbridge_service.plan.relations import Link
+
+Conversion = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
+_SCALE, _SHIFT = 2, 1_000_003
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive indexes on both sides."""
+
+    source: int
+    target: int
+    length: int
+
+
+def trace(name: str, shape: Sequence[int], conversion: Conversion) -> list[Link]:
+    """The links from tensor ``name`` of this shape to the tensors that the conversion returns.
+
+    Costs a few int32 tensors of the input's size at most: inputs are expanded, not filled.
+
+    Raises:
+        LayoutError: the conversion does something else than placing elements.
+    """
+    found: dict[str, list[tuple[int | None, list[_Run]]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for axis in range(len(shape)):
+        plain = conversion(_index_tensor(shape, axis, 1, 0))
+        coded = conversion(_index_tensor(shape, axis, _SCALE, _SHIFT))
+        for (target, values), (_, check) in zip(plain, coded, strict=True):
+            shapes[target] = tuple(values.shape)
+            found.setdefault(target, []).append(_along(name, target, shape[axis], values, check))
+    return [link for target, axes in found.items() for link in _links(name, target, shapes[target], axes)]
+
+
+def _index_tensor(shape: Sequence[int], axis: int, scale: int, shift: int) -> torch.Tensor:
+    index = torch.arange(shape[axis], dtype=torch.int32) * scale + shift
+    return index.view([-1 if a == axis else 1 for a in range(len(shape))]).expand(tuple(shape))
+
+
+def _along(
+    name: str, target: str, extent: int, values: torch.Tensor, check: torch.Tensor
+) -> tuple[int | None, list[_Run]]:
+    """The target axis along which one source axis runs, and the runs of consecutive indexes."""
+    varying = [axis for axis in range(values.dim()) if _varies(values, axis)]
+    if len(varying) > 1:
+        raise LayoutError(f"{name} -> {target}: one source axis runs along {len(varying)} target axes")
+    vector, coded = _vector(values, varying), _vector(check, varying)
+    if not torch.equal(coded, vector * _SCALE + _SHIFT) or bool(((vector < 0) | (vector >= extent)).any()):
+        raise LayoutError(f"{name} -> {target}: elements are not placed but changed on the way")
+    if not varying:
+        return None, [_Run(int(vector[0]), 0, 1)]
+    breaks = (torch.nonzero(vector[1:] != vector[:-1] + 1).flatten() + 1).tolist()
+    bounds = [0, *breaks, len(vector)]
+    return varying[0], [_Run(int(vector[a]), a, b - a) for a, b in itertools.pairwise(bounds)]
+
+
+def _varies(values: torch.Tensor, axis: int) -> bool:
+    if values.shape[axis] == 1 or values.stride(axis) == 0:
+        return False
+    for other in range(values.dim()):
+        if values.stride(other) == 0:
+            values = values.narrow(other, 0, 1)
+    return not torch.equal(values, values.narrow(axis, 0, 1).expand_as(values))
+
+
+def _vector(values: torch.Tensor, varying: Sequence[int]) -> torch.Tensor:
+    for axis in range(values.dim()):
+        if axis not in varying:
+            values = values.narrow(axis, 0, 1)
+    return values.reshape(-1).to(torch.int64)
+
+
+def _links(
+    name: str, target: str, shape: tuple[int, ...], axes: Sequence[tuple[int | None, list[_Run]]]
+) -> list[Link]:
+    source_axis_of = {axis: source for source, (axis, _) in enumerate(axes) if axis is not None}
+    if len(source_axis_of) != sum(axis is not None for axis, _ in axes):
+        raise LayoutError(f"{name} -> {target}: two source axes are merged into one")
+    if any(n != 1 for axis, n in enumerate(shape) if axis not in source_axis_of):
+        raise LayoutError(f"{name} -> {target}: elements are repeated along an axis")
+    links = []
+    for runs in itertools.product(*(runs for _, runs in axes)):
+        source_box = Box(tuple(run.source for run in runs), tuple(run.length for run in runs))
+        offset, extent = [0] * len(shape), [1] * len(shape)
+        for axis, source in source_axis_of.items():
+            offset[axis], extent[axis] = runs[source].target, runs[source].length
+        target_axes = tuple(source_axis_of.get(axis) for axis in range(len(shape)))
+        links.append(Link(name, source_box, target, Box(tuple(offset), tuple(extent)), target_axes))
+    return links

@@ -1,0 +1,187 @@
+"""Weight map of the tensors that a trainer declares.
+
+Megatron-core names the same weight in several ways: one tensor for all layers with the layer as its first axis
+(``decoder.layers.mlp.linear_fc2.weight``), one for each layer (``decoder.layers.3.mlp.linear_fc2.weight``); experts as an axis
+(``mlp.experts.experts.linear_fc1.weight``) or one by one (``mlp.experts.experts.7.linear_fc1.weight``); and with
+``singleton_local_shards`` the two halves of a SwiGLU projection apart (``...linear_fc1.weight_w`` and ``_v``). A bridge knows
+them one by one; this module puts the others in relation to that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from weighbridge._core.boxes import Box, subtract
+from weighbridge._core.dtypes import DType
+from weighbridge._core.layouts import TensorSpec
+from weighbridge.errors import LayoutError
+from weighbridge_service.families.rules import Shape
+from weighbridge_service.models.bridges import Bridge, MegatronTensor
+from weighbridge_service.plan.relations import Link, WeightMap
+
+_LAYERS = re.compile(r"^(.*\blayers\.)(?!\d)(.+)$")
+_EXPERTS = re.compile(r"^(.*\.experts\.experts\.)(?!\d)(.+)$")
+_MOST_PADDING, _PADDING = 2, 1 << 20
+"""Padding that is believed: the vocabulary may double, and a small one grow to a million rows."""
+_HALVES = {"_w": 0, "_v": 1}
+_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A declared tensor, or one layer and expert of it, as a part of a tensor that the bridge knows.
+
+    Attributes:
+        entry: that tensor.
+        leading: index on the leading axes of the declared tensor, empty if there are none.
+        half: which half of its rows it is; None if it is all of it.
+    """
+
+    entry: MegatronTensor
+    leading: tuple[int, ...]
+    half: int | None
+
+    @property
+    def box(self) -> Box:
+        """Which part of the bridge's tensor it is, padding not counted."""
+        shape = self.entry.shape
+        if self.half is None:
+            return Box.whole(shape)
+        rows = shape[0] // len(_HALVES)
+        return Box((self.half * rows, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+
+
+def derive_weight_map(
+    bridge: Bridge, tensors: Mapping[str, TensorSpec], declared: Mapping[str, TensorSpec]
+) -> WeightMap:
+    """The map between what trainers declare and the Hugging Face model.
+
+    Args:
+        bridge: knows the model's family and config.
+        tensors: the model's tensors in Hugging Face's space.
+        declared: the union of what all ranks declare.
+
+    Raises:
+        LayoutError: a declared tensor is unknown, or has another shape or dtype than the model.
+    """
+    links: list[Link] = []
+    copies: list[Link] = []
+    padding: list[tuple[str, Box]] = []
+    problems: list[str] = []
+    of_kind: dict[tuple[str, Shape, int | None], list[Link]] = {}
+    for spec in declared.values():
+        parts = list(_parts(bridge, spec))
+        problem = _problem(bridge, tensors, spec, parts)
+        if problem:
+            problems.append(problem)
+            continue
+        for part in parts:
+            entry = part.entry
+            key = (entry.rule.megatron, entry.shape, part.half)
+            cut = of_kind.get(key)
+            if cut is None:
+                cut = of_kind[key] = list(_cut(bridge.links(entry), part.box))
+            for link in cut:
+                target = entry.targets[int(link.target)]
+                links.append(link.placed(spec.name, part.leading, target.name, target.leading))
+            for copy in entry.rule.copies:
+                copies += [link.placed(spec.name, part.leading, copy, ()) for link in cut]
+        if parts[0].entry.rule.vocabulary and spec.shape != parts[0].entry.shape:
+            held = Box.whole(parts[0].entry.shape)
+            padding += [(spec.name, box) for box in subtract(Box.whole(spec.shape), [held])]
+    if problems:
+        raise LayoutError(
+            f"{len(problems)} tensors contradict the model",
+            details=problems[:_NAMED],
+            fix="push the model's own sharded_state_dict() (no optimizer state), of the model that was registered, "
+            "in the dtype it was registered with",
+        )
+    return WeightMap(declared, tensors, tuple(links), tuple(padding), tuple(copies))
+
+
+def _problem(
+    bridge: Bridge, tensors: Mapping[str, TensorSpec], spec: TensorSpec, parts: list[_Part]
+) -> str | None:
+    """What is wrong with a declared tensor, if anything is."""
+    if not parts:
+        return f"{spec} is no tensor of this {bridge.model_type} model"
+    wanted = _dtypes(tensors, parts)
+    if wanted != {spec.dtype}:
+        names = " and ".join(sorted(str(dtype) for dtype in wanted))
+        advice = ""
+        if spec.dtype.short == "fp32" and parts[0].entry.targets[0].name.endswith(
+            bridge.keep_in_fp32 or ("\0",)
+        ):
+            advice = "; Megatron-core always has it in float32, so import the model with it in float32"
+        return f"{spec} has the wrong dtype: the model is registered with {names} there{advice}"
+    entry = parts[0].entry
+    if entry.rule.vocabulary and spec.shape[1:] == entry.shape[1:] and len(spec.shape) == len(entry.shape):
+        if spec.shape[0] > _MOST_PADDING * entry.shape[0] + _PADDING:
+            return f"{spec} pads the vocabulary of {entry.shape[0]} to too many rows"
+        if spec.shape[0] >= entry.shape[0]:
+            return None
+    for part in parts:
+        expected = (*spec.shape[: len(part.leading)], *part.box.extent)
+        if spec.shape != expected:
+            return f"{spec} has the wrong shape: the model's is {list(expected)}"
+    return None
+
+
+def _dtypes(tensors: Mapping[str, TensorSpec], parts: list[_Part]) -> set[DType]:
+    return {tensors[target.name].dtype for part in parts for target in part.entry.targets}
+
+
+def _parts(bridge: Bridge, spec: TensorSpec) -> Iterator[_Part]:
+    """The bridge's tensors that a declared tensor is made of; none if it is unknown."""
+    for suffix, half in ((None, None), *_HALVES.items()):
+        if suffix is not None and not spec.name.endswith(suffix):
+            continue
+        name = spec.name if suffix is None else spec.name.removesuffix(suffix)
+        found = list(_stacked(bridge, name, spec.shape))
+        if found and all(entry is not None and (half is None or entry.rule.halves) for _, entry in found):
+            yield from (_Part(entry, leading, half) for leading, entry in found if entry is not None)
+            return
+
+
+def _stacked(
+    bridge: Bridge, name: str, shape: Shape
+) -> Iterator[tuple[tuple[int, ...], MegatronTensor | None]]:
+    """Each index of the leading axes that a name leaves open, with its tensor; None where the model has none."""
+    by_layer, by_expert = _LAYERS.match(name), _EXPERTS.match(name)
+    if not by_layer and not by_expert:
+        yield (), bridge.find(name)
+    elif not shape or not shape[0]:
+        yield (), None
+    elif by_layer:
+        for layer in range(shape[0]):
+            for rest, entry in _stacked(bridge, f"{by_layer[1]}{layer}.{by_layer[2]}", shape[1:]):
+                yield (layer, *rest), entry
+                if entry is None:  # and there are none behind it: a declared shape may be of any size
+                    return
+        # all layers or none: a tensor that leaves some out is another one
+        if bridge.find(_first(f"{by_layer[1]}{shape[0]}.{by_layer[2]}")) is not None:
+            yield (), None
+    elif by_expert:
+        for expert in range(shape[0]):
+            entry = bridge.find(f"{by_expert[1]}{expert}.{by_expert[2]}")
+            yield (expert,), entry
+            if entry is None:
+                return
+        if bridge.find(f"{by_expert[1]}{shape[0]}.{by_expert[2]}") is not None:
+            yield (), None
+
+
+def _first(name: str) -> str:
+    """The name of the first expert's tensor, if the name leaves that open."""
+    found = _EXPERTS.match(name)
+    return f"{found[1]}0.{found[2]}" if found else name
+
+
+def _cut(links: list[Link], box: Box) -> Iterator[Link]:
+    """The links of a part of a tensor, counted from that part's origin."""
+    for link in links:
+        common = link.source_box.intersect(box)
+        if common is not None:
+            yield link._replace(source_box=common.relative_to(box.offset), target_box=link.to_target(common))

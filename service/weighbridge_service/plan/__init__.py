@@ -1,0 +1,14 @@
+"""Plans: which bytes go where. Pure but for the buffers that a transfer fills, and what is known of replicas' checksums.
+
+May import: `weighbridge_storage`, `weighbridge`.
+
+- `relations`: how two tensor spaces relate: boxes to boxes.
+- `planning`: copies from a source layout to a target layout, and the proof that none is missing.
+- `transfers`: a plan carried out, range by range of a stream.
+- `casting`: another dtype on the way out.
+- `push_plan`: who pushes what, and where every byte goes.
+- `placed_ranges`: parts of streams that do not lie in exactly one place of the files.
+- `replica_placement`: which replica assembles which file.
+- `declarations`: what the ranks of a push declare, and their agreement.
+- `replica_checksums`: what ranks hold under one box, compared.
+"""

@@ -1,0 +1,123 @@
+"""Cast of a stream on the way out: floating-point tensors in another dtype than the version's."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from weighbridge._core.dtypes import DType
+from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._transport.pieces import Buffer
+from weighbridge.errors import InvalidArgument
+
+
+def cast_specs(
+    specs: Iterable[TensorSpec], dtype: DType, keep_in_fp32: tuple[str, ...] = ()
+) -> list[TensorSpec]:
+    """What tensors are after a cast: floating-point ones have the dtype, others and those that are kept stay as they are.
+
+    Args:
+        specs: the tensors.
+        dtype: what they are cast to.
+        keep_in_fp32: what the names of tensors end with that are never narrowed, such as the biases of routers.
+
+    Raises:
+        InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast (one in fp8 means nothing
+            without its scales).
+    """
+    if not dtype.is_float:
+        raise InvalidArgument(f"weights cannot be cast to {dtype}", fix="cast to bf16, fp16, fp32 or fp64")
+    cast = []
+    for spec in specs:
+        if spec.dtype.name.startswith("F8_"):
+            raise InvalidArgument(
+                f"{spec} cannot be cast to {dtype}: its values are without their scales",
+                fix="take it as it is; `weighbridge import --dequantize` makes a version that can be cast",
+            )
+        kept = spec.name.endswith(keep_in_fp32) if keep_in_fp32 else False
+        narrower = dtype.itemsize < spec.dtype.itemsize
+        cast.append(replace(spec, dtype=dtype) if spec.dtype.is_float and not (kept and narrower) else spec)
+    return cast
+
+
+Gather = Callable[[int, int], Buffer]
+"""Gives so many bytes of a stream, from a byte offset on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbours in the stream that are cast alike; positions in bytes."""
+
+    start: int
+    end: int
+    source_start: int
+    source: DType
+    target: DType
+
+
+class Casting:
+    """A stream and the same one cast. Rounds as ``torch.Tensor.to`` does.
+
+    Args:
+        layout: the stream in the version's own dtypes.
+        dtype: what its floating-point tensors are to be; others stay as they are.
+        keep_in_fp32: what the names of tensors end with that are never narrowed.
+
+    Attributes:
+        layout: the stream as it is sent.
+
+    Raises:
+        InvalidArgument: as `cast_specs`.
+    """
+
+    def __init__(self, layout: Layout, dtype: DType, keep_in_fp32: tuple[str, ...] = ()) -> None:
+        specs = cast_specs(layout.tensors.values(), dtype, keep_in_fp32)
+        self.layout = Layout.stream(specs, [placement.shard for placement in layout.placements])
+        self._runs: list[_Run] = []
+        for before, after in zip(layout.placements, self.layout.placements, strict=True):
+            source, target = (
+                layout.tensors[before.shard.tensor].dtype,
+                self.layout.tensors[after.shard.tensor].dtype,
+            )
+            end = after.offset + after.nbytes
+            last = self._runs[-1] if self._runs else None
+            if last is not None and (last.source, last.target) == (source, target):
+                self._runs[-1] = replace(last, end=end)
+            elif after.nbytes:
+                self._runs.append(_Run(after.offset, end, before.offset, source, target))
+        self._starts = [run.start for run in self._runs]
+
+    def gather(self, gather: Gather, offset: int, length: int) -> Buffer:
+        """A range of the cast stream, cut anywhere.
+
+        Args:
+            gather: gives ranges of the stream in the version's own dtypes.
+            offset: in bytes of the cast stream.
+            length: likewise.
+        """
+        parts: list[Buffer] = []
+        for run in self._runs[max(bisect.bisect_right(self._starts, offset) - 1, 0) :]:
+            if run.start >= offset + length:
+                break
+            begin, end = max(offset, run.start) - run.start, min(offset + length, run.end) - run.start
+            if begin < end:
+                parts.append(_cast(gather, run, begin, end))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _cast(gather: Gather, run: _Run, begin: int, end: int) -> Buffer:
+    """The bytes ``begin`` to ``end`` of a run: of the elements that they touch, cast whole."""
+    import torch
+
+    if run.source == run.target:
+        return gather(run.source_start + begin, end - begin)
+    first, last = begin // run.target.itemsize, -(-end // run.target.itemsize)
+    size = run.source.itemsize
+    raw = gather(run.source_start + first * size, (last - first) * size)
+    elements = torch.empty(last - first, dtype=run.source.torch)  # aligned, as a view of a file need not be
+    elements.view(torch.uint8).numpy()[:] = np.frombuffer(raw, np.uint8)
+    cast = elements.to(run.target.torch).view(torch.uint8).numpy()
+    return cast[begin - first * run.target.itemsize :][: end - begin].data

@@ -1,0 +1,79 @@
+"""Parts of the ranks' streams that do not lie in exactly one place of the files: padding, and what a checkpoint has several times.
+
+A rank that counts something in its stream counts in this way what the service finds in the files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from weighbridge._core.boxes import Box
+from weighbridge_service.plan.planning import Plan
+
+
+class PlacedRange(NamedTuple):
+    """Neighbouring elements of a stream that lie in as many places of the files.
+
+    Attributes:
+        start, end: the first byte, and one past the last.
+        places: how many; 0 for padding.
+    """
+
+    start: int
+    end: int
+    places: int
+
+
+def placed_ranges(plan: Plan, uneven: Collection[str]) -> Mapping[int, Sequence[PlacedRange]]:
+    """The parts of each rank's stream that do not lie in exactly one place, sorted.
+
+    Args:
+        plan: from streams in buffers named like the ranks to the files.
+        uneven: the tensors of which there can be such parts.
+    """
+    indexes = {index for name in uneven for index in plan.source.by_tensor.get(name, ())}
+    begins: dict[int, Counter[int]] = {index: Counter() for index in indexes}
+    for copy in plan.copies:
+        if copy.source in indexes:
+            extent = plan.source.placements[copy.source].shard.box.extent
+            for start, end in _runs(copy.source_box, extent):
+                begins[copy.source][start] += 1
+                begins[copy.source][end] -= 1
+    found: dict[int, list[PlacedRange]] = defaultdict(list)
+    for index in sorted(indexes, key=lambda each: plan.source.placements[each].offset):
+        placement = plan.source.placements[index]
+        itemsize = plan.source.tensors[placement.shard.tensor].dtype.itemsize
+        bounds = sorted({0, placement.shard.box.volume, *begins[index]})
+        places = 0
+        for start, end in itertools.pairwise(bounds):
+            places += begins[index][start]
+            if places != 1:
+                first, last = (placement.offset + each * itemsize for each in (start, end))
+                found[int(placement.buffer)].append(PlacedRange(first, last, places))
+    return found
+
+
+def _runs(box: Box, extent: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The runs of elements that a box comes to in a row-major array: the first of each, and one past its last."""
+    if not box.volume:
+        return
+    axis = len(extent)
+    while axis and box.extent[axis - 1] == extent[axis - 1]:
+        axis -= 1
+    # axes before `axis` select runs; the one just before it is cut
+    outer = max(axis - 1, 0)
+    dense = math.prod(extent[axis:])
+    first = (box.offset[outer] if axis else 0) * dense
+    length = (box.extent[outer] if axis else 1) * dense
+    above = math.prod(extent[outer:])
+    for at in itertools.product(
+        *(range(o, o + n) for o, n in zip(box.offset[:outer], box.extent[:outer], strict=True))
+    ):
+        row = 0
+        for position, n in zip(at, extent[:outer], strict=True):
+            row = row * n + position
+        yield row * above + first, row * above + first + length

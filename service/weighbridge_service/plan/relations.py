@@ -1,0 +1,110 @@
+"""Relation of two tensor spaces: boxes of the one to boxes of the other, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import TensorSpec
+
+
+class Link(NamedTuple):
+    """A box of a source tensor whose elements are those of a box of a target tensor.
+
+    Attributes:
+        source: name of the source tensor.
+        source_box: which part of it.
+        target: name of the target tensor.
+        target_box: which part of that.
+        axes: for each target axis the source axis that runs along it, or None where the target's extent is one.
+            Source axes that do not occur have extent one. So axes may be permuted, added and taken away.
+    """
+
+    source: str
+    source_box: Box
+    target: str
+    target_box: Box
+    axes: tuple[int | None, ...]
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether each element has the same place on both sides."""
+        return self.source_box == self.target_box and self.axes == tuple(range(len(self.axes)))
+
+    def inverse(self) -> Link:
+        """The same link seen from the other side."""
+        axes: list[int | None] = [None] * len(self.source_box.offset)
+        for target_axis, source_axis in enumerate(self.axes):
+            if source_axis is not None:
+                axes[source_axis] = target_axis
+        return Link(self.target, self.target_box, self.source, self.source_box, tuple(axes))
+
+    def to_target(self, box: Box) -> Box:
+        """Where a part of the source box lies in the target."""
+        offset = list(self.target_box.offset)
+        extent = [1] * len(offset)
+        for axis, source_axis in enumerate(self.axes):
+            if source_axis is not None:
+                offset[axis] += box.offset[source_axis] - self.source_box.offset[source_axis]
+                extent[axis] = box.extent[source_axis]
+        return Box(tuple(offset), tuple(extent))
+
+    def to_source(self, box: Box) -> Box:
+        """Where a part of the target box lies in the source."""
+        offset = list(self.source_box.offset)
+        extent = [1] * len(offset)
+        for axis, source_axis in enumerate(self.axes):
+            if source_axis is not None:
+                offset[source_axis] += box.offset[axis] - self.target_box.offset[axis]
+                extent[source_axis] = box.extent[axis]
+        return Box(tuple(offset), tuple(extent))
+
+    def placed(self, source: str, under: tuple[int, ...], target: str, onto: tuple[int, ...]) -> Link:
+        """The same link between tensors of other names that are stacked under leading axes, at these indexes of them."""
+        source_box, target_box, axes = self.source_box, self.target_box, self.axes
+        if under:
+            source_box = source_box.under(under)
+            axes = tuple([None if axis is None else axis + len(under) for axis in axes])
+        if onto:
+            target_box = target_box.under(onto)
+            axes = (None,) * len(onto) + axes
+        return Link(source, source_box, target, target_box, axes)
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """How the tensors of a trainer in megatron-core's space relate to the tensors of Hugging Face.
+
+    Attributes:
+        megatron: the trainer's tensors.
+        hugging_face: the model's tensors.
+        links: from megatron-core to Hugging Face.
+        copies: the same for tensors that Hugging Face has a second time: they are written, and not read on the way back.
+        padding: parts of the trainer's tensors that have no counterpart (padded vocabulary), as name and box. Dropped
+            on the way to Hugging Face, zero on the way back.
+    """
+
+    megatron: Mapping[str, TensorSpec]
+    hugging_face: Mapping[str, TensorSpec]
+    links: tuple[Link, ...]
+    padding: tuple[tuple[str, Box], ...]
+    copies: tuple[Link, ...] = ()
+
+    @property
+    def unevenly_placed(self) -> frozenset[str]:
+        """The trainer's tensors of which a part lies in no place of the model, or in several."""
+        return frozenset((*(name for name, _ in self.padding), *(link.source for link in self.copies)))
+
+    @cached_property
+    def inverse_links(self) -> tuple[Link, ...]:
+        """From Hugging Face to megatron-core."""
+        return tuple(link.inverse() for link in self.links)
+
+
+def identity_links(tensors: Iterable[TensorSpec]) -> tuple[Link, ...]:
+    """The links of a tensor space with itself."""
+    boxes = ((t, Box.whole(t.shape)) for t in tensors)
+    return tuple(Link(t.name, box, t.name, box, tuple(range(len(t.shape)))) for t, box in boxes)

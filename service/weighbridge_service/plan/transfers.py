@@ -1,0 +1,254 @@
+"""Transfer: a plan carried out, range by range of a stream.
+
+Of the two sides of a plan, one is a stream that crosses the wire in messages cut anywhere, and the other the files of
+an image. A range of the stream becomes a list of strided copies; the list is kept, because the same layouts cut into
+the same messages come again with every version.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge._core.boxes import Box, row_major_boxes
+from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._core.layouts import STREAM
+from weighbridge_service.plan.planning import Copy, Plan
+from weighbridge_storage.memory.file_bytes import FileBytes
+
+Bytes = NDArray[np.uint8]
+_KEPT_RANGES = 16_384
+"""Compiled ranges kept for each transfer: 16 GiB of stream in messages of 1 MiB."""
+
+
+class _Part(NamedTuple):
+    """What a plan's copy means for the shard on the stream's side."""
+
+    box: Box
+    other: int
+    other_box: Box
+    axes: tuple[int | None, ...]  # for each axis of the other side, the axis on the stream's side
+
+
+class _Range(NamedTuple):
+    """What a range of the stream compiles to: its copies, and the bytes of each file that they fill or read."""
+
+    pieces: tuple[ByteCopy[str], ...]
+    filled: Mapping[str, int]
+
+
+class Transfer:
+    """A plan ready to be carried out.
+
+    Args:
+        plan: what to copy.
+        scatter: whether the stream is the plan's source (a push) or its target (a pull, a restore).
+
+    Attributes:
+        parts: copies in the plan.
+        identity: tells it from all other transfers of all processes.
+    """
+
+    def __init__(self, plan: Plan, *, scatter: bool) -> None:
+        self._stream, self._files = (plan.source, plan.target) if scatter else (plan.target, plan.source)
+        self._scatter = scatter
+        self._copies: list[list[Copy]] = [[] for _ in self._stream.placements]
+        for copy in plan.copies:
+            self._copies[copy.source if scatter else copy.target].append(copy)
+        self.parts = len(plan.copies)
+        self.identity = uuid.uuid4().hex
+        self._has_zeros = bool(plan.zeros)
+        self._order: dict[str, list[int]] = {}
+        for index, placement in enumerate(self._stream.placements):
+            if placement.nbytes:
+                self._order.setdefault(placement.buffer, []).append(index)
+        self._starts = {
+            buffer: [self._stream.placements[i].offset for i in order]
+            for buffer, order in self._order.items()
+        }
+        self._ranges: dict[tuple[str, int, int], _Range] = {}
+
+    def scatter(
+        self, data: Any, offset: int, files: Mapping[str, Bytes], buffer: str = STREAM
+    ) -> Mapping[str, int]:
+        """Copy a range of a stream to its places in the files.
+
+        Args:
+            data: the bytes, any buffer.
+            offset: where in the stream they stand.
+            files: writable bytes of each file; what belongs to files that are not among them is left out.
+            buffer: which stream, where there are several.
+
+        Returns:
+            How many bytes of each file the range fills, also of those that are left out.
+        """
+        stream = np.frombuffer(data, dtype=np.uint8)
+        compiled = self._range(buffer, offset, offset + len(stream))
+        for piece in compiled.pieces:
+            if piece.file not in files:
+                continue
+            if piece.dense:
+                end = piece.file_offset + piece.extent[0]
+                files[piece.file][piece.file_offset : end] = stream[
+                    piece.stream_offset : piece.stream_offset + piece.extent[0]
+                ]
+            else:
+                np.copyto(_view_file(piece, files), _view_stream(piece, stream))
+        return compiled.filled
+
+    def gather(self, offset: int, length: int, files: Mapping[str, FileBytes]) -> memoryview:
+        """A range of the stream, read from its places in the files; a view of them where it lies there in one run.
+
+        Raises:
+            DataLoss, Unavailable, ResourceExhausted: as `FileBytes`.
+        """
+        pieces = self._range(STREAM, offset, offset + length).pieces
+        if len(pieces) == 1 and pieces[0].dense and pieces[0].extent[0] == length:
+            return files[pieces[0].file].read(pieces[0].file_offset, length).data
+        stream = np.zeros(length, np.uint8) if self._has_zeros else np.empty(length, np.uint8)
+        for piece in pieces:
+            target = _view_stream(piece, stream)
+            files[piece.file].copy_to(target, piece.file_offset, piece.file_strides)
+        return stream.data
+
+    def collect(
+        self, start: int, stop: int, files: Mapping[str, Bytes], buffer: str = STREAM
+    ) -> Bytes | None:
+        """The inverse of `scatter`: a range of a stream, gathered from its places in the files.
+
+        Args:
+            start: first byte of the range.
+            stop: one past its last.
+            files: bytes of each file.
+            buffer: which stream, where there are several.
+
+        Returns:
+            The bytes, a view of them where they lie in one run; None if some of them have no place in these files.
+        """
+        pieces = self._range(buffer, start, stop).pieces
+        if any(piece.file not in files for piece in pieces):
+            return None
+        if len(pieces) == 1 and pieces[0].dense and pieces[0].extent[0] == stop - start:
+            offset = pieces[0].file_offset
+            return files[pieces[0].file][offset : offset + stop - start]
+        stream, covered = np.empty(stop - start, np.uint8), np.zeros(stop - start, np.uint8)
+        for piece in pieces:
+            np.copyto(_view_stream(piece, stream), _view_file(piece, files))
+            _view_stream(piece, covered)[...] = 1
+        return stream if covered.all() else None
+
+    def pieces(self, start: int, stop: int, buffer: str = STREAM) -> list[ByteCopy[str]]:
+        """The copies that belong to a range of a stream, for one who carries them out elsewhere.
+
+        Args:
+            start: first byte of the range.
+            stop: one past its last.
+            buffer: which stream, where there are several.
+        """
+        return list(self._compile(buffer, start, stop))
+
+    def filled(self, start: int, stop: int, buffer: str = STREAM) -> Mapping[str, int]:
+        """How many bytes of each file a range of a stream fills; as `scatter`, and nothing is copied."""
+        return _fills(self._compile(buffer, start, stop))
+
+    def _range(self, buffer: str, start: int, stop: int) -> _Range:
+        found = self._ranges.get((buffer, start, stop))
+        if found is None:
+            pieces = tuple(self._compile(buffer, start, stop))
+            found = _Range(pieces, _fills(pieces))
+            if len(self._ranges) < _KEPT_RANGES:
+                self._ranges[buffer, start, stop] = found
+        return found
+
+    def _compile(self, buffer: str, start: int, stop: int) -> Iterator[ByteCopy[str]]:
+        order = self._order.get(buffer, [])
+        first = bisect.bisect_right(self._starts.get(buffer, []), start) - 1
+        for position in range(max(first, 0), len(order)):  # a slice would copy all that follows
+            index = order[position]
+            placement = self._stream.placements[index]
+            if placement.offset >= stop:
+                break
+            # bytes become one more axis, so that a range may begin and end inside an element
+            itemsize = self._stream.tensors[placement.shard.tensor].dtype.itemsize
+            extent = (*placement.shard.box.extent, itemsize)
+            begin = max(start - placement.offset, 0)
+            end = min(stop - placement.offset, placement.nbytes)
+            parts = list(map(self._part, self._copies[index]))
+            for box in row_major_boxes(extent, begin, end):
+                for part in parts:
+                    common = box.intersect(Box((*part.box.offset, 0), (*part.box.extent, itemsize)))
+                    if common is not None:
+                        yield self._piece(common, part, extent, placement.offset - start)
+
+    def _part(self, copy: Copy) -> _Part:
+        if self._scatter:
+            return _Part(copy.source_box, copy.target, copy.target_box, copy.axes)
+        axes = _inverse(copy.axes, len(copy.source_box.offset))
+        return _Part(copy.target_box, copy.source, copy.source_box, axes)
+
+    def _piece(self, box: Box, part: _Part, extent: tuple[int, ...], stream_base: int) -> ByteCopy[str]:
+        other = self._files.placements[part.other]
+        stream_strides = _row_major(extent)
+        file_axis_strides = _row_major((*other.shard.box.extent, extent[-1]))
+        file_strides = [0] * len(extent)
+        file_offset = other.offset + box.offset[-1]
+        file_strides[-1] = 1
+        for axis, stream_axis in enumerate(part.axes):
+            into = part.other_box.offset[axis]
+            if stream_axis is not None:
+                into += box.offset[stream_axis] - part.box.offset[stream_axis]
+                file_strides[stream_axis] = file_axis_strides[axis]
+            file_offset += into * file_axis_strides[axis]
+        stream_offset = stream_base + sum(o * s for o, s in zip(box.offset, stream_strides, strict=True))
+        shape, ours, theirs = _merged(box.extent, stream_strides, file_strides)
+        return ByteCopy[str](shape, stream_offset, ours, other.buffer, file_offset, theirs)
+
+
+def _fills(pieces: Iterable[ByteCopy[str]]) -> dict[str, int]:
+    filled: dict[str, int] = {}
+    for piece in pieces:
+        filled[piece.file] = filled.get(piece.file, 0) + piece.nbytes
+    return filled
+
+
+def _inverse(axes: tuple[int | None, ...], rank: int) -> tuple[int | None, ...]:
+    inverse: list[int | None] = [None] * rank
+    for axis, other in enumerate(axes):
+        if other is not None:
+            inverse[other] = axis
+    return tuple(inverse)
+
+
+def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(extent[axis + 1 :]) for axis in range(len(extent)))
+
+
+def _merged(
+    shape: tuple[int, ...], ours: tuple[int, ...], theirs: list[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The same elements with as few axes as possible: those of extent one go, those that are dense together merge."""
+    merged: list[tuple[int, int, int]] = []
+    for extent, a, b in zip(shape, ours, theirs, strict=True):
+        if extent == 1:
+            continue
+        if merged and merged[-1][1] == extent * a and merged[-1][2] == extent * b:
+            merged[-1] = (merged[-1][0] * extent, a, b)
+        else:
+            merged.append((extent, a, b))
+    if not merged or merged[-1][1:] != (1, 1):
+        merged.append((1, 1, 1))
+    return tuple(m[0] for m in merged), tuple(m[1] for m in merged), tuple(m[2] for m in merged)
+
+
+def _view_stream(piece: ByteCopy[str], stream: Bytes) -> Bytes:
+    return np.ndarray(piece.extent, np.uint8, stream, piece.stream_offset, piece.stream_strides)
+
+
+def _view_file(piece: ByteCopy[str], files: Mapping[str, Bytes]) -> Bytes:
+    return np.ndarray(piece.extent, np.uint8, files[piece.file], piece.file_offset, piece.file_strides)

@@ -1,0 +1,306 @@
+"""Service of pulls and restores: slices for engines, shards for trainers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from weighbridge._core import dtypes
+from weighbridge._core.dtypes import DType
+from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.lru import Cache
+from weighbridge._core.megatron_rank import MegatronRank
+from weighbridge._core.resources import REF_LIVE, Version
+from weighbridge._core.slices import FullTensors, LayoutRequest
+from weighbridge._core.striping import WHOLE, Striping
+from weighbridge._formats.safetensors_files import FilesLayout
+from weighbridge._transport.pieces import Buffer
+from weighbridge.errors import FailedPrecondition
+from weighbridge_service.catalog.catalog import AWAY, Catalog
+from weighbridge_service.catalog.store_readers import StoreReaders, reading_since
+from weighbridge_service.models.megatron_layouts import megatron_layout
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.plan.casting import Casting, cast_specs
+from weighbridge_service.plan.transfers import Transfer
+from weighbridge_service.pull.read_ahead import StreamReader
+from weighbridge_service.pull.reading import OpenedVersion, Reading
+from weighbridge_service.replicas.peer_files import PeerFiles
+from weighbridge_service.replicas.sessions import SharedSessions
+from weighbridge_storage.cache.block_cache import BlockCache
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.history import History
+from weighbridge_storage.memory.file_bytes import FileBytes, Place
+from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.versions.reading import open_version
+
+_KEPT_CASTS = 250_000
+"""Slices of pulls in another dtype that are remembered, over all models."""
+_LATELY_SECONDS = 1.0
+"""How long a head that was read, for the plan of a pull or for anybody else, holds for versions in memory. What another replica takes out of
+history can be read for far longer."""
+_KEPT_OPEN = 16
+"""Durable versions whose files stay mapped, or in the read cache, after a pull."""
+
+
+@dataclass(frozen=True, slots=True)
+class LentVersion:
+    """Slices of a version that another process of this machine reads where they lie.
+
+    Attributes:
+        opened: the version; to be closed when they are no longer read.
+        layout: the slices.
+        transfer: where their bytes lie in the files.
+        places: where the files lie.
+    """
+
+    opened: OpenedVersion
+    layout: Layout
+    transfer: Transfer
+    places: Mapping[str, Place]
+
+    def leave_open(self) -> None:
+        """Who reads it has gone without a word: use its memory for nothing else before it is mapped nowhere any more."""
+        for place in self.places.values():
+            place.leave_open()
+
+
+class Serving:
+    """Versions on their way out. Thread-safe.
+
+    Args:
+        catalog: which versions there are.
+        cache: what the bytes of a remote store go through.
+        readers: who is reading from the store.
+        shared: versions that other replicas take part in.
+        peer_files: files that these own.
+
+    Attributes:
+        bytes_out: bytes of weights that were sent, or lent.
+        bytes_out_locally: of these, bytes that were lent to processes of this machine.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        cache: BlockCache,
+        readers: StoreReaders,
+        shared: SharedSessions,
+        peer_files: PeerFiles,
+    ) -> None:
+        self._catalog = catalog
+        self._shared = shared
+        self._peer_files = peer_files
+        self._cache = cache
+        self._readers = readers
+        self._opened: Cache[tuple[FilesLayout, Mapping[str, FileBytes]]] = Cache(_KEPT_OPEN)
+        self._casts: Cache[Casting] = Cache(_KEPT_CASTS, lambda cast: 1 + len(cast.layout.placements))
+        self.bytes_out = 0
+        self.bytes_out_locally = 0
+        self._counting = threading.Lock()
+
+    def count(self, nbytes: int) -> None:
+        """Bytes of weights are being sent."""
+        with self._counting:
+            self.bytes_out += nbytes
+
+    def count_lent(self, nbytes: int) -> None:
+        """Bytes of weights are being read where they lie."""
+        with self._counting:
+            self.bytes_out += nbytes
+            self.bytes_out_locally += nbytes
+
+    def plan_pull(
+        self, name: str, version: str, request: LayoutRequest, dtype: str = ""
+    ) -> tuple[Version, Layout]:
+        """Which version a pull would read, and which slices it would bring; cast, if a dtype is named."""
+        model_name = ModelName.parse(name)
+        found = self._catalog.resolve(model_name, version)
+        model = self._catalog.model(model_name)
+        layout = model.pull_layout(request)
+        return found, self._casting(model, layout, dtype).layout if dtype else layout
+
+    def pull(
+        self,
+        name: str,
+        version: str,
+        request: LayoutRequest,
+        offset: int,
+        dtype: str = "",
+        striping: Striping = WHOLE,
+    ) -> Reading:
+        """Slices of a version as a stream, from byte ``offset`` on, or a part of it; cast, if a dtype is named."""
+        model_name = ModelName.parse(name)
+        model = self._catalog.model(model_name)
+        layout = model.pull_layout(request)
+        casting = self._casting(model, layout, dtype) if dtype else None
+        opened = self._open(model_name, version)
+        return self._reading(opened, layout, (offset, striping), casting, model.pull_transfer)
+
+    def lend(self, name: str, version: str, request: LayoutRequest) -> LentVersion:
+        """Slices of a version where they lie, for a process of this machine.
+
+        Raises:
+            FailedPrecondition: they do not lie on this machine.
+        """
+        model_name = ModelName.parse(name)
+        model = self._catalog.model(model_name)
+        layout = model.pull_layout(request)
+        opened = self._open(model_name, version)
+        try:
+            transfer = model.pull_transfer(opened.files.layout, layout)
+            places = {file: source.place for file, source in opened.sources.items()}
+            if None in places.values():
+                raise FailedPrecondition(f"{opened.version} lies in a remote store, and not on this machine")
+            here = {file: place for file, place in places.items() if place is not None}
+            return LentVersion(opened, layout, transfer, here)
+        except BaseException:
+            opened.close()
+            raise
+
+    def cast(self, name: str, specs: Iterable[TensorSpec], dtype: DType) -> list[TensorSpec]:
+        """What tensors of a model are after a cast. Raises InvalidArgument if one cannot be cast."""
+        return cast_specs(specs, dtype, self._catalog.model(ModelName.parse(name)).keep_in_fp32)
+
+    def _casting(self, model: RegisteredModel, layout: Layout, dtype: str) -> Casting:
+        target, kept = dtypes.parse(dtype), model.keep_in_fp32
+        return self._casts.get_or_make((layout.digest, target, kept), lambda: Casting(layout, target, kept))
+
+    def restore(
+        self, name: str, version: str, layout: Layout, offset: int, striping: Striping = WHOLE
+    ) -> Reading:
+        """The shards of a trainer rank as a stream, from byte ``offset`` on, or a part of it."""
+        model_name = ModelName.parse(name)
+        model = self._catalog.model(model_name)
+        opened = self._open(model_name, version)
+        return self._reading(opened, layout, (offset, striping), None, model.restore_transfer)
+
+    def forget_deleted(self, name: ModelName, history: History) -> None:
+        """Let go of files of versions that cannot be read any more: a folder keeps their room as long as they are mapped."""
+        numbers = {number for model, number, _ in self._opened.keys if model == name}
+        gone = {number for number in numbers if history.find(number) is None}
+        self._opened.drop_if(lambda key: key[0] == name and key[1] in gone)
+
+    def open(self, name: str, version: str) -> OpenedVersion:
+        """A visible version's bytes; close it after use."""
+        return self._open(ModelName.parse(name), version)
+
+    def describe_shards(self, name: str, rank: MegatronRank) -> Layout:
+        """The shards that a Megatron-core rank holds, with a key for each layer and expert."""
+        model = self._catalog.model(ModelName.parse(name))
+        return megatron_layout(model.bridge, model.tensors, rank, experts_apart=True)
+
+    def describe_tensors(self, name: str) -> Layout:
+        """All tensors of a registered model, whole, by their names in its safetensors files."""
+        return self._catalog.model(ModelName.parse(name)).pull_layout(FullTensors())
+
+    def _open(self, name: ModelName, version: str) -> OpenedVersion:
+        asked_ms = self._readers.clock()
+        found, history = self._find(name, version)
+        model = self._catalog.model(name)
+        in_image: dict[str, FileBytes] = {}
+        hold: Hold | None = None
+        known = self._catalog.snapshot(name, found.number)
+        if known is not None and known.image is not None:
+            with suppress(FailedPrecondition):  # it was given back just now
+                hold, in_image = known.image.hold(), known.image.file_bytes
+        if hold is not None and in_image.keys() == model.files.file_sizes.keys():
+            return OpenedVersion(found, model.files, in_image, hold)
+        # a version that several replicas have received together: each has some of the files, and reads the others
+        try:
+            opened = self._open_elsewhere(name, found, model, asked_ms)
+            if opened is None:
+                opened = self._open_durable(name, found, history, asked_ms)
+        except BaseException:
+            if hold is not None:
+                hold.release()
+            raise
+        return opened if hold is None else opened.partly_from(in_image, hold)
+
+    def _find(self, name: ModelName, version: str) -> tuple[Version, History | None]:
+        """A version, and the history that says so; without it, what lies in memory can be read, and nothing else."""
+        heads, here = self._catalog.heads, self._catalog.in_memory(name, version)
+        numbered = here is not None and version != REF_LIVE
+        head = heads.read_lately(name, _LATELY_SECONDS) if numbered else None
+        try:
+            if head is not None:
+                return self._catalog.resolve(name, version, heads.history_of(name, head)), None
+            history = self._catalog.history(name)
+        except AWAY:
+            here = self._catalog.in_memory(name, version)
+            if here is None:
+                raise
+            return here, None
+        return self._catalog.resolve(name, version, history), history
+
+    def _open_elsewhere(
+        self, name: ModelName, found: Version, model: RegisteredModel, asked_ms: int
+    ) -> OpenedVersion | None:
+        """Those files of a version that is not durable which other replicas own; None if there are none."""
+        elsewhere = self._shared.files_elsewhere(name, found.number)
+        if elsewhere is None:
+            return None
+        number, claim = found.number, elsewhere.claim
+        sizes = {file: model.files.file_sizes[file] for file in elsewhere.files}
+        files, sources = self._opened.get_or_make(
+            (name, number, f"from {claim}"),
+            lambda: (
+                model.files,
+                self._peer_files.open(
+                    name, number, claim, elsewhere.owner_of, sizes,
+                    lambda: self._shared.is_durable(name, number, claim),
+                ),
+            ),
+        )  # fmt: skip
+        # when it has become durable, the rest comes from the store
+        return OpenedVersion(found, files, sources, self._readers.begin(name, number, asked_ms))
+
+    def _open_durable(
+        self, name: ModelName, found: Version, history: History | None, asked_ms: int
+    ) -> OpenedVersion:
+        if history is None or not found.state.stored:
+            history = self._catalog.history(name)  # it may have become durable since
+            found = self._catalog.resolve(name, str(found.number), history)
+        if not found.state.stored:
+            raise FailedPrecondition(
+                f"{found} is no longer in memory: it could not be made durable and a newer one is live"
+            )
+        entry = history.find(found.number)
+        hold = self._readers.begin(name, found.number, reading_since(entry, asked_ms))
+        try:
+            # a model that was removed and registered again may give a number to another version
+            with self._catalog.unless_deleted(name, found.number):
+                files, sources = self._opened.get_or_make(
+                    (name, found.number, entry.write_id if entry else ""),
+                    lambda: open_version(self._catalog.store, self._cache, name, found.number),
+                )
+        except BaseException:
+            hold.release()
+            raise
+        return OpenedVersion(found, files, sources, hold)
+
+    def _reading(
+        self,
+        opened: OpenedVersion,
+        layout: Layout,
+        part: tuple[int, Striping],
+        casting: Casting | None,
+        transfer_of: Callable[[Layout, Layout], Transfer],
+    ) -> Reading:
+        """A stream of an open version, which it closes in the end, or now if there can be no such stream."""
+        try:
+            reader = StreamReader(transfer_of(opened.files.layout, layout), opened.sources, layout.nbytes)
+        except BaseException:
+            opened.close()
+            raise
+        model, number = ModelName.parse(opened.version.model), opened.version.number
+
+        def gather(offset: int, length: int) -> Buffer:
+            with self._catalog.unless_deleted(model, number):
+                return reader.gather(offset, length)
+
+        if casting is None:
+            return Reading(opened.version, layout, *part, opened, reader, gather)
+        return Reading(opened.version, casting.layout, *part, opened, reader, partial(casting.gather, gather))

@@ -1,0 +1,327 @@
+"""Memory plan of one service: its budget, what it keeps for itself, and what both mean for a push.
+
+Pure: it decides on readings of the machine and figures of the pool, which others bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weighbridge._core.checks import Check, CheckStatus
+from weighbridge._core.text.sizes import readable_size
+from weighbridge_storage.memory.image_books import HeldFor, Holding
+from weighbridge_storage.memory.image_decisions import (
+    Headroom,
+    Later,
+    Refuse,
+    Space,
+    decide,
+    more_memory,
+    remedy,
+)
+from weighbridge_storage.memory.image_pool import Waiting
+from weighbridge_storage.memory.memory_limits import HOST, UNLIMITED, DiskReading, MemoryReading
+from weighbridge_storage.memory.regions import PAGE
+
+PROCESS_BYTES = 1 << 30
+"""What a service takes besides images and weights in flight: 0.35 GB at rest, and the plans of some of the largest models."""
+_LEAST_RESERVE = 128 << 20
+"""Is kept free even if the process has grown beyond what it was expected to."""
+_ROUND = 1 << 20
+_HEADER_BYTES_PER_TENSOR = 256
+"""In a safetensors header: name, dtype, shape and offsets."""
+_FILE_BYTES = 4 << 30
+"""Files of a version are about this large; each begins on a page of its own."""
+MAKE_ROOM = "make room, or let fewer versions be kept: weighbridge retention MODEL --keep-last N"
+"""What to do about a disk that is full."""
+_LONG_SECONDS = 300.0
+"""Who reads a version that nothing else keeps for longer than this probably needs it no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a service needs besides images. In bytes.
+
+    Attributes:
+        process: memory of the process alone: code, plans, weights in flight.
+        cache: memory that the read cache may still come to take: what it lacks of its budget if its folder is in memory, else 0.
+    """
+
+    process: int
+    cache: int = 0
+
+
+def room_for_images(reading: MemoryReading, needs: Needs) -> Headroom:
+    """What the machine has for images when the service keeps what it needs.
+
+    Args:
+        reading: the machine's limits now.
+        needs: of the service.
+    """
+    still = max(needs.process - reading.private, _LEAST_RESERVE) + needs.cache
+    return Headroom(
+        available=max(reading.available - still, 0),
+        most=reading.most
+        if reading.most >= UNLIMITED
+        else max(reading.most - needs.process - needs.cache, 0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """How much memory images may take.
+
+    Attributes:
+        nbytes: the budget.
+        chosen: whether somebody has named it; else it was found from the machine's limits.
+        why: how it came about, as a clause.
+    """
+
+    nbytes: int
+    chosen: bool
+    why: str
+
+
+def choose_budget(asked: int | None, reading: MemoryReading, needs: Needs) -> MemoryBudget:
+    """The memory budget of a service that starts.
+
+    All that its control group leaves, less what the service needs itself. Where only the machine is the limit, which others
+    use too, half of that. A budget that somebody names is taken as it is, also one that is more than the machine could
+    give: limits of containers can be raised while they run, and no memory is taken that is not there.
+
+    Args:
+        asked: what somebody has named; None if nobody has.
+        reading: the machine's limits.
+        needs: of the service.
+    """
+    if asked is not None:
+        return MemoryBudget(asked, True, "as --memory-budget says")
+    room = room_for_images(reading, needs).available
+    shared = reading.tightest.name == HOST
+    kept = readable_size(max(needs.process - reading.private, 0) + needs.cache)
+    why = f"{'half of ' if shared else ''}what {reading.tightest.name} left at the start, less {kept} for the service itself"
+    return MemoryBudget((room // 2 if shared else room) // _ROUND * _ROUND, False, why)
+
+
+def image_bytes(tensor_bytes: int, tensor_count: int) -> int:
+    """Bytes of a version's image, a little more than it will take: tensors, headers, and whole pages for each file."""
+    files = tensor_bytes // _FILE_BYTES + 1
+    return tensor_bytes + tensor_count * _HEADER_BYTES_PER_TENSOR + files * 2 * PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """How a service stands with memory.
+
+    Attributes:
+        budget: how much images may take.
+        needs: what the service keeps for itself.
+        reading: the limits of the machine, the process and its control groups.
+        memory: room for images in memory.
+        disk: likewise in the scratch folder.
+        scratch: the scratch folder's file system.
+        read_cache: bytes of blocks in the read cache.
+        read_cache_budget: most of them; 0 if the store is a folder, which needs none.
+        holdings: who has which image.
+        waiting: who waits for one.
+    """
+
+    budget: MemoryBudget
+    needs: Needs
+    reading: MemoryReading
+    memory: Space
+    disk: Space
+    scratch: DiskReading
+    read_cache: int
+    read_cache_budget: int
+    holdings: tuple[Holding, ...]
+    waiting: tuple[Waiting, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A registered model.
+
+    Attributes:
+        name: ``namespace/name``.
+        nbytes: of a version's image.
+    """
+
+    name: str
+    nbytes: int
+
+
+def check_limits(reading: MemoryReading, needs: Needs) -> Check:
+    """Whether the machine leaves the service what it needs."""
+    limit = reading.tightest
+    what = (
+        f"of what is known, {limit.name} leaves least: {readable_size(limit.used)} of {readable_size(limit.limit)} are in use, "
+        f"{readable_size(limit.available)} are left"
+    )
+    still = max(needs.process - reading.private, 0) + needs.cache
+    if limit.available < still:
+        return Check(
+            "memory limits",
+            CheckStatus.WARN,
+            f"{what}, and the service may come to need {readable_size(still)} of its own",
+            "raise that limit, or stop what else uses it: there is no memory for images, and the kernel ends a process "
+            "that goes over a limit",
+        )
+    return Check("memory limits", CheckStatus.OK, what)
+
+
+def check_budget(budget: MemoryBudget, memory: Space) -> Check:
+    """Whether the memory budget is there."""
+    what = f"{readable_size(budget.nbytes)}, {budget.why}"
+    if budget.nbytes == 0:
+        return Check(
+            "memory budget",
+            CheckStatus.WARN,
+            f"{what}: every version is put together on disk",
+            "let the service have more memory, or name a --memory-budget",
+        )
+    if budget.nbytes > memory.most:
+        return Check(
+            "memory budget",
+            CheckStatus.WARN,
+            f"{what}; the machine could give images {readable_size(memory.most)} at most, and what is over that goes to disk or waits",
+            f"serve with --memory-budget {memory.most >> 20}MiB or auto, or raise the limit",
+        )
+    unused = budget.nbytes - memory.regions
+    if unused > memory.available:
+        return Check(
+            "memory budget",
+            CheckStatus.WARN,
+            f"{what}; {readable_size(unused)} of it are not taken yet, and the machine has only "
+            f"{readable_size(memory.available)} left: others have taken memory",
+            "stop what else uses it, or serve with a smaller --memory-budget",
+        )
+    return Check("memory budget", CheckStatus.OK, f"{what}; images hold {readable_size(memory.in_use)}")
+
+
+def check_scratch(scratch: DiskReading, disk: Space) -> Check:
+    """Whether versions for which memory has no room can go to disk."""
+    what = str(scratch)
+    if scratch.in_memory:
+        return Check(
+            "scratch folder",
+            CheckStatus.WARN,
+            f"{what}, and lies in memory: what goes there takes memory as well",
+            "name a --scratch folder on a disk",
+        )
+    if disk.budget == 0:
+        return Check(
+            "scratch folder",
+            CheckStatus.OK,
+            f"{what}; versions do not go there (--spill-budget off), they wait for memory",
+        )
+    return Check("scratch folder", CheckStatus.OK, what)
+
+
+def check_read_cache(scratch: DiskReading, used: int, budget: int) -> Check:
+    """Whether the read cache can grow to its budget."""
+    missing = budget - used
+    what = f"{readable_size(used)} of {readable_size(budget)} are in use"
+    if missing > scratch.available:
+        return Check(
+            "read cache",
+            CheckStatus.WARN,
+            f"{what}, and {scratch.folder} has {readable_size(scratch.available)} left for it",
+            f"serve with --read-cache {(used + scratch.available) >> 20}MiB, or name a larger --scratch",
+        )
+    return Check("read cache", CheckStatus.OK, what)
+
+
+def check_images(waiting: Sequence[Waiting], holdings: Sequence[Holding]) -> Check:
+    """Whether a push waits for memory, and for whose; or memory is held that no version needs."""
+    held = "; ".join(map(str, holdings)) or "nothing"
+    if waiting:
+        return Check(
+            "images",
+            CheckStatus.WARN,
+            f"{'; '.join(map(str, waiting))}. Held now: {held}",
+            "wait until a version is done, or abort one; what a push needs is said for each model",
+        )
+    late = [holding for holding in holdings if _seconds_unneeded(holding) > _LONG_SECONDS]
+    if late:
+        return Check(
+            "images",
+            CheckStatus.WARN,
+            "; ".join(map(str, late)),
+            "let go of tensors that were pulled without a copy once a newer version is loaded",
+        )
+    return Check("images", CheckStatus.OK, f"nobody waits; held now: {held}")
+
+
+def _seconds_unneeded(holding: Holding) -> float:
+    if holding.use is HeldFor.READERS:
+        return holding.reading_seconds
+    return holding.seconds if holding.use is HeldFor.MAPPED else 0.0
+
+
+def check_model(model: ModelSize, report: MemoryReport) -> Check:
+    """What a push of a model needs, what would become of one now, and whether two fit at a time."""
+    memory, disk, nbytes = report.memory, report.disk, model.nbytes
+    others = sum(h.nbytes for h in report.holdings if h.in_memory and h.owner.model != model.name)
+    room = max(memory.ceiling - others, 0)
+    name, needs = f"push of {model.name}", f"a version takes {readable_size(nbytes)}"
+    if nbytes > max(memory.ceiling, disk.ceiling):
+        return Check(
+            name,
+            CheckStatus.FAIL,
+            f"{needs}: more than images can have, {readable_size(memory.ceiling)} of memory and "
+            f"{readable_size(disk.ceiling)} of disk",
+            remedy(nbytes, memory, disk),
+        )
+    besides = f" (and {readable_size(others)} that other models hold)" if others else ""
+    what = f"{needs}, and images can have {readable_size(room)} of memory{besides}: {_how_many(nbytes, room)}. {_now(nbytes, report)}"
+    if 2 * nbytes > room:
+        return Check(name, CheckStatus.WARN, what, more_memory(2 * nbytes + others, memory))
+    return Check(name, CheckStatus.OK, what)
+
+
+def _how_many(nbytes: int, room: int) -> str:
+    """How many pushes of a model fit into memory beside the version that is live."""
+    fitting = room // nbytes
+    if fitting == 0:
+        return "not even one fits there"
+    if fitting == 1:
+        return "one fits there, and none beside it once it is live"
+    return f"beside the live version fit {'two pushes at a time' if fitting > 2 else 'one push, and no second one'}"
+
+
+def _now(nbytes: int, report: MemoryReport) -> str:
+    found = decide(nbytes, report.memory, report.disk)
+    if report.waiting or isinstance(found, Later | Refuse):
+        return "A push now would wait"
+    return f"A push now would be put together {'in memory' if found.in_memory else 'on disk'}"
+
+
+def check_store_disk(store: DiskReading, largest: int) -> Check:
+    """Whether a version of the largest model could become durable in a store that is a folder.
+
+    Args:
+        store: the file system of the store's folder.
+        largest: bytes of a version of the largest model; 0 if there is no model.
+    """
+    if store.available < largest:
+        return Check(
+            "store disk",
+            CheckStatus.FAIL,
+            f"{store}, and a version of the largest model takes {readable_size(largest)}: it could not become durable",
+            MAKE_ROOM,
+        )
+    return Check("store disk", CheckStatus.OK, str(store))
+
+
+def check_memory(report: MemoryReport) -> list[Check]:
+    """All that can be said of a service's memory as such; `check_model` says what it means for a model."""
+    checks = [
+        check_limits(report.reading, report.needs),
+        check_budget(report.budget, report.memory),
+        check_scratch(report.scratch, report.disk),
+    ]
+    if report.read_cache_budget:
+        checks.append(check_read_cache(report.scratch, report.read_cache, report.read_cache_budget))
+    return [*checks, check_images(report.waiting, report.holdings)]

@@ -1,0 +1,169 @@
+"""Books of blocks of files: which are there, who needs them, and which goes when there is no more room.
+
+Nothing here does I/O, waits or locks: `block_cache` calls it under a lock. A block that somebody reads, or will read soon, is
+**pinned** and stays; of the others, the one that was not used for longest goes first. A block counts against the budget from
+the moment it is asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeAlias, TypeVar
+
+from weighbridge.errors import WeighbridgeError
+from weighbridge_storage.memory.regions import PAGE
+
+Owner = TypeVar("Owner")
+Key: TypeAlias = tuple[str, int]
+"""A file's name, and the number of a block in it."""
+
+
+class Block(Generic[Owner]):
+    """One block, from the moment it is asked for.
+
+    Args:
+        owner: whose it is.
+        among: the owner's blocks that are there.
+        key: file and number.
+        offset: of its first byte in the file.
+        nbytes: its length; at least one.
+
+    Attributes:
+        room: bytes that it takes on disk.
+        pins: how many want it to stay.
+        ahead: how many of these have only asked for it ahead.
+        begun: somebody brings it, or nobody ever will.
+        arrived: its bytes are on disk, and may be looked at by those who check them.
+        ended: is set when it can be read, or has failed.
+        error: why it has failed.
+        suspect: its bytes may be wrong: it goes as soon as nobody has it pinned.
+    """
+
+    __slots__ = (
+        "ahead", "among", "arrived", "begun", "ended", "error", "key", "nbytes", "offset", "owner", "pins", "room", "suspect",
+    )  # fmt: skip
+
+    def __init__(
+        self, owner: Owner, among: dict[Key, Block[Owner]], key: Key, offset: int, nbytes: int
+    ) -> None:
+        self.owner = owner
+        self.among = among
+        self.key = key
+        self.offset = offset
+        self.nbytes = nbytes
+        self.room = -(-nbytes // PAGE) * PAGE
+        self.pins = 0
+        self.ahead = 0
+        self.begun = False
+        self.arrived = False
+        self.ended = threading.Event()
+        self.error: WeighbridgeError | None = None
+        self.suspect = False
+
+
+class BlockBooks(Generic[Owner]):
+    """All blocks of a cache, within a budget.
+
+    Args:
+        budget: most bytes of all blocks together. At most half of it goes to blocks that are only asked for ahead.
+        discard: gives back a block's room on disk. It is called before anybody can ask for the block anew, so what comes then
+            does not fall into the hole.
+
+    Attributes:
+        used: bytes of all blocks.
+        hits: blocks that were wanted and there, and that nobody had pinned.
+        misses: blocks that had to be brought.
+    """
+
+    def __init__(self, budget: int, discard: Callable[[Block[Owner]], None]) -> None:
+        self._budget = budget
+        self._discard = discard
+        self._idle: OrderedDict[Block[Owner], None] = (
+            OrderedDict()
+        )  # there, and not pinned; the longest unused first
+        self._idle_bytes = 0
+        self._ahead_bytes = 0
+        self.used = 0
+        self.hits = 0
+        self.misses = 0
+
+    def pin(self, wanted: Sequence[Block[Owner]], *, ahead: bool) -> list[Block[Owner]] | None:
+        """All of some blocks, pinned; None, and nothing is changed, if there is no room for them now.
+
+        Args:
+            wanted: as they would be if they were new; each is replaced by the one that is there, if one is.
+            ahead: whether they are only asked for ahead.
+        """
+        blocks = [block.among.get(block.key, block) for block in wanted]
+        if ahead and self._ahead_bytes + sum(b.room for b in blocks if not b.ahead) > self._budget // 2:
+            return None
+        idle = [block for block in blocks if block in self._idle]
+        missing = [block for block in blocks if block.key not in block.among]
+        needed = sum(block.room for block in missing)
+        spare = self._idle_bytes - sum(block.room for block in idle)
+        if self.used + needed - spare > self._budget:
+            return None
+        for block in idle:
+            self._wake(block)
+        while self.used + needed > self._budget:
+            self._evict(next(iter(self._idle)))
+        for block in missing:
+            block.among[block.key] = block
+            self.used += block.room
+        self.hits += len(idle)
+        self.misses += len(missing)
+        for block in blocks:
+            block.pins += 1
+            if ahead:
+                self._ahead_bytes += 0 if block.ahead else block.room
+                block.ahead += 1
+        return blocks
+
+    def pin_arrived(self, blocks: Iterable[Block[Owner]]) -> None:
+        """Pin blocks that are there, to check them."""
+        for block in blocks:
+            if block in self._idle:
+                self._wake(block)
+            block.pins += 1
+
+    def unpin(self, block: Block[Owner], *, ahead: bool) -> None:
+        """Take a pin away. A block that nobody wants any more before it was begun is struck off."""
+        block.pins -= 1
+        if ahead:
+            block.ahead -= 1
+            self._ahead_bytes -= 0 if block.ahead else block.room
+        if block.pins or block.error is not None:
+            return
+        if block.ended.is_set():
+            self.rest(block)
+        elif not block.begun:
+            block.begun = True
+            self.strike_off(block)
+
+    def rest(self, block: Block[Owner]) -> None:
+        """A block that can be read has no pins."""
+        self._idle[block] = None
+        self._idle_bytes += block.room
+        if block.suspect:
+            self._evict(block)
+
+    def first_to_go(self, block: Block[Owner]) -> None:
+        """Give up a block before all others, if it is there and not pinned."""
+        if block in self._idle:
+            self._idle.move_to_end(block, last=False)
+
+    def strike_off(self, block: Block[Owner]) -> None:
+        """A block has no bytes on disk any more."""
+        del block.among[block.key]
+        self.used -= block.room
+
+    def _evict(self, block: Block[Owner]) -> None:
+        self._wake(block)
+        self._discard(block)
+        self.strike_off(block)
+
+    def _wake(self, block: Block[Owner]) -> None:
+        del self._idle[block]
+        self._idle_bytes -= block.room

@@ -1,0 +1,417 @@
+"""Cache through which a part of a file in a remote store is read as if the file were here.
+
+Files are brought in blocks, into one sparse file on disk for each version. Two rules keep readers from waiting for each other
+without end. Who copies pins all the blocks of one copy at once or none of them, and lets them go after the copy. And blocks that
+are only asked for ahead take at most half of the budget, so that there is always room for copies.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import xxhash
+
+from weighbridge.errors import DataLoss, InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge_storage.cache.block_books import Block, BlockBooks, Key
+from weighbridge_storage.cache.block_file import BlockFile
+from weighbridge_storage.cache.strides import blocks_touched, widest_axis
+from weighbridge_storage.memory.file_bytes import FileBytes
+from weighbridge_storage.memory.images import place_files
+from weighbridge_storage.stores.objects import ByteArray, error_for
+
+log = logging.getLogger(__name__)
+
+BLOCK_BYTES = 1 << 20
+"""Small enough that what is fetched around the edges of a slice costs little."""
+_RUN_BLOCKS = 8
+"""Most blocks next to each other that one GET brings: for so many, the wait for its first byte matters little."""
+FEWEST_BLOCKS = 4
+"""Of a budget: two for a copy, and two to be asked for ahead."""
+_COPY_BLOCKS = 64
+"""Most blocks that one copy pins; what touches more is copied in parts."""
+_THREADS = 16
+
+Fetch = Callable[[str, int, int], bytes]
+"""Brings so many bytes of the file of a name, from an offset on."""
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedRange:
+    """Bytes of a file of which the digest is known.
+
+    Attributes:
+        name: what they are, for messages.
+        offset: of the first one in the file.
+        nbytes: how many; at least one.
+        xxh3_128: as 32 hex digits.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """What a cache holds and has done so far.
+
+    Attributes:
+        nbytes: of the blocks that it has, those on their way included.
+        fetched: bytes that came from the store.
+        hits: blocks that were wanted and there, and that nobody had pinned.
+        misses: blocks that had to be brought.
+    """
+
+    nbytes: int
+    fetched: int
+    hits: int
+    misses: int
+
+
+class _Files:
+    """The files of one version: their places in one sparse file, and the blocks that are there."""
+
+    def __init__(
+        self,
+        title: str,
+        sizes: Mapping[str, int],
+        fetch: Fetch,
+        digests: Mapping[str, Sequence[DigestedRange]],
+        folder: Path,
+    ) -> None:
+        self.title = title
+        self.sizes = dict(sizes)
+        self.offsets, total = place_files(sizes)
+        self.disk = BlockFile(folder, total)
+        self.fetch = fetch
+        self.digests = digests
+        self.checked: set[str] = set()
+        self.lacking: dict[str, int] = {}  # of what is not checked, a block that was not there
+        self.blocks: dict[Key, _Block] = {}
+
+    def place(self, block: _Block) -> int:
+        """Where a block begins in the sparse file."""
+        return self.offsets[block.key[0]] + block.offset
+
+
+_Block: TypeAlias = Block[_Files]
+
+
+def _discard(block: _Block) -> None:
+    block.owner.disk.discard(block.owner.place(block), block.room)
+
+
+class _Use:
+    """Lives as long as anybody has one of a version's files."""
+
+
+class BlockCache:
+    """Blocks of files, in a folder, within a budget. Safe to use from many threads.
+
+    Args:
+        folder: where to keep them; is made when it is first needed.
+        budget: most bytes on disk.
+        block: bytes of a block; a multiple of the page size.
+
+    Raises:
+        InvalidArgument: the budget is below `FEWEST_BLOCKS` blocks.
+    """
+
+    def __init__(self, folder: Path, budget: int, block: int = BLOCK_BYTES) -> None:
+        if budget < FEWEST_BLOCKS * block:
+            raise InvalidArgument(
+                f"a read cache of {budget} bytes is too small",
+                fix=f"give it at least {FEWEST_BLOCKS * block}",
+            )
+        self._folder = folder
+        self._block = block
+        self._copy_blocks = min(_COPY_BLOCKS, budget // 2 // block)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="read-cache")
+        self._changed = threading.Condition()
+        self._books: BlockBooks[_Files] = BlockBooks(budget, _discard)
+        self._forgotten: deque[_Files] = deque()  # appended to by finalizers, which may take no lock
+        self._fetched = 0
+
+    def open(
+        self,
+        title: str,
+        sizes: Mapping[str, int],
+        fetch: Fetch,
+        digests: Mapping[str, Sequence[DigestedRange]],
+    ) -> dict[str, CachedBytes]:
+        """The files of a version, none of which is brought yet. When nobody has them any more, their blocks are
+        the first to go.
+
+        Args:
+            title: of the version, for messages.
+            sizes: of the files in bytes, by name.
+            fetch: brings bytes; what it raises, the readers get that need them.
+            digests: by file, parts of it, sorted by offset, that are compared with their digest as soon as all of them is
+                there for the first time.
+
+        Raises:
+            ResourceExhausted, Unavailable: a cache file cannot be made.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise error_for(error, f"making {self._folder}") from error
+        files, use = _Files(title, sizes, fetch, digests, self._folder), _Use()
+        weakref.finalize(use, self._forgotten.append, files)
+        return {name: CachedBytes(self, files, use, name) for name in sizes}
+
+    def usage(self) -> CacheUsage:
+        """What it holds now."""
+        with self._changed:
+            return CacheUsage(self._books.used, self._fetched, self._books.hits, self._books.misses)
+
+    def close(self) -> None:
+        """Bring nothing more ahead. Blocks go with those who read them."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def copy(
+        self, files: _Files, file: str, target: ByteArray, offset: int, strides: tuple[int, ...]
+    ) -> None:
+        """See `FileBytes.copy_to`."""
+        numbers = blocks_touched(offset, target.shape, strides, self._block)
+        if len(numbers) <= self._copy_blocks:
+            with self._present(files, file, numbers):
+                start = files.offsets[file] + offset
+                np.copyto(target, np.ndarray(target.shape, np.uint8, files.disk.bytes, start, strides))
+            return
+        axis = widest_axis(target.shape, strides)
+        middle = target.shape[axis] // 2
+        first, second = np.split(target, [middle], axis)
+        self.copy(files, file, first, offset, strides)
+        self.copy(files, file, second, offset + middle * strides[axis], strides)
+
+    def prepare(
+        self, files: _Files, file: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Sequence[_KeptBlock] | None:
+        """See `FileBytes.prepare`."""
+        blocks = self._pin(files, file, blocks_touched(offset, shape, strides, self._block), ahead=True)
+        if blocks is None:
+            return None
+        self._begin(_runs(block for block in blocks if not block.begun))
+        return [_KeptBlock(self, block) for block in blocks]
+
+    def release(self, block: _Block, *, ahead: bool) -> None:
+        """Take a pin away."""
+        with self._changed:
+            self._books.unpin(block, ahead=ahead)
+            self._changed.notify_all()
+
+    @contextmanager
+    def _present(self, files: _Files, file: str, numbers: Sequence[int]) -> Iterator[None]:
+        """For as long as blocks are there and stay there."""
+        with self._changed:
+            while (blocks := self._pin(files, file, numbers, ahead=False)) is None:
+                # others have the room for copies, which end whatever becomes of this one
+                self._changed.wait()
+        try:
+            runs = _runs(block for block in blocks if not block.begun)
+            self._begin(runs[1:])
+            for run in runs:
+                # here, if it is not under way yet: nobody waits for what others have asked for before
+                self._bring(run)
+            for block in blocks:
+                block.ended.wait()
+                if block.error is not None:
+                    raise block.error.anew() from block.error
+            yield
+        finally:
+            for block in blocks:
+                self.release(block, ahead=False)
+
+    def _pin(self, files: _Files, file: str, numbers: Sequence[int], *, ahead: bool) -> list[_Block] | None:
+        with self._changed:
+            self._note_forgotten()
+            return self._books.pin([self._new(files, file, number) for number in numbers], ahead=ahead)
+
+    def _new(self, files: _Files, file: str, number: int) -> _Block:
+        offset = number * self._block
+        nbytes = min(self._block, files.sizes[file] - offset)
+        return Block(files, files.blocks, (file, number), offset, nbytes)
+
+    def _note_forgotten(self) -> None:
+        while self._forgotten:
+            for block in self._forgotten.popleft().blocks.values():
+                self._books.first_to_go(block)
+
+    def _begin(self, runs: Sequence[Sequence[_Block]]) -> None:
+        with suppress(RuntimeError):  # closed: who needs them brings them
+            for run in runs:
+                self._pool.submit(self._bring, run)
+
+    def _bring(self, run: Sequence[_Block]) -> None:
+        """Fetch blocks that lie next to each other, but for those that somebody fetches already."""
+        with self._changed:
+            mine = [block for block in run if not block.begun]
+            for block in mine:
+                block.begun = True
+        for part in _runs(mine):
+            self._fetch(part)
+
+    def _fetch(self, run: Sequence[_Block]) -> None:
+        files, file, nbytes = run[0].owner, run[0].key[0], sum(block.nbytes for block in run)
+        try:
+            data = files.fetch(file, run[0].offset, nbytes)
+            files.disk.write(data, files.place(run[0]))
+        except Exception as error:
+            self._fail(run, error)
+        else:
+            with self._changed:
+                self._fetched += nbytes
+                for block in run:
+                    block.arrived = True
+            for block in run:
+                self._finish(block)
+
+    def _finish(self, block: _Block) -> None:
+        """Let a block be read whose bytes are there, if nothing is known to be wrong with them."""
+        file = block.key[0]
+        try:
+            for part in _parts_in(block.owner.digests.get(file, ()), block):
+                self._check(block.owner, file, part)
+        except Exception as error:
+            self._fail([block], error)
+            return
+        with self._changed:
+            block.ended.set()
+            if not block.pins:
+                self._books.rest(block)
+            self._changed.notify_all()
+
+    def _fail(self, blocks: Sequence[_Block], error: Exception) -> None:
+        files, file = blocks[0].owner, blocks[0].key[0]
+        if isinstance(error, OSError):
+            error = error_for(error, f"caching {file} of {files.title}")
+        elif not isinstance(error, WeighbridgeError):
+            log.error("reading %s of %s failed", file, files.title, exc_info=error)
+            error = Unavailable(f"reading {file} of {files.title} failed: {type(error).__name__}")
+        with self._changed:
+            for block in blocks:
+                with suppress(OSError):
+                    _discard(block)
+                self._books.strike_off(block)
+                block.error = error
+                block.ended.set()
+            self._changed.notify_all()
+
+    def _check(self, files: _Files, file: str, part: DigestedRange) -> None:
+        """Compare bytes with their digest, if they are all there for the first time.
+
+        Raises:
+            DataLoss: they are others. Which of their blocks are to blame is not known, so all of them are brought anew.
+        """
+        with self._changed:
+            if part.name in files.checked:
+                return
+            blocks: list[_Block] = []
+            first, last = part.offset // self._block, (part.offset + part.nbytes - 1) // self._block
+            # from what was missing the last time, or else the end: most tensors come in order, and this is done for each block
+            for number in itertools.chain([files.lacking.get(part.name, last)], range(last, first - 1, -1)):
+                found = files.blocks.get((file, number))
+                if found is None or not found.arrived:
+                    files.lacking[part.name] = number
+                    return
+                blocks.append(found)
+            del blocks[0]
+            self._books.pin_arrived(blocks)
+        start = files.offsets[file] + part.offset
+        agrees = (
+            xxhash.xxh3_128_hexdigest(files.disk.bytes[start : start + part.nbytes].data) == part.xxh3_128
+        )
+        with self._changed:
+            for block in blocks:
+                block.suspect |= not agrees
+                self._books.unpin(block, ahead=False)
+            if agrees:
+                files.checked.add(part.name)
+                files.lacking.pop(part.name, None)
+            self._changed.notify_all()
+        if not agrees:
+            raise DataLoss(
+                f"{part.name} in {file} of {files.title} does not agree with its digest",
+                fix="try again; if it stays so, the store has lost bytes: `weighbridge verify` says which",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptBlock:
+    """See `Kept`."""
+
+    _cache: BlockCache
+    key: _Block
+
+    @property
+    def nbytes(self) -> int:
+        return self.key.nbytes
+
+    def release(self) -> None:
+        self._cache.release(self.key, ahead=True)
+
+
+class CachedBytes(FileBytes):
+    """A file in a remote store, of which the cache holds blocks. Made by `BlockCache.open`."""
+
+    def __init__(self, cache: BlockCache, files: _Files, use: _Use, name: str) -> None:
+        self._cache = cache
+        self._files = files
+        self._use = use
+        self._name = name
+
+    @property
+    def whole(self) -> None:
+        """See `FileBytes.whole`."""
+        return
+
+    @property
+    def disk_bytes(self) -> int:
+        """Room on disk for blocks of this file and the version's others."""
+        return self._files.disk.disk_bytes
+
+    def copy_to(self, target: ByteArray, offset: int, strides: tuple[int, ...]) -> None:
+        """See `FileBytes.copy_to`. Brings what is missing, several blocks at a time."""
+        self._cache.copy(self._files, self._name, target, offset, strides)
+
+    def prepare(
+        self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Sequence[_KeptBlock] | None:
+        """See `FileBytes.prepare`."""
+        return self._cache.prepare(self._files, self._name, offset, shape, strides)
+
+
+def _runs(blocks: Iterable[_Block]) -> list[list[_Block]]:
+    """Blocks of one file, in order, put together where they lie next to each other; not too many in one."""
+    runs: list[list[_Block]] = []
+    for block in blocks:
+        last = runs[-1] if runs else None
+        if last and last[-1].key[1] + 1 == block.key[1] and len(last) < _RUN_BLOCKS:
+            last.append(block)
+        else:
+            runs.append([block])
+    return runs
+
+
+def _parts_in(parts: Sequence[DigestedRange], block: _Block) -> Iterator[DigestedRange]:
+    """Those of some parts of a file, sorted by offset, that have bytes in a block."""
+    first = max(bisect.bisect_right(parts, block.offset, key=lambda part: part.offset) - 1, 0)
+    for part in parts[first:]:
+        if part.offset >= block.offset + block.nbytes:
+            break
+        if part.offset + part.nbytes > block.offset:
+            yield part

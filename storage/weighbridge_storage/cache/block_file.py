@@ -1,0 +1,93 @@
+"""File on disk that holds some blocks of a much larger range of bytes, and gives back the room of others.
+
+It is sparse: blocks that were not written take no room, and a block that is no longer wanted becomes a hole again. So every
+byte lies at its own place, and what is there can be read through one mapping, however many blocks there are.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from weighbridge.errors import FailedPrecondition
+from weighbridge_storage.stores.objects import ByteArray, error_for
+
+_CANNOT = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_UNIT_OF_ST_BLOCKS = 512
+
+
+class BlockFile:
+    """A sparse file without a name, which goes when nobody has it any more. Safe to use from many threads.
+
+    Args:
+        folder: where to make it; must be there.
+        nbytes: its size; a multiple of the page size, at least one page.
+
+    Attributes:
+        bytes: all of it, read-only. Where nothing was written there are zeros.
+
+    Raises:
+        ResourceExhausted, Unavailable: it cannot be made.
+    """
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        try:
+            with tempfile.TemporaryFile(dir=folder, prefix=".blocks-", buffering=0) as file:
+                os.truncate(file.fileno(), nbytes)
+                self._map = mmap.mmap(file.fileno(), nbytes)
+                self._fd = os.dup(file.fileno())
+        except OSError as error:
+            raise error_for(error, f"making a cache file in {folder}") from error
+        weakref.finalize(self, os.close, self._fd)
+        self.bytes: ByteArray = np.frombuffer(memoryview(self._map).toreadonly(), dtype=np.uint8)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Room that it takes on disk now."""
+        return os.fstat(self._fd).st_blocks * _UNIT_OF_ST_BLOCKS
+
+    def write(self, data: bytes, offset: int) -> None:
+        """Put bytes in their place.
+
+        Raises:
+            OSError: they could not all be written.
+        """
+        # Through the file, not the mapping: there, a disk that is full would be a SIGBUS.
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self._fd, view, offset)
+            view, offset = view[count:], offset + count
+
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Make a hole, from the beginning of a page up to the end of one. Nobody may be reading there.
+
+        Raises:
+            OSError: the file system cannot.
+        """
+        self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
+
+
+def check_holes(folder: Path) -> None:
+    """Find out whether files in a folder can give room back.
+
+    Raises:
+        FailedPrecondition: the file system cannot do that.
+        ResourceExhausted, Unavailable: nothing can be written there.
+    """
+    try:
+        file = BlockFile(folder, mmap.PAGESIZE)
+        file.write(b"x" * mmap.PAGESIZE, 0)
+        file.discard(0, mmap.PAGESIZE)
+    except OSError as error:
+        if error.errno not in _CANNOT:
+            raise error_for(error, f"writing a cache file in {folder}") from error
+        raise FailedPrecondition(
+            f"the file system of {folder} cannot make holes in files, which a cache of bounded size needs",
+            fix="name another --scratch: ext4, XFS, Btrfs and tmpfs can",
+        ) from error

@@ -1,0 +1,316 @@
+"""Names of models, refs, files and versions, and the keys under which they lie in a store.
+
+Whatever passes these checks is safe as one component of a path, of a URL and of an object key.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weighbridge._core.resources import REF_LATEST, REF_LIVE
+from weighbridge.errors import InvalidArgument
+
+MANIFEST_FILE = "weighbridge.json"
+BLOCKS_SUFFIX = ".blake3"
+"""What is behind a file's name in that of its block digests, which are no file of the version."""
+HEAD_FILE = "head.json"
+REPLICAS = "replicas/"
+"""What the keys begin with under which replicas of the service find each other."""
+RESERVED_REFS = frozenset({REF_LATEST, REF_LIVE})
+"""Refs that move by themselves."""
+MAX_VERSION = 10**12 - 1
+"""Version folders have names of twelve digits, so that they sort by number."""
+
+NUMBERED_FOLDERS = ("versions", "incoming", "leases")
+"""Folders of a model that have a folder for each version: its files, what is known of it while it is received, who reads it."""
+
+_NODE = re.compile(r"([0-9]{16,19})-[0-9a-f]{64}")
+_NUMBER = re.compile(r"(?!0{12})[0-9]{12}")
+_PART = "[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+MODEL_PART_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git$){_PART}$"
+"""Of either half of a model's name, as JSON Schema and regular expressions write it."""
+MODEL_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git(?:/|$)){_PART}/{_PART}$"
+"""Of a model's name."""
+REF_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
+"""Of refs; numbers of versions are such names too."""
+
+_MODEL_PART = re.compile(MODEL_PART_PATTERN)
+_TWO_PARTS = re.compile(r"[^/]*/[^/]*")
+_REF = re.compile(REF_PATTERN)
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+def shown(value: object) -> str:
+    """A short representation of something untrusted, for an error message."""
+    text = repr(value[:80]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 82 else text[:80] + "..."
+
+
+def _is(pattern: re.Pattern[str], value: object) -> bool:
+    """Whether ``value`` is a text, which what comes out of JSON need not be, and all of it matches."""
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ModelName:
+    """A model's name, ``namespace/name``; an instance is always valid.
+
+    The rules are those of the Hugging Face Hub: 1 to 96 letters, digits, ``-``, ``_`` or ``.`` each, not starting
+    or ending with ``-`` or ``.``, without ``--`` and ``..``, not ending with ``.git``.
+
+    Raises:
+        InvalidArgument: says which half breaks the rules.
+    """
+
+    namespace: str
+    name: str
+
+    def __post_init__(self) -> None:
+        for what, part in (("namespace", self.namespace), ("name", self.name)):
+            if not _is(_MODEL_PART, part):
+                raise InvalidArgument(
+                    f"{shown(part)} cannot be the {what} of a model",
+                    fix="use 1 to 96 letters, digits, '-', '_' or '.', not starting or ending with '-' or '.', "
+                    "without '--' or '..', not ending with '.git'",
+                )
+
+    @staticmethod
+    def parse(text: str) -> ModelName:
+        """The model called ``text``, e.g. ``acme/smol``.
+
+        Raises:
+            InvalidArgument: there is not exactly one slash, or a half breaks the rules.
+        """
+        if not _is(_TWO_PARTS, text):
+            raise InvalidArgument(
+                f"{shown(text)} is no model name", fix="write it as namespace/name, e.g. acme/smol"
+            )
+        return ModelName(*text.split("/"))
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of all the model's objects begin with, e.g. ``models/acme/smol/``."""
+        return f"models/{self.namespace}/{self.name}/"
+
+    @property
+    def head_key(self) -> str:
+        """Key of the model's head."""
+        return self.prefix + HEAD_FILE
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+def version_prefix(model: ModelName, number: int) -> str:
+    """What the keys of a version's objects begin with, e.g. ``models/acme/smol/versions/000000000017/``.
+
+    Raises:
+        InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
+    """
+    return _numbered_prefix(model, "versions", number)
+
+
+def lease_key(model: ModelName, number: int, reader: str) -> str:
+    """Key of the lease by which a reader keeps a version's objects from being deleted.
+
+    Raises:
+        InvalidArgument: no such number can be, or the reader's name is not of 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
+    """
+    return _numbered_prefix(model, "leases", number) + check_version_file_name(reader)
+
+
+def numbered_key(model: ModelName, key: str) -> tuple[str, int] | None:
+    """Which of `NUMBERED_FOLDERS` an object lies in, and which version's it is; None if it lies in none of them."""
+    folder, _, rest = key.removeprefix(model.prefix).partition("/")
+    number, slash, _ = rest.partition("/")
+    if not key.startswith(model.prefix) or folder not in NUMBERED_FOLDERS or not slash:
+        return None
+    return (folder, int(number)) if _NUMBER.fullmatch(number) else None
+
+
+def _numbered_prefix(model: ModelName, folder: str, number: int) -> str:
+    if not 1 <= number <= MAX_VERSION:
+        raise InvalidArgument(f"{shown(number)} is no version number", fix=f"versions are 1 to {MAX_VERSION}")
+    return f"{model.prefix}{folder}/{number:012d}/"
+
+
+def incoming_prefix(model: ModelName, number: int) -> str:
+    """What the keys begin with under which replicas of the service tell each other of a version that they receive together.
+
+    Raises:
+        InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
+    """
+    return _numbered_prefix(model, "incoming", number)
+
+
+def layout_key(model: ModelName, digest: str) -> str:
+    """Where replicas of the service find a layout that was declared to another one.
+
+    Raises:
+        InvalidArgument: no layout has such a digest.
+    """
+    return f"{model.prefix}layouts/{check_version_file_name(digest)}"
+
+
+def replica_key(boot: str) -> str:
+    """Where a replica of the service says that it is there, e.g. ``replicas/<boot>``.
+
+    Raises:
+        InvalidArgument: the boot is not of 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
+    """
+    return REPLICAS + check_version_file_name(boot)
+
+
+def tensor_list_key(model: ModelName, digest: str, first_version: int = 1) -> str:
+    """Key of a registered list of a model's tensors, e.g. ``models/acme/smol/tensors/<digest>.json``.
+
+    Args:
+        model: the model.
+        digest: of the list.
+        first_version: as of `files_id_of`.
+
+    Raises:
+        InvalidArgument: no list has such a digest.
+    """
+    return f"{model.prefix}tensors/{files_id_of(first_version, check_version_file_name(digest))}.json"
+
+
+def files_id_of(first_version: int, digest: str) -> str:
+    """Name of the folder of registered files.
+
+    It is another one after a model was deleted, so that what is left of the files of before can be told apart and deleted at any time.
+
+    Args:
+        first_version: the lowest number that a version can have since the model was registered.
+        digest: of the files.
+    """
+    return digest if first_version == 1 else f"{first_version}-{digest}"
+
+
+def first_version_of(files_id: str) -> int:
+    """The ``first_version`` of `files_id_of`."""
+    first, dash, _ = files_id.partition("-")
+    return int(first) if dash and first.isascii() and first.isdigit() else 1
+
+
+def registered_files_of(model: ModelName, key: str) -> int | None:
+    """Of a key of a registered file or list of tensors, the ``first_version`` of `files_id_of`; None of others."""
+    if not key.startswith(model.prefix):
+        return None
+    match key.removeprefix(model.prefix).split("/"):
+        case ["files", files_id, _]:
+            return first_version_of(files_id)
+        case ["tensors", name]:
+            return first_version_of(name)
+    return None
+
+
+def node_name(generation: int, digest: str) -> str:
+    """Name of a node of a model's history (`weighbridge_storage.head.history_nodes`).
+
+    Args:
+        generation: that of the head for which the node is written.
+        digest: of its text, 64 hexadecimal digits.
+    """
+    return check_node_name(f"{generation:016d}-{digest}")
+
+
+def check_node_name(name: str) -> str:
+    """``name``, if a node of a model's history may have it. Raises InvalidArgument."""
+    if not _is(_NODE, name):
+        raise InvalidArgument(f"{shown(name)} cannot name a node of a history")
+    return name
+
+
+def node_key(model: ModelName, name: str) -> str:
+    """Key of a node of a model's history, e.g. ``models/acme/smol/history/<name>.json``. Raises InvalidArgument."""
+    return f"{model.prefix}history/{check_node_name(name)}.json"
+
+
+def node_of_key(model: ModelName, key: str) -> tuple[str, int] | None:
+    """The name of the node of a model's history that lies under a key, and its generation; None if none does."""
+    name = key.removeprefix(f"{model.prefix}history/").removesuffix(".json")
+    found = _NODE.fullmatch(name)
+    return (name, int(found[1])) if found and key == node_key(model, name) else None
+
+
+def version_key(model: ModelName, number: int, file_name: str) -> str:
+    """Key of one file of a version.
+
+    Raises:
+        InvalidArgument: no such number or file name can be.
+    """
+    return version_prefix(model, number) + check_version_file_name(file_name)
+
+
+def blocks_key(model: ModelName, number: int, file_name: str) -> str:
+    """Key of the block digests of one file of a version.
+
+    Raises:
+        InvalidArgument: no such number or file name can be.
+    """
+    return version_key(model, number, file_name + BLOCKS_SUFFIX)
+
+
+def check_ref_name(name: str) -> str:
+    """``name``, if a caller may set a ref called so: 1 to 64 letters, digits, ``-``, ``_`` or ``.``.
+
+    Raises:
+        InvalidArgument: it is malformed, reads like a version number, or moves by itself (`RESERVED_REFS`).
+    """
+    if not _is(_REF, name):
+        raise InvalidArgument(
+            f"{shown(name)} cannot name a ref",
+            fix="use 1 to 64 letters, digits, '-', '_' or '.', not starting with '-' or '.'",
+        )
+    if name.isdigit():
+        raise InvalidArgument(
+            f"{shown(name)} cannot name a ref: it reads like a version number",
+            fix=f"add a letter, e.g. v{name}",
+        )
+    if name in RESERVED_REFS:
+        raise InvalidArgument(f"the ref {name!r} moves by itself", fix="choose another name")
+    return name
+
+
+def check_version_file_name(name: str) -> str:
+    """``name``, if a file in a version's folder may have it: 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
+
+    Raises:
+        InvalidArgument: it is malformed, or starts with ``-`` or ``.``.
+    """
+    if not _is(_FILE, name):
+        raise InvalidArgument(
+            f"{shown(name)} cannot name a file",
+            fix="use 1 to 128 letters, digits, '-', '_' or '.', not starting with '-' or '.', and no folders",
+        )
+    return name
+
+
+def check_files_id(files_id: str) -> str:
+    """``files_id``, if the folder of registered files may be called so: as a file of a version, or empty if there is none.
+
+    Raises:
+        InvalidArgument: it is malformed.
+    """
+    if files_id and not _is(_FILE, files_id):
+        raise InvalidArgument(f"files_id is {shown(files_id)}, which cannot name a folder")
+    return files_id
+
+
+def check_file_name(name: str) -> str:
+    """``name``, if a file that comes with a model (config, tokenizer) may have it.
+
+    Raises:
+        InvalidArgument: as `check_version_file_name`, or the service writes the file with this name itself.
+    """
+    check_version_file_name(name)
+    lowered = name.lower()
+    if lowered == MANIFEST_FILE or lowered.endswith(
+        (".safetensors", ".safetensors.index.json", BLOCKS_SUFFIX)
+    ):
+        raise InvalidArgument(
+            f"{shown(name)} cannot come with a model: the service writes it", fix="leave this file out"
+        )
+    return name

@@ -1,0 +1,15 @@
+"""Head and history of a model: what it holds, how it changes, and what is kept.
+
+May import: `stores`, `documents`, `weighbridge`.
+
+- `head`: content of `head.json`.
+- `head_changes`: its transitions; pure.
+- `head_store`: conditional reads and writes of heads.
+- `history`: versions that a head leads to.
+- `history_nodes`: nodes of the tree that holds them.
+- `history_tree`: queries and edits of that tree.
+- `history_store`: reads and writes of nodes.
+- `leases`: readers of versions that were taken out of history.
+- `retention`: decision which versions are kept; pure.
+- `collecting`: collection of what is not kept.
+"""

@@ -1,0 +1,380 @@
+"""Head of a model: the content of its `head.json`, the only object that several writers ever rewrite.
+
+`Head` is a value; `head_changes` says what may change in it, `head_store` how writers take turns, and `docs/formats.md` how it is
+written. Its size does not grow with the number of versions: it holds the entries of the newest few, and a reference to the root of a
+tree that holds the others (`history`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from weighbridge._core.resources import REF_LATEST, Gate, Retention
+from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge_storage.documents import document_digests, entries, strict_json
+from weighbridge_storage.documents.entries import (
+    FailedEntry,
+    OpenEntry,
+    Ref,
+    VersionEntry,
+    check_number,
+    check_text,
+)
+from weighbridge_storage.documents.names import HEAD_FILE, MAX_VERSION, check_files_id, check_ref_name, shown
+from weighbridge_storage.head.history_nodes import NodeRef
+
+FORMAT = 3
+HELD_VERSIONS = "held-versions"
+DELETED = "deleted"
+LISTED_TENSORS = "listed-tensors"
+FEATURES: frozenset[str] = frozenset((HELD_VERSIONS, DELETED, LISTED_TENSORS))
+"""The features that a head may require here. `HELD_VERSIONS`: there are versions that are, or will be, held; who does not know it would
+take them for the newest. `DELETED`: a model of this name was deleted, and its numbers go on; who does not know it would go on
+receiving versions of it, or take what is left of them for rubbish of now. `LISTED_TENSORS`: the registration names a list of tensors; who does not know it would derive others from the config."""
+REMEMBERED_WRITES = 64
+"""How many write ids a head remembers: a writer whose response was lost finds its own among them."""
+REMEMBERED_FAILURES = 32
+_KEEP_EVERYTHING = Retention()
+_OPEN_GATE = Gate()
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A root that the history had at some time, by which nodes that nobody needs any more are told from others.
+
+    Attributes:
+        root: the root at that time; None if there was none.
+        generation: that of the head then. A node written for that head or one before is below ``root``, or below no root any more.
+        marked_ms: when that was, in milliseconds since 1970 UTC.
+        extra: the fields that this release does not know.
+    """
+
+    root: NodeRef | None
+    generation: int
+    marked_ms: int
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_number("generation", self.generation)
+        check_number("marked_ms", self.marked_ms)
+
+    def to_json(self) -> dict[str, Any]:
+        """The mark as a JSON object."""
+        return {
+            **self.extra,
+            "root": None if self.root is None else self.root.to_json(),
+            "generation": self.generation,
+            "marked_ms": self.marked_ms,
+        }
+
+    @staticmethod
+    def from_json(value: object, where: str) -> Mark:
+        """What `to_json` gave. Raises DataLoss, InvalidArgument."""
+        found = strict_json.Fields(value, where)
+        return Mark(
+            _read_nullable(found, "root", NodeRef.from_json),
+            found.integer("generation"),
+            found.integer("marked_ms"),
+            found.rest(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """The last deletion of a model. The name may have been registered again since.
+
+    Attributes:
+        deleted_ms: when that was, in milliseconds since 1970 UTC.
+        below: the number that the next version had got then: those below are of the model that was deleted.
+        request_id: which request deleted it; empty if it said nothing.
+        versions: how many were part of its history.
+        extra: the fields that this release does not know.
+    """
+
+    deleted_ms: int
+    below: int
+    request_id: str = ""
+    versions: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_number("deleted_ms", self.deleted_ms)
+        check_number("below", self.below, 1, MAX_VERSION + 1)
+        check_text("request_id", self.request_id)
+        check_number("versions", self.versions)
+
+    def to_json(self) -> dict[str, Any]:
+        """The deletion as a JSON object."""
+        return {
+            **self.extra,
+            "deleted_ms": self.deleted_ms,
+            "below": self.below,
+            "request_id": self.request_id,
+            "versions": self.versions,
+        }
+
+    @staticmethod
+    def from_json(value: object, where: str) -> Deletion:
+        """What `to_json` gave. Raises DataLoss, InvalidArgument."""
+        found = strict_json.Fields(value, where)
+        return Deletion(
+            found.integer("deleted_ms"),
+            found.integer("below"),
+            found.text("request_id"),
+            found.integer("versions"),
+            found.rest(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The state of a model; an instance is always consistent.
+
+    The entries of versions that are part of history, or were and whose objects may still be there, are in ``recent`` or in the tree
+    below ``root``: what ``recent`` says of a number goes before what the tree says. `history.History` looks in both.
+
+    Attributes:
+        generation: how often the head was written; 0 before the first time.
+        next_version: the number that the next version gets, above all numbers given so far.
+        files_id: which side files (config, tokenizer) are registered now; empty before the first registration.
+        registration: what else was registered with the model, as JSON; of it, this module looks at ``listed`` alone.
+        recent: entries that the tree does not have, or has as they were before, by number.
+        removed: numbers whose entries in the tree count as removed.
+        root: the root of the tree; None as long as there is no tree.
+        mark: a root of before, if nodes may be left of it.
+        open: the versions that are being received, by number.
+        failed: the last `REMEMBERED_FAILURES` versions that were given up, by number.
+        refs: what each ref says. ``latest`` names the highest version that was ever part of history and not held.
+        retention: which versions are to be kept.
+        retention_extra: the fields of the retention that this release does not know.
+        gate: which versions are held.
+        gate_extra: the fields of the gate that this release does not know.
+        writes: ids of the last `REMEMBERED_WRITES` writes, the newest last.
+        deletion: the last deletion of a model of this name; None if there was none.
+        extra: the fields that this release does not know.
+
+    Raises:
+        InvalidArgument: the parts contradict each other.
+    """
+
+    generation: int = 0
+    next_version: int = 1
+    files_id: str = ""
+    registration: Mapping[str, Any] = field(default_factory=dict)
+    recent: Mapping[int, VersionEntry] = field(default_factory=dict)
+    removed: frozenset[int] = frozenset()
+    root: NodeRef | None = None
+    mark: Mark | None = None
+    open: Mapping[int, OpenEntry] = field(default_factory=dict)
+    failed: Mapping[int, FailedEntry] = field(default_factory=dict)
+    refs: Mapping[str, Ref] = field(default_factory=dict)
+    retention: Retention = _KEEP_EVERYTHING
+    retention_extra: Mapping[str, Any] = field(default_factory=dict)
+    gate: Gate = _OPEN_GATE
+    gate_extra: Mapping[str, Any] = field(default_factory=dict)
+    writes: tuple[str, ...] = ()
+    deletion: Deletion | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_number("generation", self.generation)
+        check_number("next_version", self.next_version, 1, MAX_VERSION + 1)
+        check_files_id(self.files_id)
+        self._check_numbers()
+        self._check_refs()
+        for write_id in self.writes:
+            check_text("write id", write_id)
+        if len(self.writes) > REMEMBERED_WRITES:
+            raise InvalidArgument(f"{len(self.writes)} writes are remembered, more than {REMEMBERED_WRITES}")
+        self._check_deletion()
+
+    @property
+    def deleted(self) -> bool:
+        """Whether the model is deleted, and was not registered again."""
+        return self.deletion is not None and not self.files_id
+
+    @property
+    def first_version(self) -> int:
+        """The lowest number that a version can have since the model was registered."""
+        return 1 if self.deletion is None else self.deletion.below
+
+    @property
+    def latest(self) -> int:
+        """The number that ``latest`` names; 0 if no version was ever published that was not held."""
+        there = self.refs.get(REF_LATEST)
+        return there.version if there is not None else 0
+
+    @property
+    def ref_numbers(self) -> dict[str, int]:
+        """The number that each ref names."""
+        return {name: ref.version for name, ref in self.refs.items()}
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """The features without which it would be misread. Held versions below the root are held no more if `recent` says so."""
+        held = (
+            self.gate.approval_required
+            or (self.root is not None and self.root.held > 0)
+            or any(entry.held for entry in self.recent.values())
+            or any(entry.held for entry in self.open.values())
+        )
+        wanted = {
+            DELETED: self.deletion is not None,
+            HELD_VERSIONS: held,
+            LISTED_TENSORS: bool(self.registration.get("listed")),
+        }
+        return tuple(feature for feature, is_wanted in wanted.items() if is_wanted)
+
+    def in_tree(self, number: int) -> bool:
+        """Whether it takes the tree to say what a number stands for."""
+        return (
+            self.root is not None
+            and self.root.first <= number <= self.root.last
+            and not any(number in known for known in (self.recent, self.removed, self.open, self.failed))
+        )
+
+    def _check_numbers(self) -> None:
+        """Each number stands for one version, in one state, and was given before."""
+        states: dict[int, str] = {}
+        for state, listed in (
+            ("there", self.recent),
+            ("open", self.open),
+            ("given up", self.failed),
+        ):
+            for number, entry in listed.items():
+                if entry.number != number:
+                    raise InvalidArgument(f"version {entry.number} is listed under {number}")
+                if number in states:
+                    raise InvalidArgument(f"version {number} is both {states[number]} and {state}")
+                states[number] = state
+        for number in self.removed:
+            check_number("removed version", number, 1, MAX_VERSION)
+            if number in states or self.root is None:
+                raise InvalidArgument(
+                    f"version {number} is removed, and {states.get(number, 'there is no tree')}"
+                )
+            states[number] = "removed"
+        if self.root is not None:
+            states.setdefault(self.root.last, "in the tree")
+        for number, state in states.items():
+            if number >= self.next_version:
+                raise InvalidArgument(
+                    f"version {number} is {state}, and {self.next_version} is to be the next"
+                )
+
+    def _check_deletion(self) -> None:
+        """Nothing of a model that was deleted is left."""
+        if self.deletion is None:
+            return
+        first = min((*self.recent, *self.removed, *self.open, *self.failed), default=self.first_version)
+        if self.deletion.below > self.next_version or first < self.first_version:
+            raise InvalidArgument(
+                f"version {first} is there, and the model was deleted below {self.first_version}"
+            )
+        if self.deleted and (self.next_version > self.first_version or self.root is not None):
+            raise InvalidArgument("the model is deleted, and has versions")
+
+    def _check_refs(self) -> None:
+        for name, ref in self.refs.items():
+            if name != REF_LATEST:
+                check_ref_name(name)
+            there = self.recent.get(ref.version)
+            if there.retired if there is not None else not self.in_tree(ref.version):
+                raise InvalidArgument(f"ref {name} names version {shown(ref.version)}, which is not there")
+        released = [number for number, entry in self.recent.items() if entry.released]
+        # what is not held in the tree was named by it, whatever has become of that since
+        published = self.root is not None and self.root.durable > self.root.held
+        if self.latest < max(released, default=0) or (published and not self.latest):
+            raise InvalidArgument(f"{REF_LATEST} is not the highest version that is not held")
+
+    def to_json(self) -> bytes:
+        """The head as the text of `head.json`, which ends with its digest.
+
+        Raises:
+            InvalidArgument: the registration holds something that JSON does not have.
+        """
+        return document_digests.encode(
+            {
+                **self.extra,
+                "format": FORMAT,
+                "requires": list(self.requires),
+                "generation": self.generation,
+                "next_version": self.next_version,
+                "files_id": self.files_id,
+                "registration": dict(self.registration),
+                "recent": entries.list_to_json(self.recent),
+                "removed": sorted(self.removed),
+                "root": None if self.root is None else self.root.to_json(),
+                "mark": None if self.mark is None else self.mark.to_json(),
+                "open": entries.list_to_json(self.open),
+                "failed": entries.list_to_json(self.failed),
+                "refs": {name: entries.to_json(ref) for name, ref in self.refs.items()},
+                "retention": {**self.retention_extra, **self.retention.to_json()},
+                "writes": list(self.writes),
+                **self._gate_to_json(),
+                **({} if self.deletion is None else {"deletion": self.deletion.to_json()}),
+            }
+        )
+
+    def _gate_to_json(self) -> dict[str, Any]:
+        """The gate as a field of the text; none if nothing was ever said of it."""
+        said = {name: value for name, value in self.gate.to_json().items() if value}
+        found = {**self.gate_extra, **said}
+        return {"gate": found} if found else {}
+
+    @staticmethod
+    def from_json(data: bytes, where: str = HEAD_FILE) -> Head:
+        """Read the text of a `head.json`; ``where`` names it in errors.
+
+        Raises:
+            DataLoss: it is not what was written, is malformed, or contradicts itself; says how it is rebuilt.
+            FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
+        """
+        try:
+            document = document_digests.decode(data, where, FORMAT)
+            document.required(FEATURES)
+            return Head._from_fields(document)
+        except DataLoss as error:
+            raise DataLoss(error.message, fix=document_digests.REPAIR) from error
+
+    @staticmethod
+    def _from_fields(document: strict_json.Fields) -> Head:
+        where = document.where
+        retention = strict_json.Fields(document.table("retention"), f"{where}, retention")
+        gate = strict_json.Fields(document.table("gate") if "gate" in document else {}, f"{where}, gate")
+        with strict_json.malformed_as_data_loss(where):
+            removed = [check_number("removed version", n, 1, MAX_VERSION) for n in document.array("removed")]
+            return Head(
+                generation=document.integer("generation", 1),
+                next_version=document.integer("next_version", 1),
+                files_id=document.text("files_id"),
+                registration=document.table("registration"),
+                recent=entries.list_from_json(VersionEntry, document.array("recent"), f"{where}, recent"),
+                removed=frozenset(removed),
+                root=_read_nullable(document, "root", NodeRef.from_json),
+                mark=_read_nullable(document, "mark", Mark.from_json),
+                open=entries.list_from_json(OpenEntry, document.array("open"), f"{where}, open"),
+                failed=entries.list_from_json(FailedEntry, document.array("failed"), f"{where}, failed"),
+                refs={
+                    name: entries.from_json(Ref, value, f"{where}, ref {shown(name)}")
+                    for name, value in document.table("refs").items()
+                },
+                retention=Retention(**{name: retention.integer(name) for name in _KEEP_EVERYTHING.to_json()}),
+                retention_extra=retention.rest(),
+                gate=Gate(**{name: gate.boolean(name) for name in _OPEN_GATE.to_json() if name in gate}),
+                gate_extra=gate.rest(),
+                writes=tuple(document.array("writes")),
+                deletion=_read_nullable(document, "deletion", Deletion.from_json)
+                if "deletion" in document
+                else None,
+                extra=document.rest(),
+            )
+
+
+def _read_nullable(document: strict_json.Fields, name: str, read: Callable[[object, str], T]) -> T | None:
+    found = document.nullable_table(name)
+    return None if found is None else read(found, f"{document.where}, {name}")

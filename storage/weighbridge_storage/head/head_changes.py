@@ -1,0 +1,445 @@
+"""Transitions of a model's head. Everything here is pure: a function takes a head and gives the next one.
+
+What needs to know versions that the head itself may not list takes the `History` that the head leads to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weighbridge._core.metadata import Metadata
+from weighbridge._core.resources import HELD_CANDIDATE, REF_LATEST, Gate, Retention
+from weighbridge.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    VersionFailed,
+)
+from weighbridge_storage.documents.entries import (
+    ABORTED,
+    FAILED,
+    MAX_TEXT,
+    Approval,
+    FailedEntry,
+    OpenEntry,
+    Ref,
+    VersionEntry,
+)
+from weighbridge_storage.documents.names import MAX_VERSION, check_ref_name, shown
+from weighbridge_storage.head.head import REMEMBERED_FAILURES, REMEMBERED_WRITES, Deletion, Head, Mark
+from weighbridge_storage.head.history import History
+
+MAX_OPEN = 1024
+"""Most versions of one model that are received at one time."""
+MAX_REFS = 1024
+"""Most refs of one model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a rank says of a version when it opens it, beside its step and run. All ranks say the same, or only some of them anything.
+
+    Attributes:
+        candidate: that it is held until it is approved.
+        allow_nonfinite: that it is not held for elements that are NaN or infinite.
+        metadata: what is kept with it.
+    """
+
+    candidate: bool = False
+    allow_nonfinite: bool = False
+    metadata: Metadata = field(default_factory=dict)
+
+
+_NOTHING_SAID = Said()
+
+
+def open_version(
+    head: Head,
+    *,
+    request_id: str,
+    step: int,
+    run: str,
+    ranks: int,
+    now_ms: int,
+    lease_ms: int,
+    said: Said = _NOTHING_SAID,
+) -> tuple[Head, OpenEntry]:
+    """Take the next number for a version, or find the one that this request has opened before and that is still open.
+
+    A number is given once, whatever becomes of the version.
+
+    Args:
+        head: the model's.
+        request_id: which request this is; not empty.
+        step, run, ranks: what the version will say of itself.
+        now_ms: milliseconds since 1970 UTC.
+        lease_ms: how long the version stays open unless it is renewed.
+        said: what else is said of it; is added to what was said before.
+
+    Raises:
+        InvalidArgument: the request has opened a version of another step or run, with another number of ranks, or with other metadata.
+        ResourceExhausted: all numbers up to `MAX_VERSION` have been given, or too many versions are open.
+    """
+    for there in head.open.values():
+        if there.request_id == request_id:
+            check_same_request(there.number, (there.step, there.run, there.ranks), (step, run, ranks))
+            entry = _with_said(there, said)
+            return (head if entry == there else replace(head, open={**head.open, entry.number: entry})), entry
+    if head.next_version > MAX_VERSION:
+        raise ResourceExhausted(f"all version numbers up to {MAX_VERSION} have been given")
+    if len(head.open) >= MAX_OPEN:
+        raise ResourceExhausted(
+            f"{len(head.open)} versions of the model are being received",
+            fix="wait until one is done, or abort one",
+        )
+    entry = OpenEntry(
+        number=head.next_version,
+        request_id=request_id,
+        step=step,
+        run=run,
+        ranks=ranks,
+        created_ms=now_ms,
+        until_ms=now_ms + lease_ms,
+        files_id=head.files_id,
+        parent=head.latest,
+        held=(HELD_CANDIDATE,) if said.candidate or head.gate.approval_required else (),
+        allow_nonfinite=said.allow_nonfinite or head.gate.allow_nonfinite,
+        metadata=said.metadata,
+    )
+    changed = replace(head, next_version=head.next_version + 1, open={**head.open, entry.number: entry})
+    return changed, entry
+
+
+def check_same_request(number: int, there: tuple[int, str, int], asked: tuple[int, str, int]) -> None:
+    """Raise InvalidArgument if what was said at a version's opening, step, run and ranks, is not what is asked for now."""
+    if there[2] != asked[2]:
+        raise InvalidArgument(
+            f"version {number} was opened with {there[2]} ranks, and now with {asked[2]}",
+            fix="all ranks pass the same world_size; if two trainers push this step, give each its own run",
+        )
+    if there[:2] != asked[:2]:
+        raise InvalidArgument(
+            f"version {number} of run {there[1]!r} was opened with the same request_id; this is step {asked[0]} "
+            f"of {asked[1]!r}",
+            fix="give each push a request_id of its own",
+        )
+
+
+def _with_said(there: OpenEntry, said: Said) -> OpenEntry:
+    """An open version of which a further rank says something. What was approved meanwhile stays so."""
+    check_same_metadata(there.number, there.metadata, said.metadata)
+    return replace(
+        there,
+        held=tuple(sorted({*there.held, HELD_CANDIDATE})) if said.candidate else there.held,
+        allow_nonfinite=there.allow_nonfinite or said.allow_nonfinite,
+        metadata=there.metadata or said.metadata,
+    )
+
+
+def check_same_metadata(number: int, there: Metadata, asked: Metadata) -> None:
+    """Raise InvalidArgument if a rank gives other metadata than another one has given; one that gives none contradicts nobody."""
+    differing = [key for key in sorted(there.keys() | asked.keys()) if there.get(key) != asked.get(key)]
+    if there and asked and differing:
+        raise InvalidArgument(
+            f"two ranks give version {number} different metadata",
+            details=[f"{key}: {shown(there.get(key))} and {shown(asked.get(key))}" for key in differing],
+            fix="all ranks of a push give the same metadata, or only one of them gives any",
+        )
+
+
+def claim_version(head: Head, number: int, claim: str, holder: str = "") -> Head:
+    """Say who writes an open version's folder. Claiming it again with the same claim changes nothing.
+
+    Args:
+        head: before.
+        number: which version.
+        claim: names the agreement under which it is written.
+        holder: where the replica is that has taken it over under that claim; empty for the one that the claim names.
+
+    Raises:
+        VersionFailed: it is no longer open.
+        AlreadyExists: somebody else has claimed it.
+    """
+    there = still_open(head, number)
+    if there.claim not in ("", claim):
+        raise AlreadyExists(f"version {number} is being written by others", fix="push the step again")
+    claimed = replace(there, claim=claim, holder=holder or there.holder)
+    return head if claimed == there else replace(head, open={**head.open, number: claimed})
+
+
+def renew_version(head: Head, number: int, until_ms: int) -> Head:
+    """Move on the time at which an open version may be taken for abandoned.
+
+    Raises:
+        VersionFailed: it is no longer open.
+    """
+    there = still_open(head, number)
+    return replace(head, open={**head.open, number: replace(there, until_ms=max(there.until_ms, until_ms))})
+
+
+def give_up_version(head: Head, number: int, reason: str, now_ms: int, *, aborted: bool = False) -> Head:
+    """Close an open version for good: nobody can publish it any more, and its objects may be deleted.
+
+    Nothing changes if it is not open.
+
+    Args:
+        head: before.
+        number: which version.
+        reason: why.
+        now_ms: milliseconds since 1970 UTC.
+        aborted: whether somebody asked for it.
+    """
+    there = head.open.get(number)
+    if there is None:
+        return head
+    entry = FailedEntry(
+        number,
+        "".join(c if c.isprintable() else " " for c in reason)[:MAX_TEXT],
+        now_ms,
+        state=ABORTED if aborted else FAILED,
+        step=there.step,
+        run=there.run,
+        ranks=there.ranks,
+        created_ms=there.created_ms,
+    )
+    failed = {**head.failed, number: entry}
+    return replace(
+        head,
+        open={other: entry for other, entry in head.open.items() if other != number},
+        failed=dict(sorted(failed.items(), key=lambda item: item[1].failed_ms)[-REMEMBERED_FAILURES:]),
+    )
+
+
+def give_up_abandoned(head: Head, now_ms: int) -> Head:
+    """Close the open versions of which nothing was heard for longer than they were to stay open."""
+    for number, entry in head.open.items():
+        if entry.until_ms < now_ms:
+            head = give_up_version(head, number, "it was abandoned: nothing more was heard of it", now_ms)
+    return head
+
+
+def still_open(head: Head, number: int) -> OpenEntry:
+    """An open version.
+
+    Raises:
+        VersionFailed: it is not open; says why, where that is known.
+    """
+    there = head.open.get(number)
+    if there is not None:
+        return there
+    failed = head.failed.get(number)
+    raise VersionFailed(
+        f"version {number} was given up: {failed.reason}" if failed else f"version {number} is not open",
+        fix="push the step again",
+    )
+
+
+def publish(history: History, entry: VersionEntry) -> Head:
+    """Make a version part of history. ``latest`` moves to it unless it names a higher one, or the version is held.
+
+    It is held for the reasons that ``entry`` has and for those of its opening, without those that were approved meanwhile. Metadata and
+    approval are those of the open version. Publishing what is already there with the same write id changes nothing.
+
+    Raises:
+        VersionFailed: the version is not open: it was given up, was deleted, or never was.
+        AlreadyExists: another claim than ``entry.write_id`` holds, or has published it.
+    """
+    head, number = history.head, entry.number
+    there = None if number in head.open else history.durable(number)
+    if there is not None:
+        if there.write_id == entry.write_id:
+            return head
+        raise AlreadyExists(f"version {number} was published by another writer")
+    opened = still_open(head, number)
+    if opened.claim != entry.write_id:
+        raise AlreadyExists(f"version {number} is claimed by another writer")
+    entry = replace(
+        entry, held=opened.holding(entry.held), approval=opened.approval, metadata=opened.metadata
+    )
+    without = {other: there for other, there in head.open.items() if other != number}
+    return _with_entry(replace(head, open=without), entry)
+
+
+def _with_entry(head: Head, entry: VersionEntry) -> Head:
+    """A head with an entry of its history; ``latest`` names that, unless the version is held or ``latest`` names a higher one."""
+    refs = head.refs if entry.held else _moved(head, REF_LATEST, max(entry.number, head.latest))
+    return replace(head, recent={**head.recent, entry.number: entry}, refs=refs)
+
+
+def approve(history: History, number: int, approval: Approval) -> Head:
+    """Hold a version no longer for reasons for which it was held. ``latest`` moves to it if it is part of history and the highest one.
+
+    Nothing changes if it is held for none of these reasons.
+
+    Args:
+        history: before.
+        number: which version; it is part of history, or open and complete.
+        approval: says for which reasons, by whom and when. Others for which it is held stay.
+
+    Raises:
+        NotFound: it is neither open nor part of history.
+    """
+    head = history.head
+    opened = head.open.get(number)
+    if opened is not None:
+        approved = _merged(opened.approval, approval)
+        if opened.approval is not None and approved.reasons == opened.approval.reasons:
+            return head
+        return replace(head, open={**head.open, number: replace(opened, approval=approved)})
+    entry = _check_there(history, number)
+    left = tuple(reason for reason in entry.held if reason not in approval.reasons)
+    if left == entry.held:
+        return head
+    return _with_entry(head, replace(entry, held=left, approval=_merged(entry.approval, approval)))
+
+
+def _merged(before: Approval | None, after: Approval) -> Approval:
+    """The last of two approvals, for the reasons of both."""
+    if before is None:
+        return after
+    return replace(after, reasons=tuple(sorted({*before.reasons, *after.reasons})), extra=before.extra)
+
+
+def set_ref(history: History, name: str, number: int) -> Head:
+    """Let a ref name a version, whatever it named before.
+
+    Raises:
+        InvalidArgument: the name is malformed or reserved.
+        NotFound: there is no such version.
+        ResourceExhausted: the model has `MAX_REFS` others.
+    """
+    check_ref_name(name)
+    _check_there(history, number)
+    head = history.head
+    if name not in head.refs and len(head.refs) >= MAX_REFS:
+        raise ResourceExhausted(f"the model has {len(head.refs)} refs", fix="delete one that nobody needs")
+    return replace(head, refs=_moved(head, name, number))
+
+
+def _moved(head: Head, name: str, number: int) -> Mapping[str, Ref]:
+    there = head.refs.get(name)
+    return {**head.refs, name: Ref(number) if there is None else replace(there, version=number)}
+
+
+def delete_ref(head: Head, name: str) -> Head:
+    """Remove a ref; the version it named stays.
+
+    Raises:
+        InvalidArgument: the name is malformed or reserved.
+        NotFound: there is no such ref.
+    """
+    check_ref_name(name)
+    if name not in head.refs:
+        raise NotFound(f"there is no ref {name}")
+    return replace(head, refs={other: ref for other, ref in head.refs.items() if other != name})
+
+
+def delete_versions(history: History, numbers: Collection[int], retired_ms: int) -> Head:
+    """Take versions out of history; their objects may be deleted once nobody reads them any more.
+
+    Deleting what is already deleted changes nothing.
+
+    Raises:
+        NotFound: one of them is not there.
+        FailedPrecondition: one is still being received, or a ref names it. ``latest`` always names one, so the newest version
+            that is not held cannot be deleted.
+    """
+    head = history.head
+    for number in head.open.keys() & set(numbers):
+        raise FailedPrecondition(
+            f"version {number} is still being received", fix="abort it, or wait until it is durable"
+        )
+    found = {number: history.find(number) or _check_there(history, number) for number in numbers}
+    gone = {
+        number: replace(entry, retired_ms=max(retired_ms, 1))
+        for number, entry in found.items()
+        if not entry.retired
+    }
+    named = head.ref_numbers
+    for number in gone.keys() & set(named.values()):
+        names = sorted(name for name, other in named.items() if other == number)
+        raise FailedPrecondition(
+            f"version {number} is what {', '.join(names[:5])} names",
+            fix="publish a newer version first" if REF_LATEST in names else "move or delete the ref first",
+        )
+    return replace(head, recent={**head.recent, **gone})
+
+
+def forget_versions(history: History, numbers: Collection[int]) -> Head:
+    """Remove the entries of retired versions, once their objects are deleted. Nothing changes for those that are not retired."""
+    head = history.head
+    gone = {number for number in numbers if (entry := history.find(number)) is not None and entry.retired}
+    if not gone:
+        return head
+    recent = {number: entry for number, entry in head.recent.items() if number not in gone}
+    without = replace(head, recent=recent)
+    return replace(without, removed=head.removed | {number for number in gone if without.in_tree(number)})
+
+
+def mark_history(head: Head, now_ms: int) -> Head:
+    """Note the present root, so that nodes that are not below it now can be told apart later."""
+    return replace(head, mark=Mark(head.root, head.generation, now_ms))
+
+
+def set_retention(head: Head, retention: Retention) -> Head:
+    """Say which versions are to be kept. Nothing is deleted by that alone."""
+    return replace(head, retention=retention)
+
+
+def set_gate(head: Head, gate: Gate) -> Head:
+    """Say which versions are held from now on. Those that are opened already stay as they are."""
+    return replace(head, gate=gate)
+
+
+def delete_model(head: Head, now_ms: int, *, request_id: str = "", versions: int = 0) -> Head:
+    """Take a model away with all of its versions, refs and rules. Its numbers go on if the name is registered again.
+
+    The objects go with a collection: those of versions once nobody reads them any more.
+
+    Args:
+        head: before.
+        now_ms: milliseconds since 1970 UTC.
+        request_id: which request deletes it.
+        versions: how many were part of its history.
+
+    Raises:
+        FailedPrecondition: versions are being received.
+    """
+    if head.open:
+        numbers = ", ".join(map(str, sorted(head.open)[:5]))
+        raise FailedPrecondition(
+            f"versions of the model are being received: {numbers}{', ...' if len(head.open) > 5 else ''}",
+            fix="wait until they are durable, or abort them",
+        )
+    return Head(
+        generation=head.generation,
+        next_version=head.next_version,
+        writes=head.writes,
+        deletion=Deletion(max(now_ms, 1), head.next_version, request_id, versions),
+        extra=head.extra,
+    )
+
+
+def register(head: Head, files_id: str, registration: Mapping[str, Any]) -> Head:
+    """Replace what is registered with the model. Versions that are there keep the files they were written with."""
+    return replace(head, files_id=files_id, registration=dict(registration))
+
+
+def stamp(changed: Head, base: Head, write_id: str) -> Head:
+    """``changed`` as the successor of ``base``, carrying the id of the write that makes it so."""
+    return replace(
+        changed,
+        generation=base.generation + 1,
+        writes=(*base.writes[-REMEMBERED_WRITES + 1 :], write_id),
+    )
+
+
+def _check_there(history: History, number: int) -> VersionEntry:
+    entry = history.durable(number)
+    if entry is None:
+        raise NotFound(f"there is no version {shown(number)}")
+    return entry

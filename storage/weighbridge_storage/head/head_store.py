@@ -1,0 +1,335 @@
+"""Reader and writer of the heads of models, with their histories.
+
+`HeadStore` reads a head, applies a change, and writes it back only if nobody else has meanwhile. If the head has become too long, a
+part of it goes into the tree of its history, whose new nodes are written before the head (`history`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from weighbridge._core.lru import Cache
+from weighbridge._core.pauses import Pauses
+from weighbridge.errors import (
+    Conflict,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+    WeighbridgeError,
+)
+from weighbridge_storage.documents import document_digests
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head import REMEMBERED_WRITES, Head
+from weighbridge_storage.head.head_changes import stamp
+from weighbridge_storage.head.history import MOST_RECENT, History, NodeMissing, settled
+from weighbridge_storage.head.history_nodes import Node, NodeRef
+from weighbridge_storage.head.history_store import NodeStore
+from weighbridge_storage.stores.objects import IfMatch, ObjectStore, PutMode
+
+_CACHED_BYTES = 8 << 20
+"""Text of the heads that are remembered; parsed, it takes about four times as much."""
+_PAUSES = Pauses(first=0.002, longest=0.25)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A head that was read.
+
+    Attributes:
+        head: the head.
+        etag: the store's.
+        nbytes: length of its text.
+        asked, read: when the last reading of it began and ended, in seconds of the monotonic clock.
+    """
+
+    head: Head
+    etag: str
+    nbytes: int
+    asked: float
+    read: float
+
+
+class HeadStore:
+    """The heads of all models in a store.
+
+    Args:
+        store: where they lie. It must keep its promises about conditional writes.
+        patience_s: for how long an update goes on trying against other writers and a failing store, in seconds.
+        most_recent: how many entries and removals a head that is written here holds at most.
+    """
+
+    def __init__(
+        self, store: ObjectStore, *, patience_s: float = 30.0, most_recent: int = MOST_RECENT
+    ) -> None:
+        self._store = store
+        self._patience_s = patience_s
+        self._most_recent = most_recent
+        self._nodes = NodeStore(store)
+        self._changed = -math.inf
+        self._remembering = threading.Lock()
+        self._known: Cache[_Known] = Cache(_CACHED_BYTES, lambda known: known.nbytes)
+
+    def read(self, model: ModelName) -> tuple[Head, str] | None:
+        """A model's head and its etag; None if there is no such model, or it is deleted. Raises as `read_any`."""
+        found = self.read_any(model)
+        return None if found is None or found[0].deleted else found
+
+    def read_any(self, model: ModelName) -> tuple[Head, str] | None:
+        """As `read`, also of a model that is deleted.
+
+        Raises:
+            DataLoss: the head is damaged; says how it is rebuilt.
+            FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
+            WeighbridgeError: as `ObjectStore.get`.
+        """
+        asked = time.monotonic()
+        try:
+            data, etag = self._store.get(model.head_key)
+        except NotFound:
+            self._known.drop(model)
+            return None
+        known = self._known.get(model)
+        # it is read far more often than it changes
+        there = known is not None and known.etag == etag
+        head = known.head if known is not None and there else Head.from_json(data, model.head_key)
+        self._remember(model, _Known(head, etag, len(data), asked, time.monotonic()))
+        return head, etag
+
+    def _remember(self, model: ModelName, found: _Known) -> None:
+        """Of two reads that overlap, the one that ends last may have found the older head: it does not take the newer one's place."""
+        with self._remembering:
+            known = self._known.get(model)
+            after = known is None or found.asked >= known.read
+            if known is None or after or found.head.generation >= known.head.generation:
+                self._known.put(model, found)
+
+    def last_read(self, model: ModelName) -> Head | None:
+        """The head that was read last, without asking the store; None if none was, or it was forgotten since."""
+        known = self._known.get(model)
+        return None if known is None else known.head
+
+    def read_lately(self, model: ModelName, seconds: float) -> Head | None:
+        """The head, if it was read within so many seconds, and no head of any model was written here since. The store is not asked."""
+        known = self._known.get(model)
+        since = max(time.monotonic() - seconds, self._changed)
+        return None if known is None or known.asked < since else known.head
+
+    def history(self, model: ModelName) -> History | None:
+        """The versions that a model's head leads to; None if there is no such model. Raises as `read`."""
+        found = self.read(model)
+        return None if found is None else self.history_of(model, found[0])
+
+    def history_of_any(self, model: ModelName) -> History | None:
+        """As `history`, also of a model that is deleted."""
+        found = self.read_any(model)
+        return None if found is None else self.history_of(model, found[0])
+
+    def history_of(self, model: ModelName, head: Head) -> History:
+        """The versions that a model's head leads to, or a newer one, if nodes are missing because it is so old."""
+        return History(head, partial(self.load_node, model), partial(self._newer, model))
+
+    def load_node(self, model: ModelName, ref: NodeRef) -> Node:
+        """A node of a model's history; raises as `NodeStore.load`."""
+        return self._nodes.load(model, ref)
+
+    def update(
+        self,
+        model: ModelName,
+        change: Callable[[Head], tuple[Head, T]],
+        *,
+        create: bool = False,
+        deleted: bool = False,
+    ) -> T:
+        """As `edit`, for a change that needs to know no more than what the head itself says."""
+        return self.edit(model, lambda history: change(history.head), create=create, deleted=deleted)
+
+    def edit(
+        self,
+        model: ModelName,
+        change: Callable[[History], tuple[Head, T]],
+        *,
+        create: bool = False,
+        deleted: bool = False,
+    ) -> T:
+        """Change a model's head exactly once, whoever else changes it at the same time.
+
+        A write whose response is lost or misleading counts as done if its id stands in the head afterwards; no
+        change is ever applied twice.
+
+        Args:
+            model: which model.
+            change: gives the new head and a result. May be called several times, so it must have no effects of its
+                own. What it raises ends the update, but for Unavailable and DeadlineExceeded, with which the store refuses
+                to give a part of the history: then it is called again. A head that it returns unchanged is not written.
+            create: start from ``Head()`` if there is no such model, or from what is left of one that is deleted.
+            deleted: change also what is left of a model that is deleted.
+
+        Returns:
+            The result of the call of ``change`` that was written.
+
+        Raises:
+            NotFound: there is no such model, and ``create`` is not set.
+            Conflict: other writers were faster for all of `patience_s`; nothing was changed.
+            DataLoss: a node of the history is missing.
+            DeadlineExceeded: the store failed, and whether the change was made could not be found out.
+            Unavailable: the store cannot be read, or takes no nodes; nothing was changed.
+            WeighbridgeError: as `ObjectStore.put`.
+        """
+        give_up = time.monotonic() + self._patience_s
+        results: dict[str, T] = {}
+        found = self.read_any(model)
+        attempt = 0
+        doubtful = unsure = False
+        while True:
+            if not create and (found is None or (found[0].deleted and not deleted)):
+                raise NotFound(f"there is no model {model}", fix="register it first")
+            base = Head() if found is None else found[0]
+            mode: PutMode = "create" if found is None else IfMatch(found[1])
+            failure: WeighbridgeError
+            try:
+                changed, result = change(History(base, partial(self.load_node, model)))
+                if changed == base:
+                    return result
+                write_id = uuid.uuid4().hex
+                text = self.settle(model, stamp(changed, base, write_id)).to_json()
+            except NodeMissing as error:
+                failure = _missing(error)  # unless there is a newer head, which leads elsewhere
+            except (Unavailable, DeadlineExceeded) as error:
+                failure = error
+            else:
+                results[write_id] = result
+                try:
+                    try:
+                        self._store.put(model.head_key, text, mode=mode)
+                    finally:
+                        self._changed = time.monotonic()
+                    return result
+                except (Conflict, Unavailable, DeadlineExceeded) as error:
+                    failure = error
+                    # A store that says Conflict has made sure of it: however often others change the head, ours is not in it.
+                    doubtful = doubtful or not isinstance(error, Conflict)
+                    unsure = unsure or isinstance(error, DeadlineExceeded)
+            # Look at once, while the head remembers this write if it landed, and again after a pause, for a head as
+            # fresh as can be. A write that timed out may land between the two, so look for all of them each time.
+            seen = base.generation
+            for pause_s in (0.0, _pause_s(attempt)):
+                time.sleep(pause_s)
+                found = self._read_back(model, give_up)
+                now = Head() if found is None else found[0]
+                for landed in results.keys() & set(now.writes):
+                    return results[landed]
+                # Once the generation has moved on, no write that was made for an earlier one can land any more.
+                if seen == base.generation and now.generation > seen:
+                    if doubtful and now.generation > seen + REMEMBERED_WRITES:
+                        raise _unknown_outcome(model, "it was changed too often meanwhile")
+                    doubtful = unsure = False
+                seen = now.generation
+            stuck = seen == base.generation
+            if time.monotonic() > give_up or (stuck and isinstance(failure, DataLoss)):
+                if stuck:
+                    raise (_unknown_outcome(model, failure.message) if unsure else failure) from failure
+                raise Conflict(
+                    f"other writers of {model} were faster for {self._patience_s:g} s", fix="try again"
+                ) from failure
+            attempt += 1
+
+    def _read_back(self, model: ModelName, give_up: float) -> tuple[Head, str] | None:
+        """As `read_any`, but tries until the time ``give_up`` while the store fails."""
+        attempt = 0
+        while True:
+            try:
+                return self.read_any(model)
+            except (Unavailable, DeadlineExceeded) as error:
+                if time.monotonic() > give_up:
+                    raise _unknown_outcome(model, error.message) from error
+            time.sleep(_pause_s(attempt))
+            attempt += 1
+
+    def settle(self, model: ModelName, head: Head) -> Head:
+        """A head that leads to the same history and is not too long; the nodes that it takes are in the store on return.
+
+        Args:
+            model: which model.
+            head: what is to be written next, with its generation.
+
+        Raises:
+            NodeMissing: a node of the history is missing.
+            WeighbridgeError: as `NodeStore.load` and `NodeStore.write`.
+        """
+        after, nodes = settled(head, partial(self.load_node, model), self._most_recent)
+        self._nodes.write(model, nodes)
+        return after
+
+    def models(self, after: str = "") -> Iterator[ModelName]:
+        """Models by namespace and name, from the one behind ``after`` on; no head is read.
+
+        A name whose head was never written, or is lost, may be among them.
+
+        Raises:
+            WeighbridgeError: as `ObjectStore.folders`.
+        """
+        namespace_before, _, name_before = after.partition("/")
+        for namespace in sorted(self._store.folders("models/")):
+            if namespace < namespace_before:
+                continue
+            for name in sorted(self._store.folders(f"models/{namespace}/")):
+                model = _model_or_none(namespace, name)
+                if model is not None and (namespace, name) > (namespace_before, name_before):
+                    yield model
+
+    def examined(self) -> Iterator[tuple[ModelName, DataLoss | FailedPrecondition | None]]:
+        """Each model, and why its head cannot be read here: damaged, of an earlier format, or of a later release; None if it can be.
+
+        Raises:
+            WeighbridgeError: as `ObjectStore.folders` and `ObjectStore.get`.
+        """
+        for model in self.models():
+            try:
+                self.read(model)
+            except (DataLoss, FailedPrecondition) as error:
+                yield model, error
+            else:
+                yield model, None
+
+    def _newer(self, model: ModelName, head: Head) -> Head:
+        """A newer head, for whoever finds that a node is missing. Raises DataLoss if there is none."""
+        found = self.read_any(model)
+        if found is None or found[0].generation == head.generation:
+            raise _missing(f"the history of {model}")
+        return found[0]
+
+
+def _pause_s(attempt: int) -> float:
+    """A random pause, the longer the more attempts have failed, so that writers fall out of step."""
+    return _PAUSES.after(attempt, random.random())
+
+
+def _missing(what: object) -> DataLoss:
+    return DataLoss(f"{what} is missing from the store, or a part of it", fix=document_digests.REPAIR)
+
+
+def _unknown_outcome(model: ModelName, why: str) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"whether {model} was changed could not be found out: {why}",
+        fix="read the model's state, then decide",
+    )
+
+
+def _model_or_none(namespace: str, name: str) -> ModelName | None:
+    try:
+        return ModelName(namespace, name)
+    except InvalidArgument:
+        return None

@@ -1,0 +1,230 @@
+"""Books of a pool of images: which regions there are, who has them, and what is reserved and not made yet.
+
+Its user holds a lock: nothing here waits, and only asking whether a region is still mapped elsewhere goes to the kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from weighbridge._core.text.sizes import readable_size
+from weighbridge_storage.memory.image_decisions import Headroom, Space, fits
+from weighbridge_storage.memory.regions import Region
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOwner:
+    """What an image is for.
+
+    Attributes:
+        model: ``namespace/name``; empty where nobody said.
+        number: of the version; 0 if it is made ahead of the model's next one.
+    """
+
+    model: str = ""
+    number: int = 0
+
+    def __str__(self) -> str:
+        if not self.model:
+            return "an image"
+        return f"{self.model}@{self.number}" if self.number else f"the next version of {self.model}"
+
+
+class HeldFor(StrEnum):
+    """Why an image is held."""
+
+    MAKING = "making"
+    """Reserved; the system is being asked for its pages."""
+    RECEIVING = "receiving"
+    """Being filled by a push."""
+    READY = "ready"
+    """Complete: kept until it is durable and a newer version is ready."""
+    READERS = "readers"
+    """No longer kept for the version itself, but somebody still reads it."""
+    MAPPED = "mapped"
+    """Nobody's any more, but a process of this machine still has it mapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A region that somebody has.
+
+    Attributes:
+        owner: what it is or was for.
+        nbytes: its size.
+        in_memory: whether it is shared memory, and not a file.
+        use: why it is held.
+        seconds: for how long it has been that owner's.
+        readers: holds on it, of those who read or write it.
+        reading_seconds: for how long the oldest of these has been there; 0 without.
+    """
+
+    owner: ImageOwner
+    nbytes: int
+    in_memory: bool
+    use: HeldFor
+    seconds: float
+    readers: int = 0
+    reading_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        place = "memory" if self.in_memory else "disk"
+        seconds = self.reading_seconds if self.use is HeldFor.READERS else self.seconds
+        why = {
+            HeldFor.MAKING: "being made",
+            HeldFor.RECEIVING: "being received",
+            HeldFor.READY: "ready; kept until it is durable and a newer version is ready",
+            HeldFor.READERS: f"kept by {self.readers} readers",
+            HeldFor.MAPPED: "still mapped by another process",
+        }[self.use]
+        return f"{self.owner}: {readable_size(self.nbytes)} of {place}, {why}, for {seconds:.0f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """What a pool holds, in bytes of regions, and what it has done so far.
+
+    Attributes:
+        memory_in_use: shared memory of images that somebody holds.
+        memory_free: shared memory of regions that wait to be used again.
+        disk_in_use: likewise on disk.
+        disk_free: likewise on disk.
+        made: regions made.
+        reused: images that got a region made for an earlier one.
+    """
+
+    memory_in_use: int
+    memory_free: int
+    disk_in_use: int
+    disk_free: int
+    made: int
+    reused: int
+
+
+class ImageBooks:
+    """The regions of one pool, by what they are doing. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: list[Region] = []  # the longest unused first
+        # nobody's image any more, but other processes still use them: what they were, and since when they are not
+        self._mapped: list[tuple[Region, Holding, float]] = []
+        self._regions = {True: 0, False: 0}  # bytes in memory and on disk, with those being made
+        self._unmade = {True: 0, False: 0}  # bytes of those that the system has not been asked for yet
+        self._made = 0
+        self._reused = 0
+
+    def space(self, *, in_memory: bool, budget: int, room: Headroom, model: str = "") -> Space:
+        """What can be had of one kind of room.
+
+        Args:
+            in_memory: which kind.
+            budget: most bytes of all regions.
+            room: what the machine has.
+            model: for whose image.
+        """
+        regions = self._of(in_memory)
+        free = tuple(region.capacity for region in regions)
+        return Space(
+            budget=budget,
+            in_use=self._regions[in_memory] - sum(free),
+            free=free,
+            available=max(room.available - self._unmade[in_memory], 0),
+            most=room.most,
+            own=frozenset(i for i, region in enumerate(regions) if model and region.model == model),
+        )
+
+    def ahead(self, nbytes: int, model: str) -> int:
+        """Free regions in memory that a model's next image can have without taking them from another model."""
+        free = self._of(in_memory=True)
+        return sum(fits(nbytes, region.capacity) and region.model in ("", model) for region in free)
+
+    def reserve(self, nbytes: int, *, in_memory: bool) -> None:
+        """A region is about to be made."""
+        self._regions[in_memory] += nbytes
+        self._unmade[in_memory] += nbytes
+
+    def allocated(self, nbytes: int, *, in_memory: bool) -> None:
+        """So many bytes of a region being made are the system's to count from now on."""
+        self._unmade[in_memory] -= nbytes
+
+    def made(self) -> None:
+        """A region is there."""
+        self._made += 1
+
+    def forget(self, nbytes: int, *, in_memory: bool) -> None:
+        """A region is given back to the system, or could not be made."""
+        self._regions[in_memory] -= nbytes
+
+    def reuse(self, index: int, *, in_memory: bool) -> Region:
+        """Take one of the free regions."""
+        region = self._of(in_memory)[index]
+        self._free.remove(region)
+        self._reused += 1
+        return region
+
+    def give_up(self, count: int, *, in_memory: bool) -> list[Region]:
+        """Strike the longest unused free regions off the books; closing them takes time, and is left to the caller."""
+        return [self._strike_off(region) for region in self._of(in_memory)[:count]]
+
+    def give_surplus_up(self, most: int) -> list[Region]:
+        """Strike those off the books that were not used for longest, until no more than so many are free."""
+        return [self._strike_off(region) for region in self._free[: max(len(self._free) - most, 0)]]
+
+    def give_all_up(self) -> list[Region]:
+        """Strike all free regions off the books."""
+        return [self._strike_off(region) for region in list(self._free)]
+
+    def _strike_off(self, region: Region) -> Region:
+        self._free.remove(region)
+        self.forget(region.capacity, in_memory=region.in_memory)
+        return region
+
+    def put_back(self, region: Region, holding: Holding) -> bool:
+        """A region is nobody's any more; whether it can be used again already.
+
+        Args:
+            region: the region.
+            holding: what it was.
+        """
+        self._mapped.append((region, holding, time.monotonic()))
+        self.look_again()
+        return region in self._free
+
+    def take_back(self, region: Region) -> None:
+        """A region that was struck off cannot be given back to the system yet: other processes still have it mapped."""
+        self._regions[region.in_memory] += region.capacity
+        holding = Holding(ImageOwner(region.model), region.capacity, region.in_memory, HeldFor.MAPPED, 0.0)
+        self._mapped.append((region, holding, time.monotonic()))
+
+    def look_again(self) -> None:
+        """Use those regions again that no other process has mapped any more."""
+        used = {id(region) for region, _, _ in self._mapped if region.in_use_elsewhere()}
+        self._free += [region for region, _, _ in self._mapped if id(region) not in used]
+        self._mapped = [entry for entry in self._mapped if id(entry[0]) in used]
+
+    @property
+    def mapped(self) -> list[Holding]:
+        """Regions that are nobody's, and that other processes still have mapped."""
+        now = time.monotonic()
+        return [
+            replace(holding, use=HeldFor.MAPPED, seconds=now - since, readers=0, reading_seconds=0.0)
+            for _, holding, since in self._mapped
+        ]
+
+    def usage(self) -> PoolUsage:
+        """The sums."""
+        memory, disk = (sum(region.capacity for region in self._of(kind)) for kind in (True, False))
+        return PoolUsage(
+            memory_in_use=self._regions[True] - memory,
+            memory_free=memory,
+            disk_in_use=self._regions[False] - disk,
+            disk_free=disk,
+            made=self._made,
+            reused=self._reused,
+        )
+
+    def _of(self, in_memory: bool) -> Sequence[Region]:
+        return [region for region in self._free if region.in_memory is in_memory]

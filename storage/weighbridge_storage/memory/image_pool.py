@@ -1,0 +1,429 @@
+"""Pool of images: makes them, uses their memory again, and admits those who ask for one.
+
+Fresh pages cost far more than the copy into them, so a pool makes regions once and uses them again. It promises only what is
+there: a request for an image is queued, is admitted by `image_decisions`, and has its room in the books before any of it is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from weighbridge._core.text.sizes import readable_size
+from weighbridge.errors import InvalidArgument, ResourceExhausted
+from weighbridge_storage.memory import image_decisions
+from weighbridge_storage.memory.image_books import HeldFor, Holding, ImageBooks, ImageOwner, PoolUsage
+from weighbridge_storage.memory.image_decisions import GiveBack, Headroom, Later, Make, Refuse, Reuse, Space
+from weighbridge_storage.memory.images import Image, place_files
+from weighbridge_storage.memory.memory_limits import UNLIMITED, read_disk
+from weighbridge_storage.memory.regions import Region
+
+log = logging.getLogger(__name__)
+
+_NOBODY = ImageOwner()
+_LOOK_SECONDS = 0.25
+"""How often who waits looks again: what other processes let go of, nothing here hears of."""
+_MOST_FREE = 64
+"""Free regions that wait to be used again, whatever their sizes: each takes a descriptor and a mapping."""
+_LET_GO_SECONDS = 0.5
+"""How long other processes have to let go of memory that is given back to the system, before it is counted as theirs: they do it in
+milliseconds."""
+_LET_GO_PAUSE = 0.001
+_NAMED = 20
+"""Holders that an error names."""
+
+
+def _unlimited() -> Headroom:
+    return Headroom(UNLIMITED, UNLIMITED)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An image that somebody waits for.
+
+    Attributes:
+        owner: what it is for.
+        nbytes: bytes of its region.
+        seconds: for how long.
+        reason: what it waits for, with the figures.
+    """
+
+    owner: ImageOwner
+    nbytes: int
+    seconds: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.owner} has waited {self.seconds:.0f} s: {self.reason}"
+
+
+class ImageRequest:
+    """A place in the line for images. Made by `ImagePool.queue`; a context manager that leaves the line at its end.
+
+    Attributes:
+        owner: what the image is for.
+        nbytes: bytes of its region.
+        reason: why it was not admitted when that was last looked at; empty if it was not.
+        ahead: whether nobody needs it yet.
+    """
+
+    def __init__(
+        self,
+        pool: ImagePool,
+        sizes: Mapping[str, int],
+        owner: ImageOwner,
+        *,
+        ahead: bool = False,
+    ) -> None:
+        self.owner = owner
+        self.nbytes = place_files(sizes)[1]
+        self._since = time.monotonic()
+        self.reason = ""
+        self.ahead = ahead
+        self._pool = pool
+        self._sizes = sizes
+
+    @property
+    def seconds(self) -> float:
+        """How long ago the request was made."""
+        return time.monotonic() - self._since
+
+    def take(self, patience: float = 0.0) -> Image:
+        """The image, once it is this request's turn and there is room. Makes it, which takes time, outside of the line.
+
+        Args:
+            patience: how many seconds to wait for that. Who would rather not wait here asks again: the request keeps its place.
+
+        Raises:
+            ResourceExhausted: there was no room in time; says how much is missing, and who has it. Or, without a `retry_after`:
+                there never will be.
+        """
+        return self._pool.fulfil(self, self._sizes, patience)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.leave(self)
+
+
+class ImagePool:
+    """Makes images, and uses their regions again. Thread-safe.
+
+    A region is not zeroed between two uses. That is safe because nobody sees an image before it is complete, and complete
+    means that headers and tensors were written over every byte of every file. One that a process may still be writing to
+    (`Region.may_change`) is not used again before that is over.
+
+    Requests are admitted in the order in which they came: one that is small does not overtake a large one that waits.
+
+    Args:
+        budget_bytes: most shared memory for all images together, free regions included.
+        spill_folder: where images go for which memory has no room; None to make them wait. It must be there.
+        recall: is called with each region that other processes may have mapped and that another model is to have, or that is given back
+            to the system.
+        spill_bytes: most bytes of all images there.
+        memory_room: what the machine has for images; is asked before each region is made.
+
+    Raises:
+        InvalidArgument: a budget is negative.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        spill_folder: str | os.PathLike[str] | None = None,
+        recall: Callable[[Region], None] = lambda _region: None,
+        *,
+        spill_bytes: int = UNLIMITED,
+        memory_room: Callable[[], Headroom] = _unlimited,
+    ) -> None:
+        for what, nbytes in (("memory", budget_bytes), ("spill", spill_bytes)):
+            if nbytes < 0:
+                raise InvalidArgument(f"a {what} budget of {nbytes} bytes is negative")
+        self._budget = budget_bytes
+        self._folder = None if spill_folder is None or not spill_bytes else os.fspath(spill_folder)
+        self._spill_bytes = spill_bytes
+        self._memory_room = memory_room
+        self._changed = threading.Condition()
+        self._recall = recall
+        self._books = ImageBooks()
+        self._images: weakref.WeakSet[Image] = weakref.WeakSet()
+        self._line: deque[ImageRequest] = deque()
+        self._making: dict[ImageRequest, bool] = {}  # what is reserved and not there yet; whether in memory
+
+    def queue(self, file_sizes: Mapping[str, int], owner: ImageOwner = _NOBODY) -> ImageRequest:
+        """Stand in line for an image with room for these files.
+
+        Args:
+            file_sizes: size of each file in bytes, by name.
+            owner: what it is for.
+
+        Raises:
+            InvalidArgument: a size is negative.
+        """
+        request = ImageRequest(self, file_sizes, owner)
+        with self._changed:
+            self._line.append(request)
+        return request
+
+    def fulfil(self, request: ImageRequest, sizes: Mapping[str, int], patience: float) -> Image:
+        """See `ImageRequest.take`."""
+        deadline = time.monotonic() + patience
+        while True:
+            with self._changed:
+                admitted = self._admit(request, deadline)
+                if not isinstance(admitted, GiveBack):
+                    region = self._enter(admitted, request)
+                    break
+                given_up = self._books.give_up(admitted.count, in_memory=admitted.in_memory)
+            self._close_all(given_up)
+        self.leave(request)
+        if region is None:
+            region = self._make(request, in_memory=admitted.in_memory)
+        return self._image(region, sizes, request.owner)
+
+    def _enter(self, admitted: Reuse | Make, request: ImageRequest) -> Region | None:
+        """Enter what was decided into the books; gives the region if it is there already."""
+        if isinstance(admitted, Reuse):
+            return self._books.reuse(admitted.index, in_memory=admitted.in_memory)
+        self._books.reserve(request.nbytes, in_memory=admitted.in_memory)
+        self._making[request] = admitted.in_memory
+        return None
+
+    def _admit(self, request: ImageRequest, deadline: float) -> Reuse | Make | GiveBack:
+        """Wait until it is a request's turn and there is room for it, or until free regions can make that room."""
+        while True:
+            memory, disk = self._spaces(request)
+            decision = image_decisions.decide(request.nbytes, memory, disk)
+            ahead = self._line[0] if self._line and self._line[0] is not request else None
+            if isinstance(decision, Refuse):
+                raise ResourceExhausted(
+                    f"{request.owner} can never be received here: {image_decisions.shortage(request.nbytes, memory, disk)}",
+                    fix=image_decisions.remedy(request.nbytes, memory, disk),
+                )
+            if ahead is not None:
+                reason = f"{ahead.owner}, which needs {readable_size(ahead.nbytes)}, comes first"
+            elif isinstance(decision, Later):
+                reason = image_decisions.shortage(request.nbytes, memory, disk)
+            else:
+                return decision
+            if not request.reason and request in self._line:
+                log.info("%s waits for an image: %s", request.owner, reason)
+            request.reason = reason
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._no_room(request, memory, disk)
+            self._changed.wait(min(left, _LOOK_SECONDS))
+
+    def _no_room(self, request: ImageRequest, memory: Space, disk: Space) -> ResourceExhausted:
+        return ResourceExhausted(
+            f"{request.owner} found no room within {request.seconds:.0f} s: {request.reason}",
+            details=[str(holding) for holding in self._holdings()[:_NAMED]],
+            fix="wait until another version is done, abort one, or let go of tensors that were pulled without a copy; if that goes on, "
+            + image_decisions.remedy(request.nbytes, memory, disk, beside=memory.in_use),
+            retry_after=_LOOK_SECONDS,
+        )
+
+    def leave(self, request: ImageRequest) -> None:
+        """Take a request out of the line. Doing it again does nothing."""
+        with self._changed:
+            if request in self._line:
+                self._line.remove(request)
+                self._changed.notify_all()
+
+    def make_ahead(self, file_sizes: Mapping[str, int], owner: ImageOwner, count: int) -> int:
+        """Have memory for so many images of a model, those that it has included, as long as that takes nothing from others.
+
+        Args:
+            file_sizes: of the images.
+            owner: names the model.
+            count: how many.
+
+        Returns:
+            How many there are.
+        """
+        request = ImageRequest(self, file_sizes, owner, ahead=True)
+        while True:
+            with self._changed:
+                there = self._images_of(owner.model, request.nbytes)
+                if there >= count or self._line or not self._memory().has_room_for(request.nbytes):
+                    return there
+                self._enter(Make(in_memory=True), request)
+            self._image(self._make(request, in_memory=True), file_sizes, owner).release()
+
+    def images_of(self, model: str, file_sizes: Mapping[str, int]) -> int:
+        """How many images of a model there is memory for, those that it has included."""
+        with self._changed:
+            return self._images_of(model, place_files(file_sizes)[1])
+
+    def _images_of(self, model: str, nbytes: int) -> int:
+        self._books.look_again()
+        held = [each for each in self._holdings() if each.owner.model == model and each.in_memory]
+        return self._books.ahead(nbytes, model) + len(held)
+
+    def trim(self) -> int:
+        """Give all free regions back to the system; returns their bytes."""
+        with self._changed:
+            self._books.look_again()
+            given_up = self._books.give_all_up()
+        return self._close_all(given_up)
+
+    def usage(self) -> PoolUsage:
+        """What the pool holds now."""
+        with self._changed:
+            self._books.look_again()
+            return self._books.usage()
+
+    def holdings(self) -> list[Holding]:
+        """Who has which image, the longest held first."""
+        with self._changed:
+            self._books.look_again()
+            return self._holdings()
+
+    def waiting(self) -> list[Waiting]:
+        """Who waits for an image, the first in line first; those that have just come are not among them."""
+        with self._changed:
+            return [
+                Waiting(request.owner, request.nbytes, request.seconds, request.reason)
+                for request in self._line
+                if request.reason
+            ]
+
+    def spaces(self) -> tuple[Space, Space]:
+        """Room for images in memory and on disk.
+
+        Raises:
+            WeighbridgeError: the spill folder cannot be asked.
+        """
+        with self._changed:
+            self._books.look_again()
+            return self._memory(), self._disk()
+
+    def _holdings(self) -> list[Holding]:
+        found = [
+            Holding(request.owner, request.nbytes, in_memory, HeldFor.MAKING, request.seconds)
+            for request, in_memory in self._making.items()
+        ]
+        images = [image.holding for image in self._images]
+        found += [
+            holding for holding in images if holding.use is not HeldFor.MAPPED
+        ]  # these are in the books
+        found += self._books.mapped
+        return sorted(found, key=lambda holding: -holding.seconds)
+
+    def _spaces(self, request: ImageRequest) -> tuple[Space, Space]:
+        memory, nbytes = self._memory_for(request), request.nbytes
+        if image_decisions.offer(nbytes, memory, in_memory=True):
+            return memory, image_decisions.NO_SPACE
+        if nbytes <= memory.ceiling and any(making.ahead for making in self._making):
+            # it is there in a moment, and can be had or given up: memory is worth that wait
+            return memory, image_decisions.NO_SPACE
+        return memory, self._disk()
+
+    def _memory_for(self, request: ImageRequest) -> Space:
+        """Room in memory for an image. A free region asks nothing of the machine, whose limits take a millisecond to read."""
+        self._books.look_again()
+        there = self._books.space(
+            in_memory=True, budget=self._budget, room=Headroom(0, 0), model=request.owner.model
+        )
+        offer = image_decisions.offer(request.nbytes, there, in_memory=True)
+        return there if isinstance(offer, Reuse) else self._memory()
+
+    def _memory(self) -> Space:
+        return self._books.space(in_memory=True, budget=self._budget, room=self._memory_room())
+
+    def _disk(self) -> Space:
+        if self._folder is None:
+            return image_decisions.NO_SPACE
+        disk = read_disk(self._folder)
+        available = min(disk.available, self._memory_room().available) if disk.in_memory else disk.available
+        usage = self._books.usage()
+        room = Headroom(available, available + usage.disk_in_use + usage.disk_free)
+        return self._books.space(in_memory=False, budget=self._spill_bytes, room=room)
+
+    def _image(self, region: Region, sizes: Mapping[str, int], owner: ImageOwner) -> Image:
+        if region.model != owner.model:
+            if region.model:
+                self._recall(region)  # those who write one model's versions have no business in another's
+            region.model = owner.model
+        image = Image(region, sizes, owner, self._give_back)
+        with self._changed:
+            self._images.add(image)
+        return image
+
+    def _make(self, request: ImageRequest, *, in_memory: bool) -> Region:
+        """A region for which room is reserved already. Takes the lock only for the books."""
+        left = request.nbytes
+
+        def allocated(nbytes: int) -> None:
+            nonlocal left
+            left -= nbytes
+            with self._changed:
+                self._books.allocated(nbytes, in_memory=in_memory)
+
+        region: Region | None = None
+        try:
+            region = Region(request.nbytes, None if in_memory else self._folder, allocated)
+        finally:
+            with self._changed:
+                del self._making[request]
+                if region is not None:
+                    self._books.made()
+                else:
+                    self._books.allocated(left, in_memory=in_memory)
+                    self._books.forget(request.nbytes, in_memory=in_memory)
+                    self._changed.notify_all()
+        return region
+
+    def _give_back(self, image: Image, region: Region) -> None:
+        holding = image.holding
+        if region.was_left_open and not region.in_memory:
+            # not every file system can say who has a file open; its room comes back when the last reader has gone
+            with self._changed:
+                self._books.forget(region.capacity, in_memory=False)
+                self._changed.notify_all()
+            region.close()
+            return
+        with self._changed:
+            free = self._books.put_back(region, holding)
+            surplus = self._books.give_surplus_up(_MOST_FREE)
+            self._changed.notify_all()
+        if not free:
+            self._recall(region)
+        self._close_all(surplus)
+
+    def _close_all(self, regions: list[Region]) -> int:
+        """Close regions; returns their bytes. One that other processes do not let go of stays in the books until they do."""
+        for region in regions:
+            self._recall(region)
+        until = time.monotonic() + _LET_GO_SECONDS
+        closed = 0
+        for region in regions:
+            if self._is_let_go(region, until):
+                region.close()
+                closed += region.capacity
+            else:
+                with self._changed:
+                    self._books.take_back(region)
+        return closed
+
+    @staticmethod
+    def _is_let_go(region: Region, until: float) -> bool:
+        if not region.in_memory:
+            return True  # not every file system can say who has a file open; its room comes back with the last reader
+        region.left_open()
+        while region.in_use_elsewhere():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LET_GO_PAUSE)
+        return True

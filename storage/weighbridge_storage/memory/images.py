@@ -1,0 +1,204 @@
+"""Images: the buffers in which versions are put together, and who may still be using them.
+
+An image holds the bytes of a version's files as they will finally stand, each file from a page boundary on, in one region
+of shared memory or of an unlinked file on local disk. `image_pool` makes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+from weighbridge.errors import FailedPrecondition, InvalidArgument
+from weighbridge_storage.memory.file_bytes import FileBytes, MappedBytes, Place
+from weighbridge_storage.memory.image_books import HeldFor, Holding, ImageOwner
+from weighbridge_storage.memory.regions import PAGE, Region
+from weighbridge_storage.stores.objects import ByteArray
+
+
+class Hold:
+    """Keeps what somebody reads as it is until it is released; a context manager."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """End the hold. Doing it again does nothing."""
+        with self._lock:
+            end, self._end = self._end, None
+        if end is not None:
+            end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def together(*holds: Hold) -> Hold:
+    """Several holds as one."""
+
+    def end() -> None:
+        for hold in holds:
+            hold.release()
+
+    return Hold(end)
+
+
+class Image:
+    """Buffers for the files of one version. Made by an `ImagePool`.
+
+    Whoever acquired it holds it until `release`; others take a `hold` for as long as they use it. When the last of them is
+    done, the region goes back to the pool, and arrays over it that somebody kept will show another version's bytes.
+
+    Attributes:
+        sizes: size of each file in bytes.
+        offsets: byte of the region where each file starts; multiples of `PAGE`.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        sizes: Mapping[str, int],
+        owner: ImageOwner,
+        done: Callable[[Image, Region], None],
+    ) -> None:
+        self.sizes: Mapping[str, int] = MappingProxyType(dict(sizes))
+        self.offsets: Mapping[str, int] = MappingProxyType(place_files(sizes)[0])
+        self._region: Region | None = region
+        self._nbytes, self._in_memory = region.capacity, region.in_memory
+        self._done = done
+        self._lock = threading.Lock()
+        self._holds: dict[int, float] = {}  # when each began, by its number; that of the acquirer is 1
+        self._count = 0
+        self._frozen = False
+        self._used_at = time.monotonic()
+        self._acquirers = self.hold()
+        self._owner, self._since = owner, time.monotonic()
+
+    @property
+    def buffers(self) -> Mapping[str, ByteArray]:
+        """A writable array of bytes for each file. What it holds at first is undefined.
+
+        Raises:
+            FailedPrecondition: the image is frozen, or was given back.
+        """
+        if self._frozen:
+            raise FailedPrecondition("the image is complete and can no longer be written")
+        return self._cut(self._live().writable)
+
+    @property
+    def read_only_buffers(self) -> Mapping[str, ByteArray]:
+        """An array of bytes for each file that cannot be written through.
+
+        Raises:
+            FailedPrecondition: the image was given back.
+        """
+        return self._cut(self._live().readable)
+
+    @property
+    def region(self) -> Region:
+        """Where it lies; valid as long as the image is held.
+
+        Raises:
+            FailedPrecondition: the image was given back.
+        """
+        return self._live()
+
+    @property
+    def file_bytes(self) -> dict[str, FileBytes]:
+        """Each file, for reading.
+
+        Raises:
+            FailedPrecondition: the image was given back.
+        """
+        region = self._live()
+
+        def place(name: str) -> Place:
+            reopen = functools.partial(region.reopen, writable=False)
+            return Place(
+                region.key, region.capacity, self.offsets[name], reopen, region.in_memory, region.left_open
+            )
+
+        return {name: MappedBytes(data, place(name)) for name, data in self._cut(region.readable).items()}
+
+    @property
+    def holding(self) -> Holding:
+        """Who has it, and why."""
+        with self._lock:
+            readers = [since for number, since in self._holds.items() if number > 1]
+            if 1 not in self._holds:
+                use = HeldFor.READERS if readers else HeldFor.MAPPED
+            else:
+                use = HeldFor.READY if self._frozen else HeldFor.RECEIVING
+            now = time.monotonic()
+            reading = now - min(readers, default=now)
+            held = now - self._since
+            return Holding(self._owner, self._nbytes, self._in_memory, use, held, len(readers), reading)
+
+    @property
+    def used_at(self) -> float:
+        """When a hold on it last began or ended, in seconds of the monotonic clock."""
+        return self._used_at
+
+    def freeze(self) -> None:
+        """Refuse `buffers` from now on. Writable arrays that were handed out before stay writable."""
+        self._frozen = True
+
+    def hold(self) -> Hold:
+        """Keep the image from going back to the pool.
+
+        Raises:
+            FailedPrecondition: it already has.
+        """
+        with self._lock:
+            self._live()
+            self._count += 1
+            self._used_at = self._holds[self._count] = time.monotonic()
+            return Hold(functools.partial(self._drop, self._count))
+
+    def release(self) -> None:
+        """End the acquirer's own hold. Doing it again does nothing."""
+        self._acquirers.release()
+
+    def _drop(self, number: int) -> None:
+        with self._lock:
+            del self._holds[number]
+            self._used_at = time.monotonic()
+            if self._holds:
+                return
+            region, self._region = self._region, None
+        if region is not None:
+            self._done(self, region)
+
+    def _live(self) -> Region:
+        region = self._region
+        if region is None:
+            raise FailedPrecondition("the image was given back to the pool")
+        return region
+
+    def _cut(self, whole: ByteArray) -> Mapping[str, ByteArray]:
+        return {name: whole[start : start + self.sizes[name]] for name, start in self.offsets.items()}
+
+
+def place_files(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Where files start when each begins on a page of its own, and the bytes needed for all: whole pages, at least one.
+
+    Raises:
+        InvalidArgument: a size is negative.
+    """
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        if size < 0:
+            raise InvalidArgument(f"file {name[:80]!r} has the size {size}")
+        offsets[name] = end
+        end += -(-size // PAGE) * PAGE
+    return offsets, max(end, PAGE)

@@ -1,0 +1,276 @@
+"""Regions of memory or disk that images lie in: who else may write to them, and how another process gets at them.
+
+A region is a piece of shared memory, or of a file on local disk that has no name. Other processes are given descriptors of their
+own, opened anew, so that the kernel counts them: it can be asked whether any process but this one could still write. A
+descriptor that was only duplicated would not be told from ours. It is asked where a process has not said itself that it writes no more.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import itertools
+import logging
+import mmap
+import os
+import signal
+import tempfile
+import threading
+import uuid
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+
+from weighbridge._memory.paging import COLLAPSE, HUGE_PAGE, POPULATE_WRITE, advise, map_aligned
+from weighbridge_storage.stores.objects import ByteArray, error_for
+
+log = logging.getLogger(__name__)
+
+PAGE = mmap.PAGESIZE
+_STEP_BYTES = 256 << 20
+"""How much is allocated at a time."""
+
+_serials = itertools.count(1)
+_BOOT = uuid.uuid4().hex
+"""Clients may have seen keys of an earlier process."""
+
+
+class _PlainPages:
+    """Whether memory is made in small pages on this machine; told once.
+
+    Attributes:
+        reason: why huge ones are not tried any more; empty if they are.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._told = False
+
+    def tell(self, error: OSError) -> None:
+        """Huge pages could not be made: because there are none now, or never."""
+        if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EPERM):
+            self.reason = str(error)
+        if not self._told:
+            self._told = True
+            log.warning(
+                "images lie in small pages, at least in part, which makes fresh memory and its first use slower: %s (madvise(2), "
+                "MADV_COLLAPSE, needs Linux 6.1 with transparent huge pages, and free memory in pieces of 2 MiB)",
+                error.strerror,
+            )
+
+
+_plain_pages = _PlainPages()
+
+
+class Region:
+    """A piece of shared memory, or of an unlinked file, with all its room reserved.
+
+    Args:
+        capacity: bytes; a multiple of `PAGE`, at least one.
+        folder: where to make the file; None for shared memory.
+        on_allocated: is told of bytes as they are allocated, which takes time; the last of them before it returns.
+
+    Raises:
+        ResourceExhausted: memory or disk has no room for it.
+
+    Attributes:
+        key: names it among all regions of all processes.
+        in_memory: whether it is shared memory.
+        model: whose image it was the last time; empty before. To be set by its user.
+    """
+
+    def __init__(
+        self, capacity: int, folder: str | None, on_allocated: Callable[[int], None] = lambda _nbytes: None
+    ) -> None:
+        self.key = f"{_BOOT}-{next(_serials)}"
+        self.capacity = capacity
+        self.in_memory = folder is None
+        self.model = ""
+        what = f"making an image of {capacity} bytes in {'memory' if folder is None else folder}"
+        try:
+            self.fd = _open_memory() if folder is None else _open_unlinked(folder, capacity)
+            self._release = weakref.finalize(self, os.close, self.fd)
+            self._asking = threading.Lock()
+            self._doubted: list[Callable[[], bool]] = []
+            self._left_open = False
+            try:
+                os.ftruncate(self.fd, capacity)
+                protection = mmap.PROT_READ | mmap.PROT_WRITE
+                self._map, offset = map_aligned(self.fd, capacity, mmap.MAP_SHARED, protection)
+                self.writable: ByteArray = np.frombuffer(self._map, np.uint8, capacity, offset)
+                for start in range(0, capacity, _STEP_BYTES):
+                    nbytes = min(_STEP_BYTES, capacity - start)
+                    if self.in_memory:
+                        self._make_huge(start, nbytes)
+                    # Without this, a disk that is full would be a SIGBUS in the middle of a copy.
+                    os.posix_fallocate(self.fd, start, nbytes)
+                    on_allocated(nbytes)
+                if folder is None:
+                    # Whoever gets the descriptor could cut the memory short under our hands otherwise.
+                    fcntl.fcntl(
+                        self.fd,
+                        fcntl.F_ADD_SEALS,
+                        fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
+                    )
+                os.fchmod(self.fd, 0o600)  # a descriptor for reading must not be a way to one for writing
+            except BaseException:
+                self._release()
+                for name in ("writable", "_map"):  # the error keeps this object, and must not keep its memory
+                    self.__dict__.pop(name, None)
+                raise
+        except OSError as error:
+            raise error_for(error, what) from error
+        if self.in_memory:
+            # A file's pages are not touched: an image there is larger than what memory should hold.
+            with suppress(OSError):  # an older kernel: the first copies will fault the pages in
+                advise(self.writable.ctypes.data, capacity, POPULATE_WRITE)
+        read_only = memoryview(self._map).toreadonly()
+        self.readable: ByteArray = np.frombuffer(read_only, np.uint8, capacity, offset)
+
+    def _make_huge(self, start: int, nbytes: int) -> None:
+        """Make a part of shared memory in huge pages, as far as the system has any: that takes a tenth of the time, too."""
+        pages = range(start, start + nbytes - HUGE_PAGE + 1, HUGE_PAGE)
+        address = self.writable.ctypes.data
+        if not pages or address % HUGE_PAGE or _plain_pages.reason:
+            return
+        for page in pages:
+            os.posix_fallocate(self.fd, page, PAGE)  # what is empty is not collapsed
+        try:
+            advise(address + start, len(pages) * HUGE_PAGE, COLLAPSE)
+        except OSError as error:
+            _plain_pages.tell(error)
+
+    def reopen(self, *, writable: bool) -> int:
+        """A descriptor for another process; to be closed here once it has been sent.
+
+        Whoever has it can map the region, and keeps its memory as long as it does.
+
+        Args:
+            writable: whether it can be written through, too.
+
+        Raises:
+            OSError: there is no ``/proc``, or no descriptor left.
+        """
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        return os.open(f"/proc/self/fd/{self.fd}", flags | os.O_CLOEXEC)
+
+    def doubt(self, exited: Callable[[], bool]) -> None:
+        """A process that was writing to it has not said that it writes no more.
+
+        Args:
+            exited: whether that process is known to have ended.
+        """
+        with self._asking:
+            self._doubted.append(exited)
+
+    def may_change(self) -> bool:
+        """Whether one of those processes may still write to it: it is there, and somebody has the region open for writing.
+
+        A region on disk also counts those who can only read it, because the kernel does not tell these apart from its own writer.
+        """
+        with self._asking:
+            self._doubted = [exited for exited in self._doubted if not exited()]
+            if self._doubted and not self._is_open_elsewhere(fcntl.F_RDLCK):
+                self._doubted = []
+            return bool(self._doubted)
+
+    def left_open(self) -> None:
+        """A process that was reading it has gone away without a word, and may still have it mapped."""
+        self._left_open = True
+
+    @property
+    def was_left_open(self) -> bool:
+        """Whether that was said of it, and not seen to be over."""
+        return self._left_open
+
+    def in_use_elsewhere(self) -> bool:
+        """Whether it must not be used for something else: it `may_change`, or is still read by one who has `left_open`."""
+        if self.may_change():
+            return True
+        with self._asking:
+            if self._left_open:
+                self._left_open = self._is_open_elsewhere(fcntl.F_WRLCK)
+            return self._left_open
+
+    def _is_open_elsewhere(self, kind: int) -> bool:
+        """Whether others can write to it (F_RDLCK), or have it open at all (F_WRLCK)."""
+        try:
+            if not self.in_memory:
+                return not _can_be_leased(self.fd, fcntl.F_WRLCK)
+            # the descriptor that memory was made with is not counted; those that are opened later are
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return not _can_be_leased(fd, kind)
+            finally:
+                os.close(fd)
+        except OSError:
+            return True  # who cannot be asked about is taken for being there; it is asked again
+
+    def close(self) -> None:
+        """Give it back to the system; an array over it that somebody kept still keeps its memory."""
+        del self.writable, self.readable, self._map
+        self._release()
+
+
+def _open_memory() -> int:
+    return os.memfd_create("weighbridge-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def _open_unlinked(folder: str, capacity: int) -> int:
+    """A new file without a name, if there is room for it."""
+    status = os.statvfs(folder)
+    if status.f_bavail * status.f_frsize < capacity:
+        # Found out before the disk is filled to the last byte, which others may be writing to.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+    with tempfile.TemporaryFile(dir=folder, prefix=".image-", buffering=0) as file:
+        return os.dup(file.fileno())
+
+
+def _can_be_leased(fd: int, kind: int) -> bool:
+    """Whether the kernel grants a file lease: F_RDLCK if nobody has the file open for writing, F_WRLCK if nobody else at all.
+
+    Source: fcntl(2), "Leases".
+    """
+    # the signal for a lease that is broken ends a process by default; this one is ignored by default
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
+    except BlockingIOError:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True
+
+
+@functools.cache
+def why_not_lent() -> str:
+    """Why regions cannot be given to other processes on this machine; empty if they can.
+
+    Tried out once: a second descriptor has to be noticed, and its end as well, be it for writing or for reading.
+    """
+    try:
+        region = Region(PAGE, None)
+        try:
+            seen = [region.in_use_elsewhere()]
+            for writable in (True, False):
+                protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+                fd = region.reopen(writable=writable)
+                if writable:
+                    region.doubt(lambda: False)
+                else:
+                    region.left_open()
+                with mmap.mmap(fd, PAGE, prot=protection):
+                    os.close(fd)
+                    seen.append(region.in_use_elsewhere())
+                seen.append(region.in_use_elsewhere())
+        finally:
+            region.close()
+    except OSError as error:
+        return f"this system cannot say who may still use shared memory: {error}"
+    return (
+        ""
+        if seen == [False, True, False, True, False]
+        else "this system does not say truthfully who may still use shared memory"
+    )

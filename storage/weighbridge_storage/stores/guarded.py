@@ -1,0 +1,225 @@
+"""Store whose small calls have a deadline: what waits for a store that hangs waits for seconds, and no caller's thread hangs with it.
+
+A folder on a network file system hangs in system calls for as long as its server is away, and S3 clients try for minutes. Here the calls are
+made by threads of their own (`call_threads`), and a caller that has waited for the patience is told that nothing came. From then on a
+breaker (`breaker`) refuses calls at once. No caller is sent ahead to see whether the store is back: one thread of the guard asks it again
+and again until it answers.
+
+Nothing is tried again here, and nothing is taken back: a write of which the caller was told that its fate is unknown may still land.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from typing import TypeVar
+
+from weighbridge.errors import DeadlineExceeded, NotFound, Unavailable
+from weighbridge_storage.stores.breaker import Breaker
+from weighbridge_storage.stores.call_threads import CallThreads
+from weighbridge_storage.stores.objects import (
+    Buffer,
+    ByteArray,
+    ObjectStore,
+    PutMode,
+    check_folder_prefix,
+    check_prefix,
+)
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PATIENCE = 5.0
+"""Seconds that a small call may take."""
+_THREADS = 32
+_PAGE = 1000
+"""Names of a listing that are brought in one call, as many as S3 gives in one response."""
+_BYTES_PER_SECOND = 1 << 20
+"""A write has a second more for each MiB."""
+_ASK_EVERY = 1.0
+"""Seconds between two questions whether a silent store is back."""
+_NOTHING = "probe/nothing"
+"""A key at which nothing lies."""
+_FIX = "see whether the object store can be reached from the service; calls go through again as soon as it answers"
+
+T = TypeVar("T")
+
+
+class GuardedStore(ObjectStore):
+    """A store with a deadline on small calls, and a breaker. Of a large object, say a file of weights, nothing is asked here.
+
+    `get`, `size`, `modified_ms`, `read_range`, `delete`, each page of a listing, and `put` of `bytes` are guarded. What is streamed, mapped or
+    copied, and `put` of anything else, is passed to the store in the caller's thread.
+
+    Errors that every guarded call may raise besides those of the store: Unavailable (nothing was asked, or nothing came back that was only
+    to be read), and DeadlineExceeded (nothing came back from `put` or `delete`, which may have been carried out, or still will be).
+
+    Args:
+        store: is closed with this one.
+        patience: seconds that a call may take, and of silence after which calls fail at once.
+        threads: most calls under way at one time. Those that find no thread wait for one, within their deadline.
+    """
+
+    def __init__(
+        self, store: ObjectStore, patience: float = DEFAULT_PATIENCE, *, threads: int = _THREADS
+    ) -> None:
+        self._store = store
+        self._patience = patience
+        self._threads = CallThreads(threads, "store-call")
+        self._lock = threading.Lock()
+        self._breaker = Breaker(patience)
+        self._asking = False
+        self._closing = threading.Event()
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        """See `ObjectStore.get`."""
+        return self._read(f"reading {key}", lambda: self._store.get(key))
+
+    def size(self, key: str) -> int:
+        """See `ObjectStore.size`."""
+        return self._read(f"reading the size of {key}", lambda: self._store.size(key))
+
+    def modified_ms(self, key: str) -> int:
+        """See `ObjectStore.modified_ms`."""
+        return self._read(f"reading the time of {key}", lambda: self._store.modified_ms(key))
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """See `ObjectStore.read_range`."""
+        return self._read(f"reading a part of {key}", lambda: self._store.read_range(key, start, length))
+
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
+        """See `ObjectStore.put`. What could change under a write that outlives its caller is passed on unguarded: all but `bytes`."""
+        if not isinstance(data, bytes):
+            return self._store.put(key, data, mode=mode)
+        seconds = self._patience + len(data) / _BYTES_PER_SECOND
+        return self._write(f"writing {key}", lambda: self._store.put(key, data, mode=mode), seconds)
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`."""
+        self._write(f"deleting {key}", lambda: self._store.delete(key), self._patience)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """See `ObjectStore.list`. Each page has a deadline of its own."""
+        return self._pages(f"listing {check_prefix(prefix)!r}", lambda: self._store.list(prefix))
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """See `ObjectStore.folders`. Each page has a deadline of its own."""
+        return self._pages(f"listing {check_folder_prefix(prefix)!r}", lambda: self._store.folders(prefix))
+
+    def stream(self, key: str) -> Iterator[bytes | memoryview]:
+        """See `ObjectStore.stream`; unguarded."""
+        return self._store.stream(key)
+
+    def map(self, key: str) -> ByteArray | None:
+        """See `ObjectStore.map`; unguarded."""
+        return self._store.map(key)
+
+    def open(self, key: str) -> int:
+        """See `ObjectStore.open`; unguarded."""
+        return self._store.open(key)
+
+    def presigned_url(self, key: str, seconds: int) -> str | None:
+        """See `ObjectStore.presigned_url`."""
+        return self._store.presigned_url(key, seconds)
+
+    def copy(self, source: str, target: str) -> None:
+        """See `ObjectStore.copy`; unguarded."""
+        self._store.copy(source, target)
+
+    def discard_unfinished(
+        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
+    ) -> int:
+        """See `ObjectStore.discard_unfinished`; unguarded."""
+        return self._store.discard_unfinished(prefix, older_than_s, only=only)
+
+    def close(self) -> None:
+        """See `ObjectStore.close`. Calls that hang are not waited for."""
+        self._closing.set()
+        self._threads.close()
+        self._store.close()
+
+    def _pages(self, what: str, begin: Callable[[], Iterator[str]]) -> Iterator[str]:
+        names = self._read(what, begin)
+        # an iterator that a thread hangs in is not touched again: the error ends this one, too
+        while page := self._read(what, lambda: list(islice(names, _PAGE))):
+            yield from page
+
+    def _read(self, what: str, do: Callable[[], T]) -> T:
+        return self._ask(what, do, self._patience, changes=False)
+
+    def _write(self, what: str, do: Callable[[], T], seconds: float) -> T:
+        return self._ask(what, do, seconds, changes=True)
+
+    def _ask(self, what: str, do: Callable[[], T], seconds: float, *, changes: bool) -> T:
+        """What a call gives within so many seconds; ``changes``: whether it may have done something if it gives nothing."""
+        asked = time.monotonic()
+        with self._lock:
+            if self._breaker.is_open:
+                self._ask_again()
+                raise _not_tried(what, _silent(self._breaker.silence(asked)))
+        call = self._threads.submit(partial(self._observed, do, asked))
+        if call.wait(asked + seconds - time.monotonic()):
+            return call.result()
+        with self._lock:
+            self._breaker = self._breaker.given_up(asked, time.monotonic())
+            is_silent = self._breaker.is_open
+            if is_silent:
+                self._ask_again()
+        if self._threads.drop(call):
+            busy = f"no thread was free for it for {seconds:.0f} s: too much waits for the object store"
+            raise _not_tried(what, _silent(seconds) if is_silent else busy)
+        if changes:
+            raise DeadlineExceeded(
+                f"the outcome of {what} could not be found out: {_silent(seconds)}",
+                fix="read it, then decide",
+            )
+        raise Unavailable(f"{what} failed: {_silent(seconds)}", fix=_FIX)
+
+    def _observed(self, do: Callable[[], T], asked: float) -> T:
+        """What a call gives; takes note of how it ends."""
+        away = False
+        try:
+            return do()
+        except (Unavailable, DeadlineExceeded):
+            away = True
+            raise
+        finally:
+            with self._lock:
+                self._breaker = self._breaker.ended(asked, time.monotonic(), away=away)
+
+    def _ask_again(self) -> None:
+        """Begin to ask a silent store whether it is back, unless that is being done. The lock is held."""
+        if not self._asking and not self._closing.is_set():
+            threading.Thread(target=self._watch, name="store-watch", daemon=True).start()
+            self._asking = True  # after that: where no thread can be made now, the next call tries again
+
+    def _watch(self) -> None:
+        begun = time.monotonic()
+        log.error("%s: what needs it fails at once until it does", _silent(self._patience))
+        while True:
+            try:
+                self._observed(partial(self._store.size, _NOTHING), time.monotonic())
+            except NotFound:
+                pass
+            except Exception as error:
+                log.debug("the object store is still away: %s", error)
+            with self._lock:
+                if self._closing.is_set() or not self._breaker.is_open:
+                    self._asking = False
+                    break
+            self._closing.wait(_ASK_EVERY)
+        if not self._closing.is_set():
+            log.info(
+                "the object store answers again, after %.0f s", time.monotonic() - begun + self._patience
+            )
+
+
+def _silent(seconds: float) -> str:
+    return f"the object store has not answered for {seconds:.0f} s"
+
+
+def _not_tried(what: str, why: str) -> Unavailable:
+    return Unavailable(f"{what} was not tried: {why}", fix=_FIX)

@@ -1,0 +1,315 @@
+"""Contract of an object store, whichever it is.
+
+A store maps keys such as ``models/acme/smol/head.json`` to bytes. Objects are written whole: a reader sees the old
+object or the new one, never half of one. A write can be made conditional; that is the only coordination there is.
+"""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+    WeighbridgeError,
+)
+from weighbridge_storage.documents.names import shown
+
+MAX_KEY_LENGTH = 1024
+"""Most characters of a key; S3's limit, in bytes."""
+MAX_COMPONENT_LENGTH = 255
+"""Most bytes between two slashes of a key; the limit of file systems."""
+
+ByteArray: TypeAlias = NDArray[np.uint8]
+Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
+"""Contiguous memory, of which a store takes the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class IfMatch:
+    """Write only if the object is there and its etag is still this one."""
+
+    etag: str
+
+
+PutMode: TypeAlias = Literal["create", "overwrite"] | IfMatch
+
+
+class ObjectStore(ABC):
+    """The port. All methods may be called from any thread, and from several processes at a time.
+
+    Errors that every method may raise besides those it names: InvalidArgument (`check_key` refuses the key),
+    ResourceExhausted (no room, quota or file handles left), Unavailable (the store cannot be reached or refuses
+    access), DataLoss (the device reports that it lost bytes).
+    """
+
+    @abstractmethod
+    def get(self, key: str) -> tuple[bytes, str]:
+        """Content and etag of an object. Two objects with one etag have the same content.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+
+    @abstractmethod
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
+        """Write an object: atomically, and durable on return.
+
+        Args:
+            key: where.
+            data: the content, or the pieces that make it up one after another. If the pieces end in an exception,
+                nothing is written.
+            mode: ``"create"`` (there must be no object yet), ``"overwrite"`` (there may be), or `IfMatch`.
+
+        Returns:
+            The new object's etag.
+
+        Raises:
+            Conflict: the condition does not hold; nothing was written.
+            DeadlineExceeded: whether it was written, or still will be, could not be found out.
+        """
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Size of an object in bytes.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+
+    @abstractmethod
+    def modified_ms(self, key: str) -> int:
+        """When an object was written, by the store's clock: in milliseconds since 1970 UTC. Some stores round down to seconds.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+
+    @abstractmethod
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """``length`` bytes of an object from byte ``start`` on.
+
+        Raises:
+            NotFound: there is no such object.
+            InvalidArgument: the range does not lie within the object.
+        """
+
+    @abstractmethod
+    def stream(self, key: str) -> Iterator[bytes | memoryview]:
+        """The whole object, all of one etag, in pieces one after another; each is only valid until the next is taken.
+
+        A remote store brings what comes next meanwhile, and holds a bounded part of the object in memory.
+
+        Raises:
+            NotFound: there is no such object.
+            Unavailable: it was replaced while it was read.
+        """
+
+    def map(self, key: str) -> ByteArray | None:
+        """The whole object as a read-only array that costs nothing until it is looked at; None if this store has none.
+
+        The array keeps its content even when the object is replaced. A store either maps all its objects or none.
+
+        Raises:
+            NotFound: there is no such object, and the store maps objects.
+        """
+        return None
+
+    def open(self, key: str) -> int:
+        """A descriptor for reading the object, which the caller closes; of a store that maps its objects.
+
+        Raises:
+            NotFound: there is no such object.
+            FailedPrecondition: the store does not map its objects.
+        """
+        raise FailedPrecondition("the objects of this store are no files of this machine")
+
+    def presigned_url(self, key: str, seconds: int) -> str | None:
+        """A URL by which anybody can GET the object, or a range of it, for a while; None if this store has no such thing.
+
+        Nothing is asked of the store: whether there is such an object is not known.
+
+        Args:
+            key: which object.
+            seconds: how long it is valid.
+        """
+        return None
+
+    @abstractmethod
+    def list(self, prefix: str) -> Iterator[str]:
+        """All keys that begin with ``prefix``, in no promised order.
+
+        Keys that are written or deleted meanwhile may or may not be among them. What others have put there under names that are no
+        keys (`check_key`) is passed over.
+        """
+
+    @abstractmethod
+    def folders(self, prefix: str) -> Iterator[str]:
+        """The distinct next components, without slash, of all keys that continue behind ``prefix`` with a component and a slash.
+
+        ``folders("models/acme/")`` gives ``smol`` if there is ``models/acme/smol/head.json``. In no promised order. Some
+        servers go on naming a folder after its last object was deleted.
+
+        Raises:
+            InvalidArgument: ``prefix`` is neither empty nor ends with a slash.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove an object, durably. Nothing happens if it is not there."""
+
+    @abstractmethod
+    def copy(self, source: str, target: str) -> None:
+        """Make ``target`` an object with the content of ``source``; what lay there before is replaced.
+
+        Atomic and durable like `put`, and cheap where the store can share the bytes.
+
+        Raises:
+            NotFound: there is no object at ``source``.
+        """
+
+    @abstractmethod
+    def discard_unfinished(
+        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
+    ) -> int:
+        """Remove what writers that died left of objects that they never finished; gives the number of these.
+
+        Args:
+            prefix: what the objects' keys would have begun with.
+            older_than_s: age in seconds from which on a write counts as dead where the store cannot tell. One that is
+                still under way fails, and writes nothing.
+            only: of these, those for whose keys this holds, where the store knows the keys; by default all.
+        """
+
+    def with_time_limit(self, seconds: float) -> ObjectStore:
+        """The same store, giving up requests that bring nothing for so long, and trying fewer times; this one if it makes no requests."""
+        return self
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back connections, threads and files. The store cannot be used afterwards; closing again does nothing."""
+
+
+def check_key(key: str) -> str:
+    """``key``, if it is one: components of printable characters between single slashes.
+
+    Raises:
+        InvalidArgument: it is empty, absolute, longer than `MAX_KEY_LENGTH` characters, or has a component that is
+            empty, starts with a dot (so ``.`` and ``..`` too) or is longer than `MAX_COMPONENT_LENGTH` bytes, or
+            has a backslash, a NUL or anything else that is not printable.
+    """
+    if not key:
+        raise InvalidArgument("an object key is empty")
+    if len(key) > MAX_KEY_LENGTH:
+        raise InvalidArgument(
+            f"object key {shown(key)} has {len(key)} characters, more than {MAX_KEY_LENGTH}"
+        )
+    if "\\" in key or not key.isprintable():
+        raise InvalidArgument(f"object key {shown(key)} has a backslash or a character that is not printable")
+    for part in key.split("/"):
+        if not part or part.startswith(".") or len(part.encode()) > MAX_COMPONENT_LENGTH:
+            raise InvalidArgument(
+                f"object key {shown(key)} has the component {shown(part)}",
+                fix=f"components have 1 to {MAX_COMPONENT_LENGTH} bytes and do not start with a dot; "
+                "keys do not start or end with a slash",
+            )
+    return key
+
+
+def is_key(text: str) -> bool:
+    """Whether an object can have this key."""
+    with suppress(InvalidArgument):
+        return check_key(text) == text
+    return False
+
+
+def check_prefix(prefix: str) -> str:
+    """``prefix``, if some key can begin with it; the empty prefix is one.
+
+    Raises:
+        InvalidArgument: no key can begin with it.
+    """
+    check_key(prefix + "x")
+    return prefix
+
+
+def check_folder_prefix(prefix: str) -> str:
+    """``prefix``, if it is empty or ends with a slash and some key can begin with it.
+
+    Raises:
+        InvalidArgument: it is neither.
+    """
+    if check_prefix(prefix) and not prefix.endswith("/"):
+        raise InvalidArgument(f"prefix {shown(prefix)} does not end with a slash")
+    return prefix
+
+
+def pieces_of(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
+    """The bytes of what `ObjectStore.put` takes, piece by piece; what the caller's iterator raises passes through.
+
+    Raises:
+        InvalidArgument: a piece is not contiguous memory.
+    """
+    whole = isinstance(data, bytes | bytearray | memoryview | np.ndarray)
+    pieces: Iterable[Any] = [data] if whole else data
+    for piece in pieces:
+        try:
+            size = len(piece) if isinstance(piece, bytes | bytearray) else piece.nbytes
+            # Through numpy: a memoryview casts neither an empty array nor a format that `struct` does not know.
+            view = np.frombuffer(piece, dtype=np.uint8).data if size else memoryview(b"")
+        except (TypeError, ValueError, AttributeError, BufferError) as error:
+            raise InvalidArgument(
+                f"a piece of type {type(piece).__name__} is not contiguous bytes"
+            ) from error
+        yield view
+
+
+_NO_ROOM = {
+    errno.ENOSPC: "no space is left on the device",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the limit on a file's size is reached",
+    errno.ENOMEM: "no memory is left",
+    errno.EMFILE: "this process has too many open files",
+    errno.ENFILE: "the system has too many open files",
+}
+
+
+_ALLOW = "let the service's user read and write the store's folder and all that is in it, e.g. chown -R USER FOLDER"
+_NOT_ALLOWED = {
+    errno.EACCES: _ALLOW,
+    errno.EPERM: _ALLOW,
+    errno.EROFS: "mount the store's file system writable (rw)",
+}
+
+
+def error_for(error: OSError, what: str) -> WeighbridgeError:
+    """What an operating system's error means to a caller.
+
+    Args:
+        error: what went wrong.
+        what: what was being done, e.g. ``writing models/acme/smol/head.json``.
+
+    Returns:
+        ResourceExhausted, DataLoss (the device failed) or Unavailable, to be raised from ``error``.
+    """
+    if error.errno in _NO_ROOM:
+        return ResourceExhausted(
+            f"{what} failed: {_NO_ROOM[error.errno]}", fix="make room or raise the limit, then try again"
+        )
+    reason = error.strerror or type(error).__name__
+    if error.errno == errno.EIO:
+        return DataLoss(f"{what} failed: the device reports {reason!r}", fix="check the disk")
+    if error.errno in _NOT_ALLOWED:
+        return Unavailable(f"{what} failed: {reason}", fix=_NOT_ALLOWED[error.errno])
+    return Unavailable(f"{what} failed: {reason}", fix="check the store's permissions and its mount")

@@ -1,0 +1,278 @@
+"""Client of an S3 server: the requests that the store makes.
+
+Every method is one request, which botocore tries again where the failure may pass. Errors come out as botocore raises them.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeAlias
+
+import boto3
+from botocore.config import Config
+
+from weighbridge._core.pauses import Pauses
+from weighbridge_storage.stores.objects import PutMode
+from weighbridge_storage.stores.s3.settings import S3Settings
+
+WRITE_ID = "weighbridge-write"
+"""The metadata in which every object holds the id of the write that made it."""
+_DEFAULT_REGION = "us-east-1"
+_CONNECTIONS = 64
+_PAUSES = Pauses(first=0.05, longest=2.0)
+
+Body: TypeAlias = bytes | bytearray
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectState:
+    """What a HEAD says of an object.
+
+    Attributes:
+        size: in bytes.
+        etag: opaque; with the quotes that the server puts around it.
+        write_id: of the write that made it; empty if that was not one of ours.
+        modified_ms: when it was written, by the server's clock, in milliseconds since 1970 UTC; a whole number of seconds.
+    """
+
+    size: int
+    etag: str
+    write_id: str
+    modified_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedPart:
+    """One part of an upload that the server has.
+
+    Attributes:
+        number: from 1 on.
+        etag: what the server calls it.
+        checksum: CRC32 of its bytes in base64; None for one that was copied on the server.
+    """
+
+    number: int
+    etag: str
+    checksum: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An upload that is neither completed nor aborted.
+
+    Attributes:
+        name: of the object that it would make.
+        upload: its id.
+        age_s: in seconds, by the server's clock.
+    """
+
+    name: str
+    upload: str
+    age_s: float
+
+
+class S3Client:
+    """Requests to one bucket, about objects by their full names in it. Safe to use from many threads.
+
+    Credentials, and endpoint and region where the settings leave them open, are found as boto3 finds them: in environment
+    variables, profiles and roles.
+
+    Args:
+        settings: which bucket, where, and within which bounds.
+        session: of another client, with which this one shares credentials and the description of S3, 13 MB; None for a new one.
+    """
+
+    def __init__(self, settings: S3Settings, session: boto3.session.Session | None = None) -> None:
+        session = session or boto3.session.Session()
+        self.session = session
+        # boto3 does not look at AWS_REGION, which the other SDKs and many containers use
+        region = settings.region or os.environ.get("AWS_REGION") or session.region_name or _DEFAULT_REGION
+
+        def make(endpoint: str | None = settings.endpoint, **s3: object) -> Any:
+            return session.client(
+                "s3", region_name=region, endpoint_url=endpoint, config=_config(settings, s3)
+            )
+
+        self._s3 = make()
+        if self._s3.meta.endpoint_url.startswith("https:"):
+            # Our checksum is in a signed header, and nobody can change the bytes inside TLS: hashing them with SHA-256
+            # as well would cost more than all the rest.
+            self._s3 = make(payload_signing_enabled=False)
+        self._signer = make(settings.public_endpoint) if settings.public_endpoint else self._s3
+        self._bucket = settings.bucket
+        self._page = settings.page
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._s3.close()
+        self._signer.close()
+
+    def head(self, name: str) -> ObjectState:
+        """Size, etag and write id of an object."""
+        response = self._s3.head_object(Bucket=self._bucket, Key=name)
+        return ObjectState(
+            response["ContentLength"],
+            response["ETag"],
+            response["Metadata"].get(WRITE_ID, ""),
+            round(response["LastModified"].timestamp() * 1000),
+        )
+
+    def get(self, name: str) -> dict[str, Any]:
+        """An object: ``Body`` is a stream, which compares the bytes with the server's checksum if there is one."""
+        return dict(self._s3.get_object(Bucket=self._bucket, Key=name, ChecksumMode="ENABLED"))
+
+    def get_range(self, name: str, start: int, length: int, etag: str | None) -> dict[str, Any]:
+        """At least one byte of an object, if its etag is this one: ``Body`` and ``ContentRange``."""
+        condition = {} if etag is None else {"IfMatch": etag}
+        spread = f"bytes={start}-{start + length - 1}"
+        return dict(self._s3.get_object(Bucket=self._bucket, Key=name, Range=spread, **condition))
+
+    def presigned_url(self, name: str, seconds: int) -> str:
+        """A URL for a GET of an object, valid for so long. Asks nothing of the server."""
+        return str(
+            self._signer.generate_presigned_url(
+                "get_object", Params={"Bucket": self._bucket, "Key": name}, ExpiresIn=seconds
+            )
+        )
+
+    def put(self, name: str, body: Body, write_id: str, mode: PutMode) -> str:
+        """Write an object in one request; gives its etag."""
+        response = self._s3.put_object(
+            Bucket=self._bucket,
+            Key=name,
+            Body=body,
+            ChecksumCRC32=_crc32(body),
+            Metadata={WRITE_ID: write_id},
+            **_condition(mode),
+        )
+        return str(response["ETag"])
+
+    def delete(self, name: str) -> None:
+        """Remove an object, if it is there."""
+        self._s3.delete_object(Bucket=self._bucket, Key=name)
+
+    def copy(self, source: str, target: str, write_id: str) -> None:
+        """Copy an object within the bucket."""
+        self._s3.copy_object(
+            Bucket=self._bucket,
+            Key=target,
+            CopySource={"Bucket": self._bucket, "Key": source},
+            MetadataDirective="REPLACE",  # a copied write id would say that another write has made the target
+            Metadata={WRITE_ID: write_id},
+        )
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """Names of all objects that begin with ``prefix``."""
+        for page in self._pages("list_objects_v2", Prefix=prefix):
+            yield from (entry["Key"] for entry in page.get("Contents", ()))
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """What names go on with behind ``prefix`` up to the next slash, with ``prefix`` and slash."""
+        for page in self._pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
+            yield from (entry["Prefix"] for entry in page.get("CommonPrefixes", ()))
+
+    def begin_upload(self, name: str, write_id: str, *, checksums: bool) -> str:
+        """Begin a multipart upload; gives its id. ``checksums``: its parts will come with ours."""
+        extra = {"ChecksumAlgorithm": "CRC32"} if checksums else {}
+        response = self._s3.create_multipart_upload(
+            Bucket=self._bucket, Key=name, Metadata={WRITE_ID: write_id}, **extra
+        )
+        return str(response["UploadId"])
+
+    def upload_part(self, name: str, upload: str, number: int, body: Body) -> UploadedPart:
+        """Send one part of an upload."""
+        checksum = _crc32(body)
+        response = self._s3.upload_part(
+            Bucket=self._bucket,
+            Key=name,
+            UploadId=upload,
+            PartNumber=number,
+            Body=body,
+            ChecksumCRC32=checksum,
+        )
+        return UploadedPart(number, response["ETag"], checksum)
+
+    def copy_part(
+        self, name: str, upload: str, number: int, source: str, etag: str, start: int, length: int
+    ) -> UploadedPart:
+        """Make a part of bytes of another object, if its etag is still this one."""
+        response = self._s3.upload_part_copy(
+            Bucket=self._bucket,
+            Key=name,
+            UploadId=upload,
+            PartNumber=number,
+            CopySource={"Bucket": self._bucket, "Key": source},
+            CopySourceIfMatch=etag,
+            CopySourceRange=f"bytes={start}-{start + length - 1}",
+        )
+        return UploadedPart(number, response["CopyPartResult"]["ETag"], None)
+
+    def complete(self, name: str, upload: str, parts: Sequence[UploadedPart], mode: PutMode) -> str:
+        """Make the object of its parts; gives its etag."""
+        listed = [
+            {"PartNumber": part.number, "ETag": part.etag}
+            | ({} if part.checksum is None else {"ChecksumCRC32": part.checksum})
+            for part in parts
+        ]
+        response = self._s3.complete_multipart_upload(
+            Bucket=self._bucket,
+            Key=name,
+            UploadId=upload,
+            MultipartUpload={"Parts": listed},
+            **_condition(mode),
+        )
+        return str(response["ETag"])
+
+    def abort(self, name: str, upload: str) -> None:
+        """Give an upload up, and its parts."""
+        self._s3.abort_multipart_upload(Bucket=self._bucket, Key=name, UploadId=upload)
+
+    def uploads(self, prefix: str) -> Iterator[Unfinished]:
+        """All uploads to names that begin with ``prefix``."""
+        for page in self._pages("list_multipart_uploads", Prefix=prefix):
+            # by the server's clock, which has also written down when each began
+            now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+            for entry in page.get("Uploads", ()):
+                age = now - entry["Initiated"]
+                yield Unfinished(entry["Key"], entry["UploadId"], age.total_seconds())
+
+    def _pages(self, operation: str, **arguments: str) -> Iterator[dict[str, Any]]:
+        pages = self._s3.get_paginator(operation)
+        yield from pages.paginate(Bucket=self._bucket, PaginationConfig={"PageSize": self._page}, **arguments)
+
+
+def _config(settings: S3Settings, s3: dict[str, object]) -> Config:
+    return Config(
+        signature_version="s3v4",  # on custom endpoints, botocore would presign with SigV2
+        s3={"addressing_style": settings.addressing, **s3},
+        retries={"mode": "standard", "total_max_attempts": settings.attempts},
+        connect_timeout=settings.connect_timeout_s,
+        read_timeout=settings.read_timeout_s,
+        max_pool_connections=_CONNECTIONS,
+        tcp_keepalive=True,
+        # we compute checksums ourselves, where there is something to protect
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+
+
+def _condition(mode: PutMode) -> dict[str, str]:
+    if mode == "overwrite":
+        return {}
+    return {"IfNoneMatch": "*"} if mode == "create" else {"IfMatch": mode.etag}
+
+
+def _crc32(body: Body) -> str:
+    return base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
+
+
+def pause(attempt: int) -> None:
+    """Sleep before a further attempt; ``attempt`` is 0 for the first such pause."""
+    time.sleep(_PAUSES.after(attempt, random.random()))

@@ -1,0 +1,148 @@
+"""Settings of an S3 store, and how its location is written. Imports nothing of boto3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast, get_args
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from weighbridge.errors import InvalidArgument
+from weighbridge_storage.documents.names import shown
+from weighbridge_storage.stores.objects import check_key
+
+SCHEME = "s3://"
+SMALLEST_PART = 5 << 20
+"""S3's limit, in bytes; only an object's last part may be smaller."""
+LARGEST_PART = 5 << 30
+"""S3's limit, in bytes; also the limit of what one CopyObject copies."""
+MOST_PARTS = 10_000
+"""S3's limit on the parts of one object."""
+
+Addressing: TypeAlias = Literal["auto", "path", "virtual"]
+
+_OPTIONS = ("endpoint", "region", "addressing", "public_endpoint")
+_EXAMPLE = "s3://bucket/prefix?endpoint=http://127.0.0.1:8333&region=us-east-1&addressing=path"
+
+
+@dataclass(frozen=True, slots=True)
+class S3Settings:
+    """Where a store lies on S3, and how it is spoken to.
+
+    Attributes:
+        bucket: the bucket's name; it must exist.
+        prefix: what all keys in the bucket begin with; empty, or ends with a slash.
+        endpoint: URL of the server; None for AWS, or what ``AWS_ENDPOINT_URL`` says.
+        region: to sign for; None for what the environment says.
+        addressing: the bucket as a part of the path or of the host name; ``auto`` is a path on a custom endpoint.
+        public_endpoint: URL under which others reach the server, for the URLs that are given to them; None for the same.
+        part_bytes: size of a part of an upload, in bytes; larger where that would make more than `MOST_PARTS`.
+        memory_bytes: most bytes of parts that are held for uploads at a time, by all threads together. One part may be
+            larger.
+        single_copy_bytes: objects of more bytes are copied in parts.
+        page: most names that are asked for in one request of a listing.
+        parallel: most parts of uploads and pieces of streams that travel at a time, of all calls together.
+        attempts: how often a request is tried.
+        connect_timeout_s: seconds to wait for a connection, and for the server to take more bytes of a request: to urllib3
+            the two are one.
+        read_timeout_s: seconds to wait for the next bytes of a response.
+
+    Raises:
+        InvalidArgument: something of it cannot be.
+    """
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: Addressing = "auto"
+    public_endpoint: str | None = None
+    part_bytes: int = 16 << 20
+    memory_bytes: int = 160 << 20
+    single_copy_bytes: int = LARGEST_PART
+    page: int = 1000
+    parallel: int = 8
+    attempts: int = 5
+    connect_timeout_s: float = 20.0
+    read_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.bucket or "/" in self.bucket or not self.bucket.isprintable():
+            raise InvalidArgument(f"{shown(self.bucket)} is no bucket", fix=f"write the store as {_EXAMPLE}")
+        if self.prefix:
+            check_key(self.prefix + "x")
+            if not self.prefix.endswith("/"):
+                raise InvalidArgument(f"the prefix {shown(self.prefix)} does not end with a slash")
+        if self.addressing not in get_args(Addressing):
+            raise InvalidArgument(
+                f"{shown(self.addressing)} is no way to address a bucket",
+                fix=f"use one of {', '.join(get_args(Addressing))}",
+            )
+        for endpoint in (self.endpoint, self.public_endpoint):
+            if endpoint is not None:
+                _check_endpoint(endpoint)
+        if not SMALLEST_PART <= self.part_bytes <= LARGEST_PART:
+            raise InvalidArgument(
+                f"parts of {self.part_bytes} bytes cannot be", fix=f"use {SMALLEST_PART} to {LARGEST_PART}"
+            )
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.bucket}/{self.prefix}"
+
+
+def is_s3(location: object) -> bool:
+    """Whether a location names a bucket rather than a folder."""
+    return isinstance(location, str) and location.startswith(SCHEME)
+
+
+def parse_location(location: str) -> S3Settings:
+    """The settings that a location such as ``s3://bucket/prefix?endpoint=http://127.0.0.1:8333`` stands for.
+
+    Options are ``endpoint``, ``region``, ``addressing`` and ``public_endpoint``; values may be percent-encoded.
+
+    Raises:
+        InvalidArgument: it is malformed, or has credentials in it, which belong in the environment. They are not repeated.
+    """
+    try:
+        parts = urlsplit(location)
+        options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError as error:
+        raise InvalidArgument("the store's location is malformed", fix=f"write it as {_EXAMPLE}") from error
+    if "@" in parts.netloc:
+        raise _credentials_in("the store's location")
+    unknown = sorted(options.keys() - set(_OPTIONS))
+    if parts.scheme != "s3" or parts.fragment or unknown:
+        what = f"the option {shown(unknown[0])}" if unknown else "a part that has no meaning"
+        raise InvalidArgument(
+            f"the store's location has {what}", fix=f"write it as {_EXAMPLE}; the options may be left out"
+        )
+    prefix = unquote(parts.path).strip("/")
+    return S3Settings(
+        bucket=parts.netloc,
+        prefix=f"{prefix}/" if prefix else "",
+        endpoint=options.get("endpoint"),
+        region=options.get("region"),
+        addressing=cast(Addressing, options.get("addressing", "auto")),
+        public_endpoint=options.get("public_endpoint"),
+    )
+
+
+def _check_endpoint(endpoint: str) -> None:
+    try:
+        parts = urlsplit(endpoint)
+        malformed = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+    except ValueError:
+        malformed = True
+    else:
+        if "@" in parts.netloc:
+            raise _credentials_in("the endpoint")
+    if malformed or parts.query or parts.fragment:
+        raise InvalidArgument(
+            f"{shown(endpoint)} is no endpoint", fix="write it as a URL, e.g. http://127.0.0.1:8333"
+        )
+
+
+def _credentials_in(where: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{where} has a user or a password in it",
+        fix="leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    )

@@ -1,0 +1,158 @@
+"""Object store in a bucket, or in a part of one.
+
+An object's name in the bucket is its key behind the store's prefix. Conditions are the server's: If-None-Match and If-Match,
+on PutObject and on the request that completes a multipart upload. The server must keep them, which `probe` finds out; AWS,
+SeaweedFS, MinIO, Ceph and R2 say that they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from weighbridge.errors import InvalidArgument
+from weighbridge_storage.documents.names import shown
+from weighbridge_storage.stores.objects import (
+    MAX_KEY_LENGTH,
+    Buffer,
+    ObjectStore,
+    PutMode,
+    check_folder_prefix,
+    check_key,
+    check_prefix,
+    is_key,
+)
+from weighbridge_storage.stores.s3.client import S3Client
+from weighbridge_storage.stores.s3.errors import S3_ERRORS, s3_error
+from weighbridge_storage.stores.s3.reads import Reads
+from weighbridge_storage.stores.s3.settings import S3Settings
+from weighbridge_storage.stores.s3.uploads import Uploads
+
+_HASTY_ATTEMPTS = 3
+"""How often a request is tried under a time limit: a connection that is refused is said to be within three seconds."""
+
+
+class S3Store(ObjectStore):
+    """An object store on an S3 server. Nothing is asked of the server before the first call.
+
+    Args:
+        settings: which bucket, where, and within which bounds.
+        like: a store whose credentials this one shares.
+
+    Raises:
+        Unavailable: boto3 cannot be configured, e.g. because a profile is not there.
+    """
+
+    def __init__(self, settings: S3Settings, like: S3Store | None = None) -> None:
+        try:
+            self._client: S3Client = S3Client(settings, None if like is None else like._client.session)
+        except (*S3_ERRORS, ValueError) as error:
+            raise s3_error(error, f"opening the store in {settings}") from error
+        self._settings = settings
+        self._prefix = settings.prefix
+        self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="s3")
+        self._uploads = Uploads(self._client, settings, self._pool)
+        self._reads = Reads(self._client, settings, self._pool)
+
+    def with_time_limit(self, seconds: float) -> S3Store:
+        """See `ObjectStore.with_time_limit`: a store with connections of its own, which is closed by itself."""
+        limits = replace(
+            self._settings, connect_timeout_s=seconds, read_timeout_s=seconds, attempts=_HASTY_ATTEMPTS
+        )
+        return S3Store(limits, self)
+
+    def close(self) -> None:
+        """See `ObjectStore.close`. Waits for requests that are under way."""
+        self._pool.shutdown()
+        self._client.close()
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        """See `ObjectStore.get`. Compares the content with the server's checksum, where it keeps one for the whole."""
+        return self._reads.get(self._name(key), f"reading {key}")
+
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
+        """See `ObjectStore.put`."""
+        return self._uploads.put(self._name(key), data, mode, f"writing {key}")
+
+    def size(self, key: str) -> int:
+        """See `ObjectStore.size`."""
+        return self._reads.head(self._name(key), f"reading the size of {key}").size
+
+    def modified_ms(self, key: str) -> int:
+        """See `ObjectStore.modified_ms`."""
+        return self._reads.head(self._name(key), f"reading the time of {key}").modified_ms
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """See `ObjectStore.read_range`."""
+        return self._reads.read_range(self._name(key), start, length, f"reading a part of {key}")
+
+    def stream(self, key: str) -> Iterator[bytes]:
+        """See `ObjectStore.stream`. Holds `S3Settings.parallel` pieces of 8 MiB, and one more."""
+        return self._reads.stream(self._name(key), f"reading {key}")
+
+    def presigned_url(self, key: str, seconds: int) -> str:
+        """See `ObjectStore.presigned_url`: signed with SigV4, for the public endpoint if there is one."""
+        try:
+            return self._client.presigned_url(self._name(key), seconds)
+        except S3_ERRORS as error:
+            raise s3_error(error, f"signing a URL of {key}") from error
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """See `ObjectStore.list`."""
+        return self._list(check_prefix(prefix))
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """See `ObjectStore.folders`."""
+        return self._folders(check_folder_prefix(prefix))
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`. In a bucket that keeps versions, the server goes on holding the bytes."""
+        name = self._name(key)
+        try:
+            self._client.delete(name)
+        except S3_ERRORS as error:
+            raise s3_error(error, f"deleting {key}") from error
+
+    def copy(self, source: str, target: str) -> None:
+        """See `ObjectStore.copy`. The server does it; no bytes come here."""
+        self._uploads.copy(self._name(source), self._name(target), f"copying {source} to {target}")
+
+    def discard_unfinished(
+        self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
+    ) -> int:
+        """See `ObjectStore.discard_unfinished`: aborts multipart uploads. Their parts cost money until then.
+
+        Ages are by the server's clock. Some servers (MinIO) list uploads for whole keys only, and find none here.
+        """
+
+        def chosen(name: str) -> bool:
+            return only is None or only(name.removeprefix(self._prefix))
+
+        return self._uploads.discard_unfinished(self._prefix + check_prefix(prefix), older_than_s, chosen)
+
+    def _name(self, key: str) -> str:
+        name = self._prefix + check_key(key)
+        if len(name.encode()) > MAX_KEY_LENGTH:
+            raise InvalidArgument(
+                f"object key {shown(key)} has more than {MAX_KEY_LENGTH} bytes with the store's prefix"
+            )
+        return name
+
+    def _list(self, prefix: str) -> Iterator[str]:
+        try:
+            for name in self._client.list(self._prefix + prefix):
+                key = name.removeprefix(self._prefix)
+                if is_key(key):
+                    yield key
+        except S3_ERRORS as error:
+            raise s3_error(error, f"listing {shown(prefix)}") from error
+
+    def _folders(self, prefix: str) -> Iterator[str]:
+        try:
+            for name in self._client.folders(self._prefix + prefix):
+                folder = name[len(self._prefix + prefix) : -1]
+                if is_key(folder):
+                    yield folder
+        except S3_ERRORS as error:
+            raise s3_error(error, f"listing {shown(prefix)}") from error

@@ -1,0 +1,227 @@
+"""Uploads to S3, in one request or in parts, which leave nothing behind when they fail.
+
+What one part can hold goes in one request. Everything else is a multipart upload: the caller's thread fills parts, a pool
+sends them, and one last request makes the object, which is where the condition goes. An upload that fails is aborted; what
+can be left is that of a process that died, and that of which nobody knows whether its last request is still carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from weighbridge.errors import DeadlineExceeded, Unavailable
+from weighbridge_storage.stores.objects import Buffer, PutMode
+from weighbridge_storage.stores.s3.client import Body, S3Client, UploadedPart, pause
+from weighbridge_storage.stores.s3.errors import S3_ERRORS, code_of, s3_error, status_of
+from weighbridge_storage.stores.s3.outcomes import settle
+from weighbridge_storage.stores.s3.parts import (
+    HeldPart,
+    PartReader,
+    PartsBudget,
+    Sending,
+    part_size,
+    size_of,
+)
+from weighbridge_storage.stores.s3.settings import S3Settings
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 5
+"""How often a write is begun that meets another one under way, or a copy whose source changes under it."""
+_COPIED_PART = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    name: str
+    id: str
+    write_id: str
+
+
+class Uploads:
+    """Writes objects by their full names. Safe to use from many threads.
+
+    Args:
+        client: makes the requests.
+        settings: sizes and bounds.
+        pool: sends parts.
+    """
+
+    def __init__(self, client: S3Client, settings: S3Settings, pool: Executor) -> None:
+        self._client = client
+        self._settings = settings
+        self._pool = pool
+        self._budget = PartsBudget(settings.memory_bytes)
+
+    def put(self, name: str, data: Buffer | Iterable[Buffer], mode: PutMode, what: str) -> str:
+        """Write an object; gives its etag.
+
+        Args:
+            name: of the object.
+            data: as `ObjectStore.put` takes it.
+            mode: the condition.
+            what: what is being done, for messages.
+
+        Raises:
+            WeighbridgeError: as `ObjectStore.put`.
+        """
+        size = size_of(data)
+        budget = self._budget
+        if size is not None and size <= self._settings.part_bytes:
+            # A small write, on which others may wait, does not queue behind the parts of large ones.
+            budget = PartsBudget(size)
+        reader = PartReader(data, self._settings.part_bytes, budget)
+        first = reader.next()
+        try:
+            if first.is_last:
+                return self._put_whole(name, first.body, mode, what)
+            return self._put_parts(name, first, reader, mode, what)
+        finally:
+            first.release()
+
+    def copy(self, source: str, target: str, what: str) -> None:
+        """Copy an object on the server, as `ObjectStore.copy`; ``what`` is being done, for messages."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                found = self._client.head(source)
+            except S3_ERRORS as error:
+                raise s3_error(error, what) from error
+            if found.size <= self._settings.single_copy_bytes:
+                self._copy_whole(source, target, what)
+                return
+            if self._copy_parts(source, found.etag, found.size, target, what):
+                return
+            pause(attempt)
+        raise Unavailable(f"{what} failed: the source changes again and again", fix="try again")
+
+    def discard_unfinished(self, prefix: str, older_than_s: float, chosen: Callable[[str], bool]) -> int:
+        """As `ObjectStore.discard_unfinished`, for full names."""
+        try:
+            found = [
+                upload
+                for upload in self._client.uploads(prefix)
+                if upload.age_s >= older_than_s and chosen(upload.name)
+            ]
+        except S3_ERRORS as error:
+            raise s3_error(error, "listing unfinished uploads") from error
+        removed = 0
+        for upload in found:
+            try:
+                self._client.abort(upload.name, upload.upload)
+                removed += 1
+            except S3_ERRORS as error:
+                if code_of(error) != "NoSuchUpload":
+                    raise s3_error(error, f"aborting an upload of {upload.name}") from error
+        return removed
+
+    def _put_whole(self, name: str, body: Body, mode: PutMode, what: str) -> str:
+        write_id = uuid.uuid4().hex
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self._client.put(name, body, write_id, mode)
+            except S3_ERRORS as error:
+                etag = settle(self._client, name, write_id, mode, error, what)
+            if etag is not None:
+                return etag
+            pause(attempt)
+        raise _busy(what)
+
+    def _put_parts(self, name: str, first: HeldPart, reader: PartReader, mode: PutMode, what: str) -> str:
+        with self._begun(name, what, checksums=True) as upload:
+            with _translated(what), Sending[UploadedPart](self._pool) as sending:
+                number, part = 1, first
+                while part.body:
+                    send = partial(self._client.upload_part, name, upload.id, number, part.body)
+                    sending.submit(send, part.release)
+                    part = reader.next()
+                    number += 1
+                part.release()
+                parts = sending.results()
+            return self._complete(upload, parts, mode, what)
+
+    def _copy_whole(self, source: str, target: str, what: str) -> None:
+        write_id = uuid.uuid4().hex
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._client.copy(source, target, write_id)
+                return
+            except S3_ERRORS as error:
+                if settle(self._client, target, write_id, "overwrite", error, what) is not None:
+                    return
+            pause(attempt)
+        raise _busy(what)
+
+    def _copy_parts(self, source: str, etag: str, size: int, target: str, what: str) -> bool:
+        """Whether it is copied; if not, the source has changed."""
+        step = part_size(0, size, min(_COPIED_PART, self._settings.single_copy_bytes))
+        with self._begun(target, what, checksums=False) as upload:
+            try:
+                with Sending[UploadedPart](self._pool) as sending:
+                    for number, start in enumerate(range(0, size, step), 1):
+                        length = min(step, size - start)
+                        sending.submit(
+                            partial(
+                                self._client.copy_part, target, upload.id, number, source, etag, start, length
+                            )
+                        )
+                    parts = sending.results()
+            except S3_ERRORS as error:
+                if status_of(error) != 412:
+                    raise s3_error(error, what) from error
+                self._abort(upload)
+                return False
+            self._complete(upload, parts, "overwrite", what)
+        return True
+
+    @contextmanager
+    def _begun(self, name: str, what: str, *, checksums: bool) -> Iterator[_Upload]:
+        """An upload, aborted if the block fails, unless its last request may still be under way."""
+        write_id = uuid.uuid4().hex
+        with _translated(what):
+            upload = _Upload(name, self._client.begin_upload(name, write_id, checksums=checksums), write_id)
+        try:
+            yield upload
+        except DeadlineExceeded:
+            # Some servers take the parts from under the object if both requests meet.
+            log.warning("%s: its upload is left, as it may still be completed", what)
+            raise
+        except BaseException:
+            self._abort(upload)
+            raise
+
+    def _complete(self, upload: _Upload, parts: Sequence[UploadedPart], mode: PutMode, what: str) -> str:
+        try:
+            return self._client.complete(upload.name, upload.id, parts, mode)
+        except S3_ERRORS as error:
+            etag = settle(self._client, upload.name, upload.write_id, mode, error, what)
+        if etag is None:
+            raise _busy(what)
+        return etag
+
+    def _abort(self, upload: _Upload) -> None:
+        try:
+            self._client.abort(upload.name, upload.id)
+        except S3_ERRORS as error:
+            if code_of(error) != "NoSuchUpload":
+                log.warning(
+                    "an upload of %s is left: %s", upload.name, s3_error(error, "aborting it").message
+                )
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Errors of boto3 become ours; what the caller's stream raises passes through."""
+    try:
+        yield
+    except S3_ERRORS as error:
+        raise s3_error(error, what) from error
+
+
+def _busy(what: str) -> Unavailable:
+    return Unavailable(f"{what} failed: another write was under way; nothing was written", fix="try again")

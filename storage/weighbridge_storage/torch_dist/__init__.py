@@ -1,0 +1,9 @@
+"""torch_dist checkpoints of Megatron-core, as layouts of their files.
+
+May import: `documents`, `weighbridge`.
+
+- `folder`: reading such folders, and laying out new ones.
+- `metadata`: their ``.metadata``, ``metadata.json`` and ``common.pt``.
+- `items`: items inside a file.
+- `pickles`: pickles read as data, without running them.
+"""

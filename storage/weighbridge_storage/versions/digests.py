@@ -1,0 +1,202 @@
+"""Digests of one file of a version, made in one pass over its bytes.
+
+- XXH3-128 (seed 0) of the file and of each tensor: finds accidental damage, and is cheap enough to be compared on every read.
+- BLAKE3-256 of each block of 1 MiB: a cryptographic digest by which any block can be checked alone, whoever sent it. The last block
+  may be shorter; an empty file has no block. All block digests one after another, 32 bytes each, are the object
+  ``<file>.blake3``.
+- The file's **root**: BLAKE3-256 of these block digests, i.e. of the content of ``<file>.blake3``. It is no BLAKE3 of the file.
+- The number of non-finite elements of each tensor: NaN and, where the dtype has them, infinities.
+
+What each costs is in docs/manifest.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from blake3 import blake3
+
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.nonfinite import NonfiniteCounter, encoding_of
+from weighbridge._formats.safetensors_files import FilesLayout
+from weighbridge_storage.stores.objects import ByteArray
+from weighbridge_storage.versions.manifest import FileEntry, TensorEntry
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of the file under one block digest."""
+DIGEST_BYTES = blake3.digest_size
+"""Bytes of one block digest."""
+_WINDOW = 4 * BLOCK_BYTES
+"""Bytes that all digests are updated with before the next: few enough to stay in the processor's cache, and enough that a thread
+asks for the interpreter's lock rarely."""
+
+
+@dataclass(frozen=True)
+class FileDigests:
+    """What one pass over a file gave.
+
+    Attributes:
+        entry: the file, as the manifest lists it.
+        tensors: the tensors in it, as the manifest lists them.
+        blocks: the block digests one after another, `DIGEST_BYTES` each.
+    """
+
+    entry: FileEntry
+    tensors: Mapping[str, TensorEntry]
+    blocks: bytes
+
+    @property
+    def nonfinite(self) -> dict[str, int]:
+        """Numbers of non-finite elements, by the names of the tensors that have any."""
+        return {name: tensor.nonfinite for name, tensor in self.tensors.items() if tensor.nonfinite}
+
+
+def digest_file(files: FilesLayout, name: str, data: ByteArray, go_on: Callable[[], None]) -> FileDigests:
+    """The digests of one file of a version.
+
+    Args:
+        files: how the version's tensors lie in its files.
+        name: of the file.
+        data: its bytes, header included.
+        go_on: is called every few MiB; what it raises ends the pass.
+    """
+    spans = (
+        (files.layout.tensors[p.shard.tensor], p.offset) for p in files.layout.placements if p.buffer == name
+    )
+    digester = FileDigester(name, spans)
+    view = data.data
+    for start in range(0, len(view), _WINDOW):
+        go_on()
+        digester.update(view[start : start + _WINDOW])
+    return digester.finish()
+
+
+def digest_bytes(data: bytes) -> FileEntry:
+    """The entry of a file without tensors."""
+    return FileEntry(len(data), xxhash.xxh3_128_hexdigest(data), root_of(block_digests(data)))
+
+
+def block_digests(data: bytes | memoryview) -> bytes:
+    """The BLAKE3 of each block of a file, one after another."""
+    blocks = BlockDigester()
+    blocks.update(memoryview(data))
+    return blocks.finish()
+
+
+def root_of(blocks: bytes) -> str:
+    """The root of a file with these block digests, as 64 hex digits."""
+    return blake3(blocks).hexdigest()
+
+
+class BlockDigester:
+    """BLAKE3 of each block of a file whose bytes come in order, in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._done = bytearray()
+        self._block = blake3()
+        self._filled = 0
+
+    def update(self, piece: memoryview) -> None:
+        """Take the next bytes."""
+        while piece:
+            if not self._filled and len(piece) >= BLOCK_BYTES:
+                self._done += blake3(piece[:BLOCK_BYTES]).digest()
+                piece = piece[BLOCK_BYTES:]
+                continue
+            part = piece[: BLOCK_BYTES - self._filled]
+            self._block.update(part)
+            self._filled += len(part)
+            piece = piece[len(part) :]
+            if self._filled == BLOCK_BYTES:
+                self._end_block()
+
+    def finish(self) -> bytes:
+        """The digests of all blocks. Nothing can be added any more."""
+        if self._filled:
+            self._end_block()
+        return bytes(self._done)
+
+    def _end_block(self) -> None:
+        self._done += self._block.digest()
+        self._block, self._filled = blake3(), 0
+
+
+class FileDigester:
+    """All digests of a file whose bytes come in order, in pieces of any size.
+
+    Args:
+        name: of the file.
+        spans: its tensors, and the byte of the file where each starts; they do not overlap.
+    """
+
+    def __init__(self, name: str, spans: Iterable[tuple[TensorSpec, int]]) -> None:
+        self._name = name
+        self._file = xxhash.xxh3_128()
+        self._blocks = BlockDigester()
+        self._tensors: dict[str, TensorEntry] = {}
+        # one without elements before another that starts at the same byte
+        self._rest = iter(sorted(spans, key=lambda span: (span[1], span[0].nbytes)))
+        self._position = 0
+        self._next()
+
+    def update(self, piece: memoryview) -> None:
+        """Take the next bytes."""
+        self._file.update(piece)
+        self._blocks.update(piece)
+        end = self._position + len(piece)
+        while self._current is not None and self._current.offset < end:
+            tensor = self._current
+            part = piece[max(tensor.offset - self._position, 0) : max(tensor.end - self._position, 0)]
+            tensor.digest.update(part)
+            tensor.nonfinite.update(np.frombuffer(part, np.uint8))
+            if tensor.end > end:
+                break
+            self._end_tensor(tensor)
+        self._position = end
+
+    def finish(self) -> FileDigests:
+        """The digests of what has come. Nothing can be added any more."""
+        while self._current is not None:  # without elements, behind the last byte
+            self._end_tensor(self._current)
+        blocks = self._blocks.finish()
+        entry = FileEntry(self._position, self._file.hexdigest(), root_of(blocks))
+        return FileDigests(entry, self._tensors, blocks)
+
+    def _next(self) -> None:
+        self._current: _Tensor | None = None
+        for spec, offset in self._rest:
+            self._current = _Tensor(
+                spec,
+                offset,
+                offset + spec.nbytes,
+                xxhash.xxh3_128(),
+                NonfiniteCounter(encoding_of(spec.dtype)),
+            )
+            return
+
+    def _end_tensor(self, tensor: _Tensor) -> None:
+        spec = tensor.spec
+        self._tensors[spec.name] = TensorEntry(
+            dtype=spec.dtype,
+            shape=spec.shape,
+            file=self._name,
+            offset=tensor.offset,
+            nbytes=spec.nbytes,
+            xxh3_128=tensor.digest.hexdigest(),
+            nonfinite=tensor.nonfinite.count,
+        )
+        self._next()
+
+
+class _Tensor(NamedTuple):
+    """The tensor that a `FileDigester` is at."""
+
+    spec: TensorSpec
+    offset: int
+    end: int
+    digest: xxhash.xxh3_128
+    nonfinite: NonfiniteCounter

@@ -1,0 +1,165 @@
+"""Reader of a durable version: its manifest, its weights and its other files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from weighbridge._formats.safetensors_files import INDEX_FILE, FilesLayout, layout_of_files
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound
+from weighbridge_storage.cache.block_cache import BlockCache, DigestedRange
+from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, version_key
+from weighbridge_storage.memory.file_bytes import FileBytes, MappedBytes, Place
+from weighbridge_storage.stores.objects import ByteArray, ObjectStore
+from weighbridge_storage.versions.manifest import Manifest, TensorEntry
+
+_HEADERS_AT_A_TIME = 16
+
+
+def read_manifest(store: ObjectStore, model: ModelName, number: int) -> Manifest:
+    """A version's manifest.
+
+    Raises:
+        DataLoss: it is not there, or malformed, although the version is part of history.
+    """
+    return Manifest.from_json(
+        read_manifest_text(store, model, number), version_key(model, number, MANIFEST_FILE)
+    )
+
+
+def read_manifest_text(store: ObjectStore, model: ModelName, number: int) -> bytes:
+    """A version's manifest as it is stored.
+
+    Raises:
+        DataLoss: it is not there, although the version is part of history.
+    """
+    try:
+        return store.get(version_key(model, number, MANIFEST_FILE))[0]
+    except NotFound as error:
+        raise DataLoss(f"the manifest of {model}@{number} is missing from the store") from error
+
+
+def open_version(
+    store: ObjectStore, cache: BlockCache, model: ModelName, number: int
+) -> tuple[FilesLayout, dict[str, FileBytes]]:
+    """The weights of a durable version: how they lie in files, and the files' bytes.
+
+    Of a store that does not map its objects, nothing but the headers is read now.
+
+    Args:
+        store: where the version lies.
+        cache: what a remote store's bytes go through.
+        model: whose version.
+        number: which version.
+
+    Raises:
+        DataLoss: a file is missing, or is not what the manifest says it is.
+        ResourceExhausted, Unavailable: the cache has no place for it.
+    """
+    manifest = read_manifest(store, model, number)
+    tensors = tensors_of_files(manifest)
+    sizes = {name: manifest.files[name].size for name in tensors}
+    reader = _Reader(store, model, number, sizes)
+    mapped = {name: reader.map(name) for name in tensors}
+    heads = {name: data for name, data in mapped.items() if data is not None}
+    if len(heads) < len(tensors):
+        with ThreadPoolExecutor(_HEADERS_AT_A_TIME, thread_name_prefix="headers") as pool:
+            heads = dict(zip(tensors, pool.map(reader.head, tensors, tensors.values()), strict=True))
+    files = layout_of_files({name: data.data for name, data in heads.items()}, sizes)
+    _check_places(files, manifest)
+    if all(data is not None for data in mapped.values()):
+        return files, {name: MappedBytes(data, reader.place(name)) for name, data in heads.items()}
+    digests = {
+        name: [
+            DigestedRange(tensor, entry.offset, entry.nbytes, entry.xxh3_128)
+            for tensor, entry in parts
+            if entry.nbytes
+        ]
+        for name, parts in tensors.items()
+    }
+    return files, dict(cache.open(reader.title, sizes, reader.fetch, digests))
+
+
+class _Reader:
+    """Reads files of a version, and says which of them is not what its manifest says."""
+
+    def __init__(self, store: ObjectStore, model: ModelName, number: int, sizes: Mapping[str, int]) -> None:
+        self._store = store
+        self._sizes = sizes
+        self._key = partial(version_key, model, number)
+        self.title = f"{model}@{number}"
+
+    def map(self, name: str) -> ByteArray | None:
+        """A whole file, if the store maps its objects."""
+        try:
+            data = self._store.map(self._key(name))
+        except NotFound as error:
+            raise self._missing(name) from error
+        if data is not None:
+            self._check_size(name, len(data))
+        return data
+
+    def place(self, name: str) -> Place:
+        """Where other processes find a file that the store maps."""
+        key = self._key(name)
+        return Place(key, self._sizes[name], 0, lambda: self._store.open(key), False, lambda: None)
+
+    def head(self, name: str, tensors: Sequence[tuple[str, TensorEntry]]) -> ByteArray:
+        """A file's first bytes up to where its first tensor begins."""
+        try:
+            self._check_size(name, self._store.size(self._key(name)))
+        except NotFound as error:
+            raise self._missing(name) from error
+        return np.frombuffer(self.fetch(name, 0, tensors[0][1].offset), np.uint8)
+
+    def fetch(self, name: str, start: int, length: int) -> bytes:
+        """A part of a file."""
+        try:
+            return self._store.read_range(self._key(name), start, length)
+        except NotFound as error:
+            raise self._missing(name) from error
+        except InvalidArgument as error:
+            raise DataLoss(f"{name} of {self.title} is shorter than the manifest says") from error
+
+    def _check_size(self, name: str, found: int) -> None:
+        if found != self._sizes[name]:
+            raise DataLoss(
+                f"{name} of {self.title} has {found} bytes, and the manifest says {self._sizes[name]}"
+            )
+
+    def _missing(self, name: str) -> DataLoss:
+        return DataLoss(f"{name} of {self.title} is missing from the store")
+
+
+def tensors_of_files(manifest: Manifest) -> dict[str, list[tuple[str, TensorEntry]]]:
+    """The tensors of each file that has any, in the order in which they lie there."""
+    tensors: dict[str, list[tuple[str, TensorEntry]]] = {}
+    for name, entry in sorted(manifest.tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
+        tensors.setdefault(entry.file, []).append((name, entry))
+    return tensors
+
+
+def _check_places(files: FilesLayout, manifest: Manifest) -> None:
+    title = f"{manifest.model}@{manifest.version}"
+    for placement in files.layout.placements:
+        entry = manifest.tensors.get(placement.shard.tensor)
+        if entry is None or (entry.file, entry.offset, entry.nbytes) != (
+            placement.buffer,
+            placement.offset,
+            placement.nbytes,
+        ):
+            raise DataLoss(f"{placement.shard.tensor} of {title} does not lie where the manifest says")
+    if len(files.layout.tensors) != len(manifest.tensors):
+        raise DataLoss(f"{title} lacks tensors that its manifest lists")
+
+
+def side_files(store: ObjectStore, model: ModelName, number: int) -> dict[str, bytes]:
+    """The files besides the weights of a durable version, by name."""
+    manifest = read_manifest(store, model, number)
+    return {
+        name: store.get(version_key(model, number, name))[0]
+        for name in manifest.files.keys() - manifest.weight_files - {INDEX_FILE}
+    }

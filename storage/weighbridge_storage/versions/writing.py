@@ -1,0 +1,251 @@
+"""Writing of a version's objects, in the order in which a crash does no harm.
+
+The folder is written file by file, in any order, its manifest last. Only the head, which is changed after that, makes it part of
+history. What a crash leaves behind is in no head, so nobody sees it, and its number is never given again.
+
+Only who holds the version's claim in the head may write to its folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from weighbridge._core.metadata import MetadataValue
+from weighbridge._core.resources import HELD_NONFINITE
+from weighbridge._formats.safetensors_files import INDEX_FILE, FilesLayout
+from weighbridge.errors import NotFound
+from weighbridge_storage.documents import strict_json
+from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
+from weighbridge_storage.documents.names import (
+    MANIFEST_FILE,
+    ModelName,
+    blocks_key,
+    incoming_prefix,
+    version_key,
+    version_prefix,
+)
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import publish
+from weighbridge_storage.head.head_store import HeadStore
+from weighbridge_storage.head.history import History
+from weighbridge_storage.stores.objects import ByteArray, ObjectStore
+from weighbridge_storage.versions.digests import FileDigests, digest_bytes
+from weighbridge_storage.versions.manifest import (
+    FEATURES,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    files_from_json,
+    files_to_json,
+    tensors_from_json,
+    tensors_to_json,
+)
+
+_PIECE = 16 << 20
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files of a version that are in the store, and the tensors in them: what a manifest is put together from."""
+
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, TensorEntry]
+
+    @staticmethod
+    def of(digests: Mapping[str, FileDigests]) -> Written:
+        """Files of weights with these digests, by name."""
+        return Written(
+            {name: each.entry for name, each in digests.items()},
+            {name: tensor for each in digests.values() for name, tensor in each.tensors.items()},
+        )
+
+    def to_json(self, claim: str) -> bytes:
+        """As text for other replicas of the service; ``claim`` says under which agreement they were written."""
+        return strict_json.encode(
+            {
+                "requires": [],
+                "claim": claim,
+                "files": files_to_json(self.files),
+                "tensors": tensors_to_json(self.tensors),
+            }
+        )
+
+    @staticmethod
+    def from_json(data: bytes, where: str) -> tuple[str, Written]:
+        """The claim and the files of a text; ``where`` names it in errors.
+
+        What a replica of a later release says of a file or a tensor goes into the manifest, known here or not. What else it says
+        is left out, unless the text requires it.
+
+        Raises:
+            DataLoss: it is malformed.
+            FailedPrecondition: it requires a feature that is lacking here.
+        """
+        fields = strict_json.decode(data, where)
+        fields.required(FEATURES)
+        with strict_json.malformed_as_data_loss(where):
+            return fields.text("claim"), Written(
+                files_from_json(fields.table("files"), where),
+                tensors_from_json(fields.table("tensors"), where),
+            )
+
+    def __or__(self, other: Written) -> Written:
+        """These files and those."""
+        return Written({**self.files, **other.files}, {**self.tensors, **other.tensors})
+
+
+NOTHING_WRITTEN = Written({}, {})
+
+
+def differs_from(parent: Manifest, name: str, data: ByteArray, go_on: Callable[[], None]) -> bool:
+    """Whether a file is certainly not the same as in another version; quickly, if one of its first tensors is another.
+
+    Args:
+        parent: the manifest of the other version.
+        name: of the file.
+        data: its bytes, header included.
+        go_on: is called now and then; what it raises ends this.
+    """
+    before = parent.files.get(name)
+    if before is None or before.size != len(data):
+        return True
+    for tensor in sorted((t for t in parent.tensors.values() if t.file == name), key=lambda t: t.offset):
+        go_on()
+        part = data[tensor.offset : tensor.offset + tensor.nbytes]
+        if xxhash.xxh3_128_hexdigest(part.data) != tensor.xxh3_128:
+            return True
+    return False
+
+
+def copy_weights(
+    store: ObjectStore, model: ModelName, number: int, name: str, digests: FileDigests, parent: Manifest
+) -> bool:
+    """Have the store copy one file of weights from another version, if it is the same there; whether it has.
+
+    Args:
+        store: where to.
+        model: whose version.
+        number: which version.
+        name: of the file.
+        digests: what `digest_file` made of its bytes.
+        parent: the manifest of the other version.
+    """
+    before = parent.files.get(name)
+    if before is None or not before.same_content(digests.entry):
+        return False
+    try:
+        store.copy(version_key(parent.model, parent.version, name), version_key(model, number, name))
+    except NotFound:  # it was deleted since
+        return False
+    return True
+
+
+def write_weights(
+    store: ObjectStore, model: ModelName, number: int, name: str, data: ByteArray, go_on: Callable[[], None]
+) -> None:
+    """Write one file of weights.
+
+    Args:
+        store: where to.
+        model: whose version.
+        number: which version.
+        name: of the file.
+        data: its bytes, header included.
+        go_on: is called now and then; what it raises ends the writing.
+
+    Raises:
+        ResourceExhausted: no room; the same call can be repeated.
+    """
+    # overwrite: an attempt before this one may have got as far as here
+    store.put(version_key(model, number, name), _pieces(data, go_on), mode="overwrite")
+
+
+def write_block_digests(
+    store: ObjectStore, model: ModelName, number: int, name: str, digests: FileDigests
+) -> None:
+    """Write the block digests of one file of weights. Raises as `write_weights`."""
+    store.put(blocks_key(model, number, name), digests.blocks, mode="overwrite")
+
+
+def _pieces(data: ByteArray, go_on: Callable[[], None]) -> Iterator[memoryview]:
+    view = data.data
+    for start in range(0, len(view), _PIECE):
+        go_on()
+        yield view[start : start + _PIECE]
+
+
+def write_side_files(
+    store: ObjectStore, model: ModelName, number: int, files: FilesLayout, side_keys: Mapping[str, str]
+) -> Written:
+    """Write what a version has besides its weights and its manifest: the index, and copies of registered files.
+
+    Args:
+        store: where to.
+        model: whose version.
+        number: which version.
+        files: how its weights lie in their files.
+        side_keys: by name, where the other files lie in the store.
+    """
+    entries: dict[str, FileEntry] = {}
+    for name, key in side_keys.items():
+        content, _ = store.get(key)
+        store.copy(key, version_key(model, number, name))
+        entries[name] = digest_bytes(content)
+    index = files.index_json
+    if index is not None:
+        store.put(version_key(model, number, INDEX_FILE), index, mode="overwrite")
+        entries[INDEX_FILE] = digest_bytes(index)
+    return Written(entries, {})
+
+
+def write_manifest(store: ObjectStore, model: ModelName, entry: OpenEntry, written: Written) -> Manifest:
+    """Write a version's manifest, after all its files. Whoever writes it, with the same files, writes the same."""
+    nonfinite = not entry.allow_nonfinite and any(tensor.nonfinite for tensor in written.tensors.values())
+    manifest = Manifest(
+        model=model,
+        version=entry.number,
+        step=entry.step,
+        run=entry.run,
+        created_ms=entry.created_ms,
+        files=written.files,
+        tensors=written.tensors,
+        lineage={"parent": entry.parent} if entry.parent else {},
+        # releases before this one know no booleans here
+        metadata={key: _without_booleans(value) for key, value in entry.metadata.items()},
+        held=tuple(sorted({*entry.held, HELD_NONFINITE})) if nonfinite else entry.held,
+    )
+    store.put(version_key(model, entry.number, MANIFEST_FILE), manifest.to_json(), mode="overwrite")
+    return manifest
+
+
+def _without_booleans(value: MetadataValue) -> str | int | float:
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def publish_version(heads: HeadStore, model: ModelName, entry: VersionEntry) -> VersionEntry:
+    """Make a version whose folder is complete part of history, and move ``latest``: one conditional write.
+
+    Returns:
+        What history says of it: ``entry``, unless another replica has published it before, under the same claim.
+
+    Raises:
+        VersionFailed: it was given up meanwhile.
+        AlreadyExists: somebody else holds its claim.
+    """
+
+    def change(history: History) -> tuple[Head, VersionEntry]:
+        head = publish(history, entry)
+        return head, history.under(head).find(entry.number) or entry
+
+    return heads.edit(model, change)
+
+
+def discard_version(store: ObjectStore, model: ModelName, number: int) -> None:
+    """Delete what there is of a version that was given up; nobody can publish it any more."""
+    for prefix in (version_prefix(model, number), incoming_prefix(model, number)):
+        for key in list(store.list(prefix)):
+            store.delete(key)
+    store.discard_unfinished(version_prefix(model, number), older_than_s=0)

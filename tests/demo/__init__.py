@@ -1,0 +1,1 @@
+"""Tests of the demonstration, whose Megatron models other tests use as references."""

@@ -1,0 +1,1 @@
+"""Tests of what crosses packages: crashes, faults, round trips."""

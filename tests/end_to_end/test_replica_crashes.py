@@ -1,0 +1,151 @@
+"""Does a version that several replicas receive together complete or fail cleanly when one of them is killed?
+
+``WEIGHBRIDGE_REPLICA_CRASHES`` says how often one is killed, ``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.heads import stored
+from tests.support.killable_service import KillableService
+from tests.support.raw_clients import TinyModel, assert_equal, rows_layout, tiny_folder
+from weighbridge import EngineClient, TrainerClient
+from weighbridge._core.layouts import Layout
+from weighbridge._core.resources import VersionState
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats.push_sources import StagingPool, StreamSource
+from weighbridge.errors import WeighbridgeError
+from weighbridge_storage.documents.entries import VersionEntry
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.opening import open_store
+
+CRASHES = int(os.environ.get("WEIGHBRIDGE_REPLICA_CRASHES", "2"))
+SEED = int(os.environ.get("WEIGHBRIDGE_SEED") or time.time_ns() % 1_000_000)
+MODEL = "acme/spread"
+REPLICAS, RANKS = 3, 6
+LONGEST_LIFE = 1.0
+ATTEMPTS = 10
+
+
+@pytest.fixture
+def services(location: str) -> Iterator[list[KillableService]]:
+    found = []
+    for _ in range(REPLICAS):
+        service = KillableService(location, file_bytes=20_000, peer_patience=3.0, receive_timeout=10.0)
+        service.settings["advertise"] = service.address
+        found.append(service)
+    yield found
+    for service in found:
+        service.kill()
+
+
+def push_rank(trainer: TrainerClient, source: TinyModel, rank: int, step: int) -> int:
+    """A rank's push; returns the version's number when all its bytes have arrived."""
+    layout = rows_layout(source.arrays, rank, RANKS)
+    staging = StagingPool()
+
+    def stage(indexes: list[int], stream: Layout) -> StreamSource:
+        tensors = []
+        for index in indexes:
+            shard = layout.placements[index].shard
+            box = tuple(slice(o, o + e) for o, e in zip(shard.box.offset, shard.box.extent, strict=True))
+            tensors.append(torch.from_numpy(source.arrays[shard.tensor][box].copy()))
+        return staging.stage(stream, tensors)
+
+    handle = trainer.push_shards(
+        MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=step, rank=rank, world_size=RANKS
+    )
+    handle.wait(VersionState.DURABLE, timeout=60)
+    return handle.number
+
+
+def push_step(services: list[KillableService], source: TinyModel, step: int) -> set[int] | None:
+    """All ranks push one step, each to a replica; the numbers that they got, or None if any of them failed."""
+    with ExitStack() as stack, ThreadPoolExecutor(RANKS) as pool:
+        trainers = [
+            stack.enter_context(TrainerClient(services[rank % REPLICAS].address, run="r", retry_seconds=5.0))
+            for rank in range(RANKS)
+        ]
+        pushes = [pool.submit(push_rank, trainers[rank], source, rank, step) for rank in range(RANKS)]
+        numbers: set[int] = set()
+        failed = False
+        for push in pushes:
+            try:
+                numbers.add(push.result(120))
+            except WeighbridgeError as error:  # anything else is a bug
+                print(f"step {step}: {error.message}")
+                failed = True
+        return None if failed else numbers
+
+
+def history_of(location: str) -> tuple[Head, dict[int, VersionEntry]]:
+    """The head, and the versions that are part of history."""
+    store = open_store(location)
+    try:
+        found = stored(store, ModelName.parse(MODEL))
+        return found.head, found.versions()
+    finally:
+        store.close()
+
+
+@pytest.mark.timeout(120 + 30 * CRASHES)
+def test_a_replica_killed_in_mid_push_costs_at_most_that_version_and_the_step_can_be_pushed_again(
+    services: list[KillableService], location: str, tmp_path: Path
+) -> None:
+    print(f"WEIGHBRIDGE_SEED={SEED}")  # pytest shows it if the test fails
+    chance = random.Random(SEED)
+    sources = [tiny_folder(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    for service in services:
+        service.start()
+    with TrainerClient(services[0].address) as trainer:
+        trainer.register_files(MODEL, sources[0].files)
+    checked: set[int] = set()
+    pushed: dict[int, TinyModel] = {}
+    whole = 0
+    for crash in range(CRASHES):
+        source = pushed[crash] = chance.choice(sources)
+        victim = chance.choice(services)
+
+        def kill_and_start(
+            victim: KillableService = victim, after: float = chance.uniform(0, LONGEST_LIFE)
+        ) -> None:
+            time.sleep(after)
+            victim.kill()
+            time.sleep(chance.choice([0.0, 0.5, 4.0]))
+            victim.start()
+
+        killer = threading.Thread(target=kill_and_start)
+        killer.start()
+        numbers = push_step(services, source, crash)
+        killer.join()
+        whole += numbers is not None
+        attempts = 0
+        while numbers is None:  # the same step, pushed again
+            attempts += 1
+            assert attempts < ATTEMPTS
+            numbers = push_step(services, source, crash)
+        (number,) = numbers
+        _, versions = history_of(location)
+        assert number in versions
+        with TrainerClient(chance.choice(services).address) as trainer:
+            for listed in versions.keys() - checked:
+                # a push that its ranks took for failed may have been completed by other replicas
+                expected = pushed[versions[listed].step]
+                assert not trainer.verify(MODEL, listed).problems
+                with EngineClient(chance.choice(services).address) as engine:
+                    assert_equal(engine, MODEL, listed, expected.arrays)
+                checked.add(listed)
+        print(f"crash {crash + 1}: {len(checked)} versions, {whole} pushes were not disturbed")
+    assert not history_of(location)[0].open, "versions were left open"

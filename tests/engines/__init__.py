@@ -1,0 +1,1 @@
+"""Tests of `weighbridge.integrations`: vLLM, SGLang, transformers, Megatron."""

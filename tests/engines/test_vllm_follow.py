@@ -1,0 +1,339 @@
+"""Does a live vLLM server follow a ref, and still answer with the version that it says it has, whatever goes wrong on the way?
+
+One server of two tensor-parallel ranks, which reaches the service through a gate; each test leaves both in order.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.gate import Gate
+from tests.support.reference import tiny_config, tiny_model
+from tests.support.services import RunningService, running_service
+from tests.support.vllm_environment import PYTHON, environment, needs_vllm
+from tests.support.waiting import eventually
+from weighbridge import EngineClient, TrainerClient
+from weighbridge.errors import FailedPrecondition, WeighbridgeError
+from weighbridge.follow import vllm as vllm_driver
+from weighbridge.follow.agent import TRIES, Followed, Follower
+from weighbridge.follow.engines import EngineFailed
+from weighbridge_demo.vllm_server import EAGER, VllmServer
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(600)]
+
+MODEL = "tests/followed"
+PROMPT = "w5 w17 w99"
+TOKENS = 6
+RETRY_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What clients see of a server: how a prompt goes on, the version that its workers say they have, what is broken, and its label."""
+
+    text: str
+    serving: int | None
+    broken: str
+    label: str
+
+
+@dataclass
+class Place:
+    """A service, a trainer that makes versions, and a vLLM that serves one of them.
+
+    Attributes:
+        texts: what transformers says of each version.
+    """
+
+    running: RunningService
+    gate: Gate
+    trainer: TrainerClient
+    client: EngineClient
+    server: VllmServer
+    engine: vllm_driver.VllmServer
+    folders: Path
+    texts: dict[int, str] = field(default_factory=dict)
+    seeds: Iterator[int] = field(default_factory=lambda: itertools.count(2))
+
+    def follower(self) -> Follower:
+        return Follower(self.client, MODEL, self.engine, retry_seconds=4.0)
+
+    def push(self) -> int:
+        """A new version, with other weights."""
+        seed = next(self.seeds)
+        folder = self.folders / str(seed)
+        model = make_folder(folder, seed)
+        number = self.trainer.push_folder(MODEL, folder, step=seed).wait("durable", timeout=60).number
+        self.texts[number] = said_by_transformers(model)
+        return number
+
+    def take_to(self, number: int) -> Followed:
+        return self.follower().take_to(number)
+
+    def insist(self, number: int) -> None:
+        """Take it there in the end: connections that were cut are not tried again at once."""
+        deadline = time.monotonic() + 60
+        while self.take_to(number).error:
+            assert time.monotonic() < deadline
+
+    def seen(self) -> Seen:
+        """What the server answers, and which version it says that it has, in each way in which it says so."""
+        serving = self.engine.serving()
+        text = self.server.complete(PROMPT, TOKENS).text.strip()
+        return Seen(text, serving.version, serving.broken, self.server.weight_version())
+
+    def version(self, number: int) -> Seen:
+        """What is seen of a server that has this version."""
+        others = [text for version, text in self.texts.items() if version != number]
+        assert self.texts[number] not in others, "the versions cannot be told apart"
+        return Seen(self.texts[number], number, "", f"{MODEL}@{number}")
+
+    def served(self) -> int:
+        """Number of the version that the server says it has."""
+        number = self.engine.serving().version
+        assert number is not None
+        return number
+
+
+def make_folder(folder: Path, seed: int) -> LlamaForCausalLM:
+    config = tiny_config(
+        "llama",
+        tied=False,
+        hidden_size=256,
+        intermediate_size=512,
+        head_dim=32,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
+    model = tiny_model(config, seed=seed)
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(128)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="w0", model_input_names=["input_ids", "attention_mask"]
+    ).save_pretrained(folder)
+    return model
+
+
+def said_by_transformers(model: LlamaForCausalLM) -> str:
+    tokens = [int(word[1:]) for word in PROMPT.split()]
+    with torch.no_grad():
+        output = model.generate(
+            torch.tensor([tokens]), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+    return " ".join(f"w{token}" for token in output[0, len(tokens) :].tolist())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folders, logs = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("logs")
+    with (
+        running_service(tmp_path_factory.mktemp("store"), collect_every=0.2, grace_seconds=2.0) as running,
+        Gate(running.address) as gate,
+        TrainerClient(running.address) as trainer,
+        EngineClient(running.address) as client,
+    ):
+        model = make_folder(folders / "1", 1)
+        trainer.register_model(MODEL, folders / "1")
+        trainer.push_folder(MODEL, folders / "1", step=1).wait("durable", timeout=60)
+        with VllmServer(
+            PYTHON, gate.address, MODEL, logs / "vllm.log", *EAGER, "--tensor-parallel-size", "2",
+            extra={"retry_seconds": RETRY_SECONDS},
+            environment={**environment(), "WEIGHBRIDGE_CACHE": str(folders / "cache")},
+        ) as server:  # fmt: skip
+            server.wait_ready()
+            engine = vllm_driver.VllmServer(server.url, MODEL, gate.address)
+            engine.connect()
+            engine.label(f"{MODEL}@1")
+            yield Place(
+                running, gate, trainer, client, server, engine, folders, {1: said_by_transformers(model)}
+            )
+
+
+@pytest.fixture(autouse=True)
+def in_order(place: Place) -> Iterator[None]:
+    yield
+    place.gate.open()
+    assert place.seen() == place.version(place.served())
+
+
+def ask(place: Place, path: str, body: Any = None) -> Any:
+    """One of vLLM's own routes, as a trainer would call it."""
+    data = json.dumps(body or {}).encode()
+    request = urllib.request.Request(place.server.url + path, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_vllm_starts_from_the_service_with_config_and_tokenizer(place: Place) -> None:
+    assert place.seen() == place.version(1)
+    assert "loaded" in place.server.log.read_text()
+
+
+def test_a_live_server_follows_a_ref_and_answers_as_transformers_does(place: Place) -> None:
+    number = place.push()
+    done = place.take_to(number)
+    assert (done.serves, done.error) == (number, "")
+    specs = place.client.pull(MODEL, number).nbytes
+    # norms are on both ranks, all else is cut
+    assert specs < done.nbytes < 1.01 * specs
+    assert 0 < done.pause_seconds < 60
+    assert place.seen() == place.version(number)
+
+
+def test_the_command_follows_too_and_says_what_it_did(place: Place) -> None:
+    number = place.push()
+    command = [sys.executable, "-m", "weighbridge", "follow", MODEL, "--server", place.running.address]
+    options = ["--engine-server", place.gate.address, "--url", place.server.url, "--count", "1", "--json"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["version"], said["serves"], said["error"]) == (number, number, "")
+    assert said["nbytes"] > 0
+    assert place.seen() == place.version(number)
+
+
+def test_an_engine_that_has_the_version_is_left_alone(place: Place) -> None:
+    number = place.push()
+    place.take_to(number)
+    [found] = itertools.islice(place.follower().run(), 1)
+    assert (found.serves, found.nbytes, found.error) == (number, 0, "")
+
+
+def test_the_engine_serves_while_a_version_is_being_prepared(place: Place) -> None:
+    had = place.served()
+    number = place.push()
+    place.gate.hold_after(1_000_000)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        update = pool.submit(place.take_to, number)
+        place.gate.wait_closed()
+        assert place.seen() == place.version(had)
+        assert not update.done()
+        place.gate.open()
+        assert update.result(60).error == ""
+    assert place.seen() == place.version(number)
+
+
+def test_a_service_that_dies_in_the_middle_of_an_update_leaves_the_engine_as_it_was(place: Place) -> None:
+    had = place.served()
+    number = place.push()
+    place.gate.cut_after(1_000_000)
+    done = place.take_to(number)
+    assert "could not be prepared" in done.error
+    assert "cannot be reached" in done.error or "Unavailable" in done.error or "connect" in done.error
+    assert (done.serves, done.pause_seconds) == (had, 0.0)
+    assert place.seen() == place.version(had)
+    place.gate.open()
+    place.insist(number)
+    assert place.seen() == place.version(number)
+
+
+def test_an_agent_tries_again_until_the_service_is_back(place: Place) -> None:
+    number = place.push()
+    place.gate.cut_after(1_000_000)
+    found = place.follower().run()
+    assert next(found).error
+    place.gate.open()
+    assert any(done.serves == number for done in itertools.islice(found, TRIES - 1))
+
+
+def test_a_version_that_is_retired_while_it_is_pulled_comes_whole_or_not_at_all(place: Place) -> None:
+    had = place.served()
+    retired = place.push()
+    place.push()  # the latest one cannot be deleted
+    place.gate.hold_after(1_000_000)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        update = pool.submit(place.take_to, retired)
+        place.gate.wait_closed()
+        place.trainer.delete_version(MODEL, retired)
+        time.sleep(1.0)
+        place.gate.open()
+        done = update.result(120)
+    assert place.seen() == place.version(had if done.error else retired)
+
+
+def test_a_version_that_is_gone_is_refused_by_name(place: Place) -> None:
+    had = place.served()
+    gone = place.push()
+    place.push()
+    place.trainer.delete_version(MODEL, gone)
+
+    def is_gone() -> bool:
+        try:
+            place.client.version(MODEL, gone)
+        except WeighbridgeError:
+            return True
+        return False
+
+    eventually(is_gone)
+    done = place.take_to(gone)
+    assert str(gone) in done.error
+    assert done.serves == had
+    assert place.seen() == place.version(had)
+
+
+def test_of_two_updates_at_once_the_second_is_refused_and_the_first_goes_on(place: Place) -> None:
+    first, second = place.push(), place.push()
+    other = vllm_driver.VllmServer(place.server.url, MODEL, place.gate.address)
+    place.gate.hold_after(1_000_000)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        update = pool.submit(place.take_to, first)
+        place.gate.wait_closed()
+        with pytest.raises(FailedPrecondition, match=f"version {first} is being prepared"):
+            other.prepare(second)
+        place.gate.open()
+        assert update.result(60).error == ""
+    assert place.seen() == place.version(first)
+
+
+def test_what_an_agent_left_behind_does_not_hold_up_the_next_one(place: Place) -> None:
+    number = place.push()
+    ask(place, "/pause?mode=wait")
+    ask(place, "/start_weight_update")
+    assert place.take_to(number).error == ""
+    assert place.seen() == place.version(number)
+    for path in ("/start_weight_update", "/finish_weight_update"):
+        ask(place, path)
+
+
+def test_vllms_own_calls_update_without_an_agent_or_say_why_not(place: Place) -> None:
+    had = place.served()
+    number = place.push()
+    ask(place, "/start_weight_update")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(place, "/update_weights", {"update_info": {"version": 10_000}})
+    said = refused.value.read().decode()
+    assert "10000" in said
+    assert f"keeps version {had}" in said
+    with pytest.raises(urllib.error.HTTPError):
+        ask(place, "/finish_weight_update")  # what vLLM wants before the next one
+    assert place.seen() == place.version(had)
+    ask(place, "/start_weight_update")
+    ask(place, "/update_weights", {"update_info": {"version": number}})
+    ask(place, "/finish_weight_update", {"weight_version": f"{MODEL}@{number}"})
+    ask(place, "/pause?mode=abort")  # empties caches of the old weights
+    ask(place, "/resume")
+    assert place.seen() == place.version(number)
+
+
+def test_an_engine_that_does_not_answer_is_named(place: Place) -> None:
+    nobody = vllm_driver.VllmServer("http://127.0.0.1:9", MODEL, place.gate.address)
+    with pytest.raises(EngineFailed, match=r"127\.0\.0\.1:9 cannot be reached"):
+        nobody.connect()

@@ -1,0 +1,1 @@
+"""Tests of the repository itself: contract, documents, folders, public surface, benchmarks."""

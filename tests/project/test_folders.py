@@ -1,0 +1,51 @@
+"""Does each folder say what it answers, what it may import, and what lies in it?"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    "clients/weighbridge", "storage/weighbridge_storage", "service/weighbridge_service", "examples/weighbridge_demo",
+]  # fmt: skip
+MOST_MODULES = 20
+QUESTION = re.compile(r"(How|What|Which|Where|Who|Why|When|Is|Does)\b")
+MODULES = sorted(
+    path
+    for source in SOURCES
+    for path in (ROOT / source).rglob("*.py")
+    if path.parent.name != "v1"  # generated
+)
+FOLDERS = sorted(
+    found.parent
+    for source in SOURCES
+    for found in (ROOT / source).rglob("__init__.py")
+    if found.parent.name != "v1"  # generated
+)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda each: str(each.relative_to(ROOT)))
+def test_a_folder_names_its_modules_and_what_they_may_import(folder: Path) -> None:
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8"))) or ""
+    modules = {each.stem for each in folder.glob("*.py")} - {"__init__", "__main__"}
+    assert len(modules) <= MOST_MODULES, f"{folder} has {len(modules)} modules"
+    assert "May import: " in said
+    missing = [name for name in sorted(modules) if f"`{name}`" not in said]
+    assert not missing, f"the docstring of {folder} does not name {missing}"
+    listed = {
+        name
+        for line in re.findall(r"^- (.*?): ", said, re.MULTILINE)
+        for name in re.findall(r"`([\w.]+)`", line)
+    }
+    folders = {each.parent.name for each in folder.glob("*/__init__.py")}
+    assert listed <= modules | folders, f"the docstring of {folder} names {listed - modules - folders}"
+
+
+def test_a_modules_docstring_begins_with_the_noun_that_it_is() -> None:
+    said = {path: ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "" for path in MODULES}
+    assert [str(path.relative_to(ROOT)) for path, text in said.items() if not text] == []
+    assert [str(path.relative_to(ROOT)) for path, text in said.items() if QUESTION.match(text)] == []

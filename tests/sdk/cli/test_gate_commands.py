@@ -1,0 +1,139 @@
+"""Commands that hold, show and release versions: do they say what to do, and do it?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.numpy import load_file, save_file
+
+from tests.support.raw_clients import tiny_folder
+from tests.support.services import RunningService, running_service
+from weighbridge._cli import commands
+
+MODEL = "acme/held"
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with running_service(tmp_path / "store") as running:
+        yield running
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return tiny_folder(tmp_path / "good").folder
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    folder = tiny_folder(tmp_path / "bad").folder
+    arrays = {name: array.copy() for name, array in load_file(folder / "model.safetensors").items()}
+    arrays["model.norm.weight"][:2] = (np.inf, -np.inf)
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def run(service: RunningService, command: str, *args: object) -> Result:
+    found = CliRunner().invoke(commands, [command, *map(str, args), "--server", service.address])
+    assert found.exit_code == 0, found.output
+    return found
+
+
+def as_json(service: RunningService, command: str, *args: object) -> Any:
+    return json.loads(run(service, command, *args, "--json").stdout)
+
+
+def test_an_import_of_weights_that_are_not_finite_says_how_to_let_them_through(
+    service: RunningService, bad: Path
+) -> None:
+    told = run(service, "import", bad, MODEL).stderr
+    assert "acme/held@1 is held: 2 of its elements are NaN or infinite" in told
+    assert "weighbridge approve acme/held@1" in told
+    assert "--allow-nonfinite" in told
+    shown = run(service, "show", MODEL).stdout
+    assert re.search(r"held: +acme/held@1 is held", shown)
+    assert "2 elements are NaN or infinite" in run(service, "verify", f"{MODEL}@1").stdout
+    assert "approved (nonfinite); named by latest, live" in run(service, "approve", f"{MODEL}@1").stdout
+    assert re.search(r"approved: +nonfinite, .* by .+@", run(service, "show", MODEL).stdout)
+    assert "nothing to approve" in run(service, "approve", f"{MODEL}@1").stdout
+
+
+def test_with_the_switch_an_import_is_not_held(service: RunningService, bad: Path) -> None:
+    version = as_json(service, "import", bad, MODEL, "--allow-nonfinite")
+    assert (version["held"], version["nonfinite_elements"]) == ([], 2)
+    assert as_json(service, "show", MODEL)["model"]["refs"] == {"latest": 1, "live": 1}
+
+
+def test_candidates_are_approved_with_a_note(service: RunningService, good: Path) -> None:
+    run(service, "import", good, MODEL)
+    assert as_json(service, "push", good, MODEL, "--step", 1, "--candidate")["held"] == ["candidate"]
+    listed = run(service, "versions", MODEL).stdout
+    assert re.search(r"^2 .* candidate ", listed, re.MULTILINE)
+    approved = as_json(service, "approve", f"{MODEL}@2", "--note", "looked at it", "--by", "ann")
+    assert approved["approved_reasons"] == ["candidate"]
+    assert (approved["approved_by"], approved["approved_note"]) == ("ann", "looked at it")
+    assert as_json(service, "show", MODEL)["model"]["refs"] == {"latest": 2, "live": 2}
+
+
+def test_the_gate_of_a_model_is_shown_and_what_is_not_said_of_it_stays(
+    service: RunningService, good: Path
+) -> None:
+    run(service, "import", good, MODEL)
+    assert "holds versions with NaN" in run(service, "gate", MODEL).stdout
+    as_json(service, "gate", MODEL, "--approval", "required")
+    gate = as_json(service, "gate", MODEL, "--nonfinite", "allow")
+    assert gate == {"model": MODEL, "approval_required": True, "allow_nonfinite": True}
+    assert gate == as_json(service, "gate", MODEL)
+    assert as_json(service, "push", good, MODEL, "--step", 1)["held"] == ["candidate"]
+    as_json(service, "gate", MODEL, "--approval", "none")
+    assert as_json(service, "push", good, MODEL, "--step", 2)["held"] == []
+
+
+def test_versions_are_listed_by_their_metadata(service: RunningService, good: Path) -> None:
+    run(service, "import", good, MODEL, "--metadata", "reward=0.2")
+    for step, reward in ((1, 0.7), (2, 0.9)):
+        run(
+            service,
+            "push",
+            good,
+            MODEL,
+            "--step",
+            step,
+            "--metadata",
+            f"reward={reward}",
+            "--metadata",
+            "by=x",
+        )
+    found = as_json(service, "versions", MODEL, "--where", "reward>=0.7")
+    assert [(v["number"], v["metadata"]) for v in found] == [
+        (3, {"reward": 0.9, "by": "x"}),
+        (2, {"reward": 0.7, "by": "x"}),
+    ]
+    both = as_json(service, "versions", MODEL, "--where", "reward>=0.7", "--where", "reward<0.8")
+    assert [v["number"] for v in both] == [2]
+    assert 'by="x", reward=0.9' in run(service, "versions", MODEL).stdout
+    assert 'by="x", reward=0.9' in run(service, "show", MODEL).stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["versions", MODEL, "--where", "reward"], "compares nothing"),
+        (["push", "x", MODEL, "--step", "1", "--metadata", "reward"], "gives no value"),
+        (["push", "x", MODEL, "--step", "1", "--metadata", "a=1", "--metadata", "a=2"], "a second one"),
+        (["push", "x", MODEL, "--step", "1", "--metadata", "reward=NaN"], "no finite number"),
+        (["approve", f"{MODEL}@latest"], "is not a version's number"),
+        (["gate", MODEL, "--approval", "perhaps"], "is not one of"),
+    ],
+)
+def test_what_is_misspelt_is_refused_before_anything_is_asked(line: list[str], says: str) -> None:
+    found = CliRunner().invoke(commands, line)
+    assert found.exit_code == 2
+    assert says in found.output

@@ -1,0 +1,40 @@
+"""Does a client that has long called in vain reach a service that is back?"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.killable_service import KillableService
+from tests.support.raw_clients import tiny_folder
+from weighbridge import EngineClient, TrainerClient
+from weighbridge.errors import Unavailable
+
+MODEL = "acme/tiny"
+
+
+def test_a_client_whose_calls_have_failed_for_seconds_is_answered_soon_after_the_service_is_back(
+    tmp_path: Path,
+) -> None:
+    service = KillableService(tmp_path / "store")
+    service.start()
+    try:
+        source = tiny_folder(tmp_path / "hf")
+        with TrainerClient(service.address) as trainer:
+            trainer.register_files(MODEL, source.files)
+            trainer.push_folder(MODEL, source.folder, step=1).wait(timeout=60)
+        with EngineClient(service.address, retry_seconds=8.0) as engine:
+            assert engine.version(MODEL, 1).number == 1
+            service.kill()
+            with pytest.raises(Unavailable):
+                engine.version(MODEL, 1)
+            service.start()
+            begun = time.monotonic()
+            assert engine.version(MODEL, 1).number == 1
+            assert (
+                time.monotonic() - begun < 2.0
+            )  # a pause of a second, as a rule, and what a busy machine adds
+    finally:
+        service.kill()

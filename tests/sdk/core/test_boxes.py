@@ -1,0 +1,112 @@
+"""Is the arithmetic on boxes right? Compared with numpy's view of the same regions."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weighbridge._core.boxes import Box, first_overlap, row_major_boxes, subtract
+from weighbridge.errors import LayoutError
+
+SHAPE = (4, 3, 5)
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...] = SHAPE) -> Box:
+    ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    return Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+
+
+def mask(box: Box) -> np.ndarray:
+    found = np.zeros(SHAPE, bool)
+    found[tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))] = True
+    return found
+
+
+@given(boxes(), boxes())
+def test_the_intersection_is_what_both_boxes_cover(a: Box, b: Box) -> None:
+    common = a.intersect(b)
+    assert np.array_equal(mask(a) & mask(b), mask(common) if common else np.zeros(SHAPE, bool))
+
+
+@given(boxes(), st.lists(boxes(), max_size=4))
+def test_what_is_left_after_subtraction_is_disjoint_and_exact(box: Box, others: list[Box]) -> None:
+    left = subtract(box, others)
+    expected = mask(box)
+    for other in others:
+        expected &= ~mask(other)
+    assert np.array_equal(
+        sum((mask(b).astype(int) for b in left), np.zeros(SHAPE, int)), expected.astype(int)
+    )
+
+
+@given(st.lists(boxes(), max_size=6))
+def test_an_overlap_is_found_if_and_only_if_there_is_one(several: list[Box]) -> None:
+    found = first_overlap(several)
+    count = sum((mask(b).astype(int) for b in several), np.zeros(SHAPE, int))
+    assert (found is not None) == bool((count > 1).any())
+    if found is not None:
+        i, j, common = found
+        assert i != j
+        assert np.array_equal(mask(several[i]) & mask(several[j]), mask(common))
+
+
+def windmill(rings: int, at: int = 0) -> list[Box]:
+    """A square and rings of four boxes around it, each of which no straight cut can part: one, and four more a ring."""
+    middle = at + rings
+    made = [Box((middle, middle), (1, 1))]
+    for ring in range(rings):
+        low, high, length = middle - ring - 1, middle + ring + 1, 2 * ring + 2
+        made += [
+            Box((low, low), (1, length)),
+            Box((low, high), (length, 1)),
+            Box((high, low + 1), (1, length)),
+            Box((low + 1, low), (length, 1)),
+        ]
+    return made
+
+
+def test_boxes_that_no_cut_can_part_are_compared_with_each_other() -> None:
+    boxes = windmill(60)
+    assert sum(box.volume for box in boxes) == 121**2  # it fills a square
+    assert first_overlap(boxes) is None
+    several = [box for number in range(5) for box in windmill(40, at=1000 * number)]
+    assert first_overlap(several) is None
+    last = several[-1]
+    found = first_overlap([*several, Box(last.offset, (1, 1))])
+    assert found is not None
+    assert found[2] == Box(last.offset, (1, 1))
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["disjoint", "overlapping"])
+def test_more_of_these_than_can_be_compared_are_refused_at_once(planted: bool) -> None:
+    """They would take minutes, and whoever declares a layout could have the service compare them."""
+    boxes = windmill(1250)
+    assert len(boxes) == 5001
+    if planted:
+        boxes.append(Box(boxes[-1].offset, (1, 1)))
+    started = time.monotonic()
+    with pytest.raises(LayoutError, match=f"{len(boxes)} boxes are interlocked"):
+        first_overlap(boxes)
+    assert time.monotonic() - started < 5
+
+
+@given(st.integers(0, 60), st.integers(0, 60))
+def test_a_range_of_a_row_major_array_is_few_boxes_in_order(start: int, stop: int) -> None:
+    order = np.arange(60).reshape(SHAPE)
+    found = row_major_boxes(SHAPE, start, stop)
+    elements = [
+        order[tuple(slice(o, e) for o, e in zip(b.offset, b.end, strict=True))].ravel() for b in found
+    ]
+    assert np.array_equal(np.concatenate([*elements, []]), np.arange(start, max(start, stop)))
+    assert len(found) <= 2 * len(SHAPE) - 1
+
+
+def test_a_scalar_is_one_box() -> None:
+    assert Box.whole(()).volume == 1
+    assert row_major_boxes((), 0, 1) == [Box((), ())]
+    assert Box((), ()).fits(())

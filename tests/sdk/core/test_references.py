@@ -1,0 +1,57 @@
+"""Is a version named as people name it, apart or in one, and is a slip in a name answered with what was meant?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weighbridge._core import dtypes
+from weighbridge._core.references import Reference
+from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge.errors import InvalidArgument
+
+
+@pytest.mark.parametrize(
+    ("named", "meant"),
+    [
+        (("acme/smol", 17), ("acme/smol", "17")),
+        (("acme/smol@17", None), ("acme/smol", "17")),
+        (("acme/smol@17", 17), ("acme/smol", "17")),
+        (("acme/smol@prod", "prod"), ("acme/smol", "prod")),
+        (("acme/smol", None), ("acme/smol", "latest")),
+    ],
+)
+def test_model_and_version_are_named_apart_or_in_one(
+    named: tuple[str, str | int | None], meant: tuple[str, str]
+) -> None:
+    assert Reference.of(*named, default="latest") == Reference(*meant)
+
+
+@pytest.mark.parametrize(
+    "named", [("acme/smol@17", 18), ("acme/smol@latest", 17), ("a/b@1@2", None), ("a/b@", None)]
+)
+def test_two_versions_in_one_call_are_refused(named: tuple[str, int | None]) -> None:
+    with pytest.raises(InvalidArgument):
+        Reference.of(*named)
+
+
+@pytest.mark.parametrize("version", ["", "latest", "0", "-1", "1.5", "٣", "9" * 30])
+def test_only_a_number_is_a_number(version: str) -> None:
+    assert Reference("acme/smol", "17").number == 17
+    with pytest.raises(InvalidArgument, match="no version number"):
+        _ = Reference("acme/smol", version).number
+
+
+def test_torch_dtypes_are_dtypes_by_any_name() -> None:
+    for dtype in (torch.bfloat16, "bf16", "BF16", "torch.bfloat16", dtypes.parse("bfloat16")):
+        assert dtypes.parse(dtype).torch is torch.bfloat16
+    with pytest.raises(InvalidArgument):
+        dtypes.parse(16)  # type: ignore[arg-type]
+
+
+def test_a_suggestion_is_alike_and_has_the_same_numbers() -> None:
+    names = ["model.layers.0.q_proj", "model.layers.1.q_proj", "prod", "latest"]
+    assert did_you_mean("prd", names) == "; did you mean prod?"
+    assert did_you_mean("model.layers.1.q_prj", names) == "; did you mean model.layers.1.q_proj?"
+    assert did_you_mean("model.layers.2.q_proj", names) == "", "another layer is no slip"
+    assert did_you_mean("something", names) == ""

@@ -1,0 +1,157 @@
+"""An agent beside the wrong engine, or without its service: does it say so, and touch nothing?"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.support.mortal_proxy import MortalProxy
+from tests.support.raw_clients import tiny_folder
+from tests.support.services import running_service
+from tests.support.waiting import eventually
+from weighbridge import EngineClient, TrainerClient
+from weighbridge._clients import outages
+from weighbridge._core.text import waits
+from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
+from weighbridge.follow.agent import Follower
+from weighbridge.follow.engines import Engine, Prepared, Serving
+from weighbridge.follow.sglang import SglangServer
+from weighbridge.follow.vllm import VllmServer
+
+MODEL = "acme/tiny"
+
+
+class Recording:
+    """An engine that says what it serves, and notes what it is asked for."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.asked: list[str] = []
+        self._serving = serving
+
+    def connect(self) -> None:
+        self.asked.append("connect")
+
+    def serving(self) -> Serving:
+        return self._serving
+
+    def prepare(self, version: int) -> Prepared:
+        self.asked.append(f"prepare {version}")
+        return Prepared(1, 0.0)
+
+    def discard(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def apply(self, version: int, label: str) -> None:
+        self.asked.append(f"apply {label}")
+
+    def resume(self) -> None: ...
+
+    def label(self, label: str) -> None: ...
+
+
+def test_an_engine_of_another_model_is_left_alone_unless_it_is_meant(tmp_path: Path) -> None:
+    source = tiny_folder(tmp_path / "hf")
+    with running_service(tmp_path / "store") as running, EngineClient(running.address) as client:
+        with TrainerClient(running.address) as trainer:
+            trainer.import_folder(MODEL, source.folder).wait(timeout=60)
+        other = Recording(Serving(None, model="acme/other"))
+        with pytest.raises(FailedPrecondition, match=f"serves acme/other, and not {MODEL}"):
+            next(Follower(client, MODEL, other).run())
+        assert other.asked == []
+        for engine, force in ((other, True), (Recording(Serving(None)), False)):
+            done = next(Follower(client, MODEL, engine, force=force).run())
+            assert (done.version, done.error) == (1, "")
+            assert engine.asked[-1] == f"apply {MODEL}@1"
+
+
+@contextmanager
+def nothing_there() -> Iterator[str]:
+    """An HTTP server that has none of the paths that it is asked for."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(404)
+            self.end_headers()
+            self.wfile.write(json.dumps({"detail": "Not Found"}).encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_engine_of_the_other_kind_is_named_as_the_likely_mistake(kind: str) -> None:
+    with nothing_there() as url:
+        engine: Engine = (
+            SglangServer(url, "127.0.0.1:1", MODEL)
+            if kind == "sglang"
+            else VllmServer(url, MODEL, "127.0.0.1:1")
+        )
+        with pytest.raises(WeighbridgeError) as caught:
+            engine.connect()
+    assert f"--engine {'vllm' if kind == 'sglang' else 'sglang'}" in caught.value.fix
+
+
+def test_a_watch_says_since_when_the_service_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outages, "_FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(waits, "REMIND_SECONDS", 0.1)
+    caplog.set_level(logging.WARNING)
+
+    def said(words: str) -> list[str]:
+        return [each.getMessage() for each in caplog.records if words in each.getMessage()]
+
+    with running_service(tmp_path / "store") as running:
+        with TrainerClient(running.address) as trainer:
+            trainer.import_folder(MODEL, tiny_folder(tmp_path / "hf").folder).wait(timeout=60)
+        proxy = MortalProxy(running.address)
+        with EngineClient(proxy.address) as client:
+            watch = client.watch(MODEL, "latest")
+            assert next(watch).number == 1
+            proxy.die_after(0)
+
+            def wait() -> None:
+                with suppress(WeighbridgeError):  # the client is closed in the end
+                    next(watch)
+
+            waiting = threading.Thread(target=wait, daemon=True)
+            waiting.start()
+            running.service.catalog.set_ref(MODEL, "prod", "1")
+            proxy.close()
+            eventually(lambda: len(said("has been away since")) > 1)
+        waiting.join(10.0)
+    assert proxy.address in said("has been away since")[0]
+
+
+def test_an_outage_that_was_told_is_told_to_be_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    outage, error = outages.Outage("host:1"), Unavailable("nobody there")
+    outage.failed(error)
+    outage.failed(error)
+    outage.over()
+    assert caplog.messages == [], "it was over soon"
+    monkeypatch.setattr(outages, "_FIRST_SECONDS", 0.0)
+    outage.failed(error)
+    outage.failed(error)
+    outage.over()
+    outage.over()
+    away, back = caplog.messages
+    assert "host:1 has been away since" in away
+    assert "nobody there" in away
+    assert "host:1 is back" in back

@@ -1,0 +1,1 @@
+"""Tests of what a service makes of bad input, over any face."""

@@ -1,0 +1,40 @@
+"""A store to damage."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.service.fsck.damaged_stores import LONG, NAME
+from tests.support.heads import edit_document
+from tests.support.old_stores import add_model, unpack
+from weighbridge_storage.migration.migrate import migrate_store
+from weighbridge_storage.stores.local import LocalStore
+
+
+@pytest.fixture(scope="package")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of now: `MODEL`, and `LONG` with 150 versions, most of them in the tree of its history."""
+    folder = unpack(tmp_path_factory.mktemp("template"))
+    add_model(folder, str(LONG), 150)
+    with closing(LocalStore(folder)) as store:
+        list(migrate_store(store))
+    return folder
+
+
+@pytest.fixture
+def folder(template: Path, tmp_path: Path) -> Path:
+    """A copy of it, in which no version is being received."""
+    copy = shutil.copytree(template, tmp_path / "store")
+    edit_document(copy / NAME.head_key, open=[])
+    return copy
+
+
+@pytest.fixture
+def opened(folder: Path) -> Iterator[LocalStore]:
+    with closing(LocalStore(folder)) as store:
+        yield store

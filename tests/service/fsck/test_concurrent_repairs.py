@@ -1,0 +1,80 @@
+"""Repairs beside services and other repairs: do they harm no version, and do what one does?"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+from tests.service.fsck.damaged_stores import LONG, WEIGHTS, fsck, history_of, without_writers
+from tests.support.forked import forked_python
+from tests.support.old_stores import DURABLE, MODEL, version_folder
+from tests.support.services import running_service
+from weighbridge import TrainerClient
+from weighbridge._core.resources import Retention
+from weighbridge_service.fsck.diagnosis import Mend
+from weighbridge_service.fsck.repair import check_store
+from weighbridge_storage.stores.local import LocalStore
+
+
+def test_repairs_beside_a_service_that_receives_harm_no_version(folder: Path, template: Path) -> None:
+    """Not what the documentation asks for, but what somebody will do."""
+    shutil.rmtree(folder / LONG.prefix)
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def repair() -> None:
+        try:
+            while not stop.is_set():
+                with closing(LocalStore(folder)) as store:
+                    for model in check_store(store, repair=True, drop_damaged=True):
+                        assert {c.finding.mend for c in model.findings} <= {Mend.STRAY}, model
+        except BaseException as error:
+            failures.append(error)
+
+    repairs = [threading.Thread(target=repair) for _ in range(2)]
+    pushed: list[int] = []
+    with running_service(folder, collect_every=0.2) as running, TrainerClient(running.address) as trainer:
+        trainer.set_retention(MODEL, Retention(keep_last=4))
+        for thread in repairs:
+            thread.start()
+        try:
+            for step in range(12):
+                source = version_folder(template, DURABLE[step % len(DURABLE)])
+                handle = trainer.push_folder(MODEL, source, step=step)
+                pushed.append(handle.wait(timeout=60).number)
+        finally:
+            stop.set()
+            for thread in repairs:
+                thread.join()
+        there = [version.number for version in trainer.versions(MODEL)]
+        assert not failures
+        assert set(pushed[-4:]) <= set(there)
+        assert not [problem for number in there for problem in trainer.verify(MODEL, number).problems]
+    assert fsck(folder)[0] == 0
+
+
+def test_two_repairs_at_once_do_what_one_does(folder: Path, opened: LocalStore) -> None:
+    before = without_writers(history_of(opened, LONG))
+    (folder / LONG.head_key).unlink()
+    for number in range(1, 151, 7):
+        (version_folder(folder, number, str(LONG)) / f"{WEIGHTS}.blake3").unlink()
+    with ThreadPoolExecutor(2) as pool:
+        codes = list(pool.map(lambda _: run_fsck(folder), range(2)))
+    assert 0 in codes
+    assert fsck(folder)[0] == 0
+    assert without_writers(history_of(opened, LONG)) == before
+
+
+def run_fsck(folder: Path) -> int:
+    """The exit code of a repair by a process of its own."""
+    log = folder.parent / f"repair-{threading.get_ident()}.log"
+    with log.open("w") as errors:
+        command = ("-m", "weighbridge", "fsck", str(folder), "--repair")
+        with forked_python(*command, stderr=errors.fileno()) as process:
+            process.stdout.read()
+            code = process.wait(120)
+    assert "Traceback" not in log.read_text()
+    return code

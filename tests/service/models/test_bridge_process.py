@@ -1,0 +1,92 @@
+"""Does the process that makes weight maps come back when it dies, and end when it is told to, whatever it is doing?"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge_service.families.dense import Llama
+from weighbridge_service.models import bridges
+from weighbridge_service.models.bridge_process import _FIRST_CONFIG, BridgeProcess
+
+CONFIG = json.dumps(_FIRST_CONFIG).encode()
+
+
+@pytest.fixture
+def process() -> Iterator[BridgeProcess]:
+    made = BridgeProcess()
+    yield made
+    made.close()
+
+
+@pytest.mark.process
+def test_a_process_that_was_killed_is_told_of_and_another_one_answers(process: BridgeProcess) -> None:
+    assert process.bridge(CONFIG, ()).megatron
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    with pytest.raises(Unavailable, match="has ended"):
+        process.bridge(CONFIG, ())
+    assert process.bridge(CONFIG, ()).megatron
+    with pytest.raises(InvalidArgument, match="weight map"):
+        process.bridge(b'{"model_type": "none"}', ())
+
+
+@pytest.mark.process
+def test_a_process_that_hangs_does_not_keep_the_service_from_ending(process: BridgeProcess) -> None:
+    process.start()
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGSTOP)
+    told: list[Unavailable] = []
+
+    def ask() -> None:
+        try:
+            process.bridge(CONFIG, ())
+        except Unavailable as error:
+            told.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.2)  # it may ask before or after; either must end
+    process.close()
+    asking.join(10.0)
+    assert not asking.is_alive()
+    assert told
+    with pytest.raises(Unavailable, match="shutting down"):
+        process.bridge(CONFIG, ())
+
+
+@pytest.mark.process
+def test_a_process_that_cannot_be_started_is_tried_again(
+    process: BridgeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="cannot be started: no more processes"):
+                process.bridge(CONFIG, ())
+    assert process.bridge(CONFIG, ()).megatron
+
+
+def test_a_family_without_a_parallel_plan_can_be_used_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Planless(Llama):
+        def parallel_plan(self) -> dict[str, str]:
+            raise NotImplementedError("no tensor parallelism yet")
+
+    monkeypatch.setattr(bridges, "family_of", lambda _config: Planless)
+    bridge = pickle.loads(pickle.dumps(bridges.make_bridge(CONFIG)))
+    assert all(bridge.links(entry) for entry in bridge.megatron.values())
+    with pytest.raises(InvalidArgument, match="no tensor parallelism yet"):
+        bridge.parallel_plan()

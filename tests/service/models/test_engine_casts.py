@@ -1,0 +1,66 @@
+"""Is a cast stream what torch casts, from any byte on?"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+
+from tests.service.models.engine_models import PlainBridge, Source
+from tests.support.raw_clients import mapped_files
+from weighbridge import FullTensors
+from weighbridge._core import dtypes
+from weighbridge.errors import InvalidArgument
+from weighbridge_service.plan.casting import Casting
+
+DTYPES = ["fp32", "fp16", "bf16", "fp64"]
+
+
+@pytest.mark.parametrize("target", DTYPES)
+def test_a_cast_stream_is_what_torch_casts_and_can_begin_at_any_byte(target: str) -> None:
+    state = {
+        f"t{i}.{name}": (torch.randn(3 + i, 7) * 10.0 ** (i - 3)).to(dtypes.parse(name).torch)
+        for i in range(4)
+        for name in (*DTYPES, "i64", "bool")
+    }
+    special = [0.0, -0.0, torch.inf, -torch.inf, 1e-45, 65519.9, 65520.0, 3.3895e38, 1.00390625, 1.01171875]
+    state["special"] = torch.tensor(special, dtype=torch.float64)
+    state["scalar"] = torch.tensor(1.5)
+    source = Source(PlainBridge(), state)
+    layout = source.layout(FullTensors())
+    casting = Casting(layout, dtypes.parse(target))
+    gather = partial(source.transfer(layout).gather, files=mapped_files(source.buffers))
+    expected = b"".join(
+        (tensor.to(dtypes.parse(target).torch) if tensor.is_floating_point() else tensor)
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+        for tensor in state.values()
+    )
+    assert casting.layout.nbytes == len(expected)
+    assert bytes(casting.gather(gather, 0, len(expected))) == expected
+    chance = random.Random(1)
+    for _ in range(300):
+        start = chance.randrange(len(expected))
+        length = chance.choice([1, 2, 3, 5, 17, 100, 1000])
+        stop = min(start + length, len(expected))
+        assert bytes(casting.gather(gather, start, stop - start)) == expected[start:stop]
+
+
+@pytest.mark.parametrize("target", ["i64", "bool", "fp8_e4m3", "u8"])
+def test_weights_are_cast_to_floating_point_only(target: str) -> None:
+    source = Source(PlainBridge(), {"a": torch.randn(3)})
+    with pytest.raises(InvalidArgument, match="cannot be cast"):
+        Casting(source.layout(FullTensors()), dtypes.parse(target))
+
+
+def test_fp8_is_not_cast_without_its_scales() -> None:
+    source = Source(
+        PlainBridge(), {"a.weight": torch.randn(4, 4).to(torch.float8_e4m3fn), "b": torch.randn(3)}
+    )
+    with pytest.raises(InvalidArgument, match=r"a\.weight.*cannot be cast"):
+        Casting(source.layout(FullTensors()), dtypes.parse("bf16"))
+    assert Casting(source.layout(FullTensors(("b",))), dtypes.parse("bf16")).layout.nbytes == 6

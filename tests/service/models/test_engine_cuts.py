@@ -1,0 +1,168 @@
+"""Is each tensor cut over an engine's ranks as engines cut it, whatever the parallelism? Compared with cuts made by hand.
+
+The layouts are asked of the service's own function, with models that transformers makes.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tests.service.models.engine_models import (
+    PlainBridge,
+    Source,
+    by_hand,
+    moe_config,
+    real_bridge,
+    same,
+    weights_of,
+)
+from tests.support.raw_clients import mapped_files
+from tests.support.reference import tiny_config
+from weighbridge import ExpertParallel, TensorParallel
+from weighbridge._cli.rank_files import lay_out_rank_file, write_rank_file
+from weighbridge.errors import InvalidArgument
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_key_value_heads_are_on_every_rank_that_needs_them(kv_heads: int, size: int) -> None:
+    config = tiny_config("qwen3", tied=False, num_key_value_heads=kv_heads)
+    source = Source(real_bridge(config), weights_of(config))
+    for rank in range(size):
+        same(source.rank(size, rank), by_hand(source.state, kv_heads, size, rank))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("size", "ep", "etp"),
+    [(1, 1, 1), (2, 1, 1), (2, 4, 1), (4, 4, 1), (8, 8, 1), (4, 2, 2), (2, 1, 4), (8, 4, 2)],
+)
+def test_experts_are_spread_in_blocks_and_cut_inside(family: str, size: int, ep: int, etp: int) -> None:
+    config = moe_config(family)
+    source = Source(real_bridge(config), weights_of(config))
+    held: dict[str, int] = {}
+    for rank in range(max(size, ep * etp)):
+        tp_rank, ep_rank, etp_rank = rank % size, rank // etp % ep, rank % etp
+        found = source.rank(size, tp_rank, experts=ExpertParallel(ep, ep_rank, etp, etp_rank))
+        same(found, by_hand(source.state, 4, size, tp_rank, (ep, ep_rank, etp, etp_rank)))
+        for name in found:
+            held[name] = held.get(name, 0) + 1
+    assert held.keys() == source.state.keys()
+    experts = [name for name in held if ".experts." in name]
+    assert len(experts) == 2 * 8 * 3
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_experts_that_are_not_spread_are_cut_like_everything_else(family: str, size: int) -> None:
+    config = moe_config(family)
+    source = Source(real_bridge(config), weights_of(config))
+    for rank in range(size):
+        same(source.rank(size, rank), by_hand(source.state, 4, size, rank))
+
+
+@pytest.mark.parametrize("q_lora_rank", [12, None])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_latent_attention_and_shared_experts_are_cut_as_engines_do(
+    q_lora_rank: int | None, size: int
+) -> None:
+    """transformers' plan says nothing of latent attention."""
+    config = moe_config("deepseek_v3", q_lora_rank=q_lora_rank)
+    source = Source(real_bridge(config), weights_of(config))
+    for rank in range(size):
+        found = source.rank(size, rank, experts=ExpertParallel(8, rank))
+        same(found, by_hand(source.state, 8, size, rank, (8, rank, 1, 0)))
+        layer = "model.layers.1."
+        assert found[layer + "self_attn.kv_a_proj_with_mqa.weight"].shape == (20, 32)
+        assert found[layer + "self_attn.kv_b_proj.weight"].shape == (8 * 14 // size, 16)
+        assert found[layer + "self_attn.o_proj.weight"].shape == (32, 48 // size)
+        assert found[layer + "mlp.gate.weight"].shape == (8, 32)
+        assert found[layer + "mlp.gate.e_score_correction_bias"].shape == (8,)
+        assert found[layer + "mlp.shared_experts.down_proj.weight"].shape[1] * size == 16
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 4)])
+def test_stacked_experts_are_spread_and_cut_between_gate_and_up(tmp_path: Path, ep: int, etp: int) -> None:
+    """[experts, hidden, gate and up], as llama4 has them."""
+    prefix = "language_model.model.layers.0.feed_forward.experts."
+    fused, down = torch.randn(8, 6, 16), torch.randn(8, 8, 6)
+    source = Source(PlainBridge(), {prefix + "gate_up_proj": fused, prefix + "down_proj": down})
+    for ep_rank in range(ep):
+        for rank in range(etp):
+            request = TensorParallel(etp, rank, experts=ExpertParallel(ep, ep_rank, etp, rank))
+            gate, up = (half.chunk(etp, dim=2)[rank].chunk(ep)[ep_rank] for half in fused.chunk(2, dim=2))
+            slices = source.slices(request)
+            expected = [gate, up] if etp > 1 else [torch.cat([gate, up], dim=2)]
+            expected.append(down.chunk(etp, dim=1)[rank].chunk(ep)[ep_rank])
+            assert [name.removeprefix(prefix) for name, _ in slices] == [
+                *["gate_up_proj"] * (len(expected) - 1),
+                "down_proj",
+            ]
+            for (_, found), wanted in zip(slices, expected, strict=True):
+                assert torch.equal(found, wanted)
+
+            # in a file they are one tensor, as the rank's own parameter is
+            layout = source.layout(request)
+            stream = bytes(source.transfer(layout).gather(0, layout.nbytes, mapped_files(source.buffers)))
+            path = tmp_path / f"{ep_rank}-{rank}.safetensors"
+            pieces = [stream[i : i + 97] for i in range(0, len(stream), 97)]
+            write_rank_file(path, lay_out_rank_file(layout, {}), layout, pieces, lambda _done, _total: None)
+            with safe_open(path, "pt") as file:
+                assert torch.equal(file.get_tensor(prefix + "gate_up_proj"), torch.cat([gate, up], dim=2))
+                assert torch.equal(file.get_tensor(prefix + "down_proj"), expected[-1])
+
+
+def test_stacked_experts_that_are_not_spread_are_cut_by_the_tensor_parallel_size() -> None:
+    prefix = "model.layers.0.feed_forward.experts."
+    fused, down = torch.randn(4, 6, 16), torch.randn(4, 8, 6)
+    source = Source(PlainBridge(), {prefix + "gate_up_proj": fused, prefix + "down_proj": down})
+    for rank in range(4):
+        gate, up, lower = (found for _, found in source.slices(TensorParallel(4, rank)))
+        assert torch.equal(gate, fused[:, :, :8].chunk(4, dim=2)[rank])
+        assert torch.equal(up, fused[:, :, 8:].chunk(4, dim=2)[rank])
+        assert torch.equal(lower, down.chunk(4, dim=1)[rank])
+
+
+def test_scales_of_fp8_weights_are_cut_in_blocks() -> None:
+    name = "model.layers.0.mlp.experts.{}.{}_proj.weight"
+    state: dict[str, Tensor] = {}
+    for expert in range(2):
+        for kind, shape in (("gate", (256, 200)), ("down", (200, 256))):
+            state[name.format(expert, kind)] = torch.randn(shape).to(torch.float8_e4m3fn)
+            blocks = tuple(math.ceil(n / 128) for n in shape)
+            state[name.format(expert, kind) + "_scale_inv"] = torch.randn(blocks)
+    source = Source(PlainBridge(), state)
+    for expert in range(2):
+        for rank in range(2):
+            found = source.slices(TensorParallel(4, 3, experts=ExpertParallel(2, expert, 2, rank)))
+            expected = {
+                key: whole.view(torch.uint8 if whole.dtype == torch.float8_e4m3fn else whole.dtype).chunk(
+                    2, dim=0 if "gate" in key else 1
+                )[rank]
+                for key, whole in state.items()
+                if f"experts.{expert}." in key
+            }
+            assert [key for key, _ in found] == list(expected)
+            for key, tensor in found:
+                raw = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+                assert torch.equal(raw, expected[key]), key
+    with pytest.raises(InvalidArgument, match=r"gate_proj\.weight_scale_inv.*block"):
+        source.layout(TensorParallel(4, 0))
+
+
+def test_value_heads_routers_and_what_the_plan_does_not_know_come_whole() -> None:
+    config = moe_config("qwen2_moe", tie_word_embeddings=True)
+    state = weights_of(config) | {"score.weight": torch.randn(4, 32), "model.more.weight": torch.randn(8, 8)}
+    source = Source(real_bridge(config), state)
+    for rank in range(4):
+        found = source.rank(4, rank)
+        for name in ("score.weight", "model.more.weight", "model.norm.weight", "model.embed_tokens.weight"):
+            assert torch.equal(found[name], state[name])
+        for name in ("gate.weight", "shared_expert_gate.weight"):
+            assert torch.equal(found[f"model.layers.1.mlp.{name}"], state[f"model.layers.1.mlp.{name}"])

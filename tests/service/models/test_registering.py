@@ -1,0 +1,364 @@
+"""What may be registered under one name, again and again, and which models does a process remember?
+
+Heads as earlier versions of the service wrote them are made by hand: a registration is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.head.test_head import allocate
+from tests.support.raw_clients import (
+    RawClient,
+    TinyModel,
+    assert_equal,
+    cut,
+    stream_of,
+    tiny_folder,
+    whole_layout,
+)
+from tests.support.reference import tiny_config
+from tests.support.services import RunningService, running_service
+from weighbridge import EngineClient, TrainerClient
+from weighbridge._core import dtypes
+from weighbridge._core.layouts import TensorSpec
+from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
+from weighbridge_service.catalog import catalog as catalog_module
+from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.models.bridges import bridge_for
+from weighbridge_service.models.model_tensors import ModelTensors
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.stores.local import LocalStore
+
+NAME = ModelName.parse("acme/tiny")
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+OTHER_SHAPE = {"intermediate_size": 64}
+OTHER_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+"""The same tensors; Megatron-core puts their elements in other places."""
+
+
+def files(**changes: Any) -> dict[str, bytes]:
+    return {"config.json": json.dumps({**LLAMA, **changes}).encode()}
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    store = LocalStore(tmp_path / "store")
+    yield Catalog(store)
+    store.close()
+
+
+def change(catalog: Catalog, edit: Callable[[Head], Head]) -> None:
+    catalog.heads.update(NAME, lambda head: (edit(head), None))
+
+
+def open_version(catalog: Catalog) -> None:
+    change(catalog, lambda head: allocate(head)[0])
+
+
+# -- the same model again ------------------------------------------------------------------------------------------------
+
+
+def registered_as(**config: Any) -> RegisteredModel:
+    content = files(**config)["config.json"]
+    return RegisteredModel(NAME, content, ModelTensors(dtypes.parse("fp32")), "0" * 32, ["config.json"])
+
+
+def test_the_identity_of_a_model_stays_what_heads_have() -> None:
+    """Whoever changes what it is made of has to change `IDENTITY_FORMAT` as well."""
+    golden = "2:99faad921c98456abbf296ccfb3b62d43abd820e89aa9ab82510fbd34277aab9"
+    assert registered_as().identity == golden
+    assert registered_as(rope_theta=5.0, max_position_embeddings=64).identity == golden
+    others = [
+        registered_as(**changes) for changes in (OTHER_SHAPE, OTHER_HEADS, {"tie_word_embeddings": True})
+    ]
+    assert others[1].files.layout.digest == registered_as().files.layout.digest
+    assert len({golden, *(model.identity for model in others)}) == 4
+
+
+FORMER: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "no identity": lambda r: {name: value for name, value in r.items() if name != "identity"},
+    "an identity without a format": lambda r: {**r, "identity": "5a" * 32},
+    "an identity of another format": lambda r: {**r, "identity": f"1:{'5a' * 32}"},
+}
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_a_head_of_an_earlier_version_takes_the_same_model_and_no_other(
+    catalog: Catalog, former: str
+) -> None:
+    catalog.register_model(str(NAME), files())
+    open_version(catalog)
+    current = dict(catalog.head(NAME).registration)
+    change(catalog, lambda head: replace(head, registration=FORMER[former](current)))
+    for changes in (OTHER_SHAPE, {"tie_word_embeddings": True}, {"num_hidden_layers": 1}):
+        with pytest.raises(FailedPrecondition, match="registered already, with other tensors"):
+            catalog.register_model(str(NAME), files(**changes))
+    with pytest.raises(FailedPrecondition, match="registered already, with other tensors"):
+        catalog.register_model(str(NAME), files(), "bf16")
+    catalog.register_model(str(NAME), {**files(), "tokenizer.json": b"{}"})
+    assert catalog.head(NAME).registration == {**current, "files": ["config.json", "tokenizer.json"]}
+    # and from now on the places of elements count as well
+    with pytest.raises(FailedPrecondition, match="registered already, with other tensors or other heads"):
+        catalog.register_model(str(NAME), files(**OTHER_HEADS))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        OTHER_SHAPE,
+        OTHER_HEADS,
+        {"tie_word_embeddings": True},
+        {"model_type": "qwen3", "head_dim": 8},
+        {"torch_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_a_model_without_versions_becomes_what_is_registered_last(
+    catalog: Catalog, changes: dict[str, Any]
+) -> None:
+    catalog.register_model(str(NAME), files())
+    assert catalog.model(NAME).config_json == files()["config.json"]
+    config = {**LLAMA, **changes}
+    model = catalog.register_model(str(NAME), files(**changes))
+    assert model.model_type == config["model_type"]
+    assert model.dtype == dtypes.parse(config["torch_dtype"]).name
+    expected = bridge_for(files(**changes)["config.json"]).hugging_face
+    for one in (catalog, Catalog(catalog.store)):  # of this process, and of another
+        tensors = one.model(NAME).tensors
+        assert {name: spec.shape for name, spec in tensors.items()} == expected
+    open_version(catalog)
+    with pytest.raises(FailedPrecondition, match="registered already"):
+        catalog.register_model(str(NAME), files(), "fp32")
+
+
+# -- from files of weights, and from a config alone ----------------------------------------------------------------------
+
+
+def predicting() -> tuple[dict[str, bytes], list[TensorSpec], set[str]]:
+    """A config with layers of multi-token prediction, the tensors of files without them, and the names that these lack."""
+    config = tiny_config("deepseek_v3_mtp", tied=False)
+    content = json.dumps({**config.to_dict(), "model_type": config.model_type}).encode()
+    bridge = bridge_for(content)
+    lacking = set(bridge.parts["mtp"])
+    fp32 = dtypes.parse("fp32")
+    found = [TensorSpec(n, fp32, shape) for n, shape in bridge.hugging_face.items() if n not in lacking]
+    return {"config.json": content}, found, lacking
+
+
+def test_what_the_files_of_an_import_lack_is_remembered_when_only_the_config_comes_again(
+    catalog: Catalog,
+) -> None:
+    content, found, lacking = predicting()
+    imported = catalog.register_model(str(NAME), content, found=found)
+    assert imported.tensor_count == len(found)
+    open_version(catalog)
+    for one in (catalog, Catalog(catalog.store)):
+        again = one.register_model(str(NAME), content)  # as every rank of a trainer does
+        assert again == imported
+        assert one.model(NAME).tensors.keys() == {spec.name for spec in found}
+    # what is said explicitly still counts
+    with pytest.raises(FailedPrecondition, match="registered already"):
+        catalog.register_model(str(NAME), content, "bf16")
+    assert lacking.isdisjoint(catalog.model(NAME).tensors)
+
+
+def test_files_may_lack_what_the_config_promised_before_the_first_version(catalog: Catalog) -> None:
+    content, found, lacking = predicting()
+    assert catalog.register_model(str(NAME), content).tensor_count == len(found) + len(lacking)
+    assert lacking <= catalog.model(NAME).tensors.keys()
+    assert catalog.register_model(str(NAME), content, found=found).tensor_count == len(found)
+    assert catalog.model(NAME).tensors.keys() == {spec.name for spec in found}
+    open_version(catalog)
+    assert catalog.register_model(str(NAME), content).tensor_count == len(found)
+
+
+def test_an_output_layer_that_the_config_ties_is_refused_with_the_reason(catalog: Catalog) -> None:
+    """By the service, whatever a client leaves out by itself."""
+    content = files(tie_word_embeddings=True)
+    fp32 = dtypes.parse("fp32")
+    found = [TensorSpec(n, fp32, s) for n, s in bridge_for(content["config.json"]).hugging_face.items()]
+    catalog.register_model(str(NAME), content, found=found)
+    with pytest.raises(InvalidArgument) as caught:
+        catalog.register_model(
+            str(NAME), content, found=[*found, TensorSpec("lm_head.weight", fp32, (64, 32))]
+        )
+    [problem] = caught.value.details
+    assert problem.startswith(
+        "lm_head.weight F32[64, 32] is no tensor of this llama model: config.json ties it"
+    )
+
+
+# -- configs that no model has -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mixtral", "num_hidden_layers": 512, "num_local_experts": 16384},
+        {"model_type": "qwen2_moe", "num_hidden_layers": 512, "num_experts": 16384},
+        {"model_type": "qwen3_moe", "num_hidden_layers": 512, "num_experts": 16384},
+        {"model_type": "glm4_moe", "num_hidden_layers": 512, "n_routed_experts": 16384},
+        {"model_type": "deepseek_v3", "num_hidden_layers": 512, "n_routed_experts": 16384},
+        {"model_type": "llama4_text", "num_hidden_layers": 512, "num_local_experts": 16384},
+        {"model_type": "llama4", "text_config": {"num_hidden_layers": 512, "num_local_experts": 16384}},
+        # what the config leaves open counts as well, and layers that predict further tokens
+        {"model_type": "qwen3_moe", "num_experts": 16384},
+        {
+            "model_type": "deepseek_v3",
+            "num_hidden_layers": 4,
+            "num_nextn_predict_layers": 64,
+            "n_routed_experts": 16384,
+        },
+    ],
+    ids=lambda config: f"{config['model_type']}-{config.get('num_hidden_layers')}",
+)
+def test_experts_beyond_count_over_all_layers_are_refused_at_once(
+    catalog: Catalog, config: dict[str, Any]
+) -> None:
+    content = {"config.json": json.dumps(config).encode()}
+    started = time.monotonic()
+    with pytest.raises(InvalidArgument, match=r"layers with 16384 experts each, more than 50000 in all"):
+        catalog.register_model(str(NAME), content)
+    assert (
+        time.monotonic() - started < 20
+    )  # it took minutes and gigabytes; importing transformers takes its time
+    with pytest.raises(NotFound):
+        catalog.get_model(str(NAME))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "value"),
+    [
+        *(
+            ("deepseek_v3", name, value)
+            for name in ("kv_lora_rank", "v_head_dim")
+            for value in (0, 1 << 28, 1 << 40)
+        ),
+        ("deepseek_v3", "qk_nope_head_dim", 10**9),
+        ("deepseek_v3", "qk_rope_head_dim", -8),
+        ("llama", "head_dim", 1 << 14),
+        ("llama", "hidden_size", 1 << 20),
+        ("llama", "num_hidden_layers", "4"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_by_name_before_memory_is_taken(
+    catalog: Catalog, model_type: str, name: str, value: Any
+) -> None:
+    config = {
+        "model_type": model_type,
+        "num_attention_heads": 1 << 12,
+        "num_key_value_heads": 1 << 12,
+        name: value,
+    }
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidArgument, match=r"config\.json"):
+        catalog.register_model(str(NAME), {"config.json": json.dumps(config).encode()})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
+# -- what a process remembers --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> TinyModel:
+    return tiny_folder(tmp_path / "hf")
+
+
+def remembered(running: RunningService) -> list[str]:
+    return [str(name) for name in running.service.catalog._models]
+
+
+def test_idle_models_are_forgotten_and_load_again_when_they_are_asked_for(
+    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"acme/model-{number}" for number in range(4)]
+    with running_service(tmp_path / "store") as running, TrainerClient(running.address) as trainer:
+        for name in names:
+            trainer.register_files(name, source.files)
+            trainer.push_folder(name, source.folder).wait()
+    monkeypatch.setattr(catalog_module, "_KEPT_MODELS", 2)
+    with (
+        running_service(tmp_path / "store") as running,
+        TrainerClient(running.address) as trainer,
+        EngineClient(running.address) as engine,
+    ):
+        for name in [*names, *names]:
+            assert_equal(engine, name, "latest", source.arrays)
+            assert len(remembered(running)) <= 2
+        assert remembered(running) == names[-2:]
+        assert_equal(engine, names[-2], "latest", source.arrays)
+        trainer.register_files("acme/further", source.files)
+        assert remembered(running) == [names[-2], "acme/further"]  # used last
+        # what is forgotten is there all the same
+        assert [model.name for model in trainer.models()] == sorted([*names, "acme/further"])
+        assert [version.number for version in trainer.versions(names[0])] == [1]
+        assert trainer.register_files(names[0], source.files).refs == {"latest": 1, "live": 1}
+        assert trainer.push_folder(names[1], source.folder).wait().number == 2
+        assert_equal(engine, names[1], 2, source.arrays)
+
+
+def test_a_model_with_a_version_under_way_is_never_forgotten(
+    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "_KEPT_MODELS", 2)
+    layout = whole_layout(source.arrays)
+    with (
+        running_service(tmp_path / "store") as running,
+        TrainerClient(running.address) as trainer,
+        EngineClient(running.address) as engine,
+        RawClient(running.address) as raw,
+    ):
+        busy = [f"acme/busy-{number}" for number in range(3)]  # more than are kept
+        for name in busy:
+            trainer.register_files(name, source.files)
+        opened = {name: raw.open(name) for name in busy}
+        for number in range(3):
+            trainer.register_files(f"acme/idle-{number}", source.files)
+        assert set(busy) < set(remembered(running))
+        assert len(remembered(running)) == len(busy) + 1
+        for name, number in opened.items():
+            assigned = raw.declare(name, number, layout)
+            raw.push(name, number, cut(stream_of(source.arrays, layout, assigned)))
+            trainer.register_files("acme/idle-0", source.files)
+            raw.seal(name, number)
+            assert_equal(engine, name, number, source.arrays)
+
+
+def test_models_come_and_go_while_versions_of_all_of_them_are_pushed(
+    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "_KEPT_MODELS", 1)
+    names = [f"acme/model-{number}" for number in range(6)]
+    with running_service(tmp_path / "store") as running, EngineClient(running.address) as engine:
+
+        def push(name: str) -> list[int]:
+            with RawClient(running.address) as raw, TrainerClient(running.address) as trainer:
+                trainer.register_files(name, source.files)
+                return [raw.push_whole(name, source.arrays) for _ in range(3)]
+
+        with ThreadPoolExecutor(len(names)) as pool:
+            assert list(pool.map(push, names)) == [[1, 2, 3]] * len(names)
+        for name in names:
+            assert_equal(engine, name, 3, source.arrays)

@@ -1,0 +1,218 @@
+"""Do the maps say what mbridge does, in both directions, and refuse what they do not know?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.raw_clients import mapped_files
+from tests.support.reference import TINY_FAMILIES, make_bridge, tiny_config, tiny_model
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge._formats.safetensors_files import lay_out_files
+from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge_service.families import model_types
+from weighbridge_service.models.bridges import Bridge, Target, bridge_for
+from weighbridge_service.models.model_tensors import ModelTensors
+from weighbridge_service.models.tracing import trace
+from weighbridge_service.models.weight_maps import derive_weight_map
+from weighbridge_service.plan.planning import make_plan
+from weighbridge_service.plan.transfers import Transfer
+
+F32 = dtypes.parse("fp32")
+CASES = [(family, tied) for family in TINY_FAMILIES for tied in (True, False)]
+
+
+def _bridge(config: Any) -> Any:
+    return bridge_for(config.to_json_string().encode())
+
+
+def _megatron_specs(bridge: Bridge, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The model's tensors in Megatron-core's space, one for each layer and expert, without padding."""
+    return {
+        name: TensorSpec(name, tensors[entry.targets[0].name].dtype, entry.shape)
+        for name, entry in bridge.megatron.items()
+    }
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_hugging_face_to_megatron_is_what_mbridge_makes_of_the_weights(family: str, tied: bool) -> None:
+    config = tiny_config(family, tied=tied)
+    state = tiny_model(config, seed=5).state_dict()
+    bridge = _bridge(config)
+    specs = _megatron_specs(bridge, ModelTensors(F32).specs(bridge))
+    weight_map = derive_weight_map(bridge, ModelTensors(F32).specs(bridge), specs)
+    files = lay_out_files(list(ModelTensors(F32).specs(bridge).values()))
+    image = {f.name: np.zeros(f.nbytes, np.uint8) for f in files.files}
+    for p in files.layout.placements:
+        image[p.buffer][p.offset : p.offset + p.nbytes] = (
+            state[p.shard.tensor].reshape(-1).view(torch.uint8).numpy()
+        )
+    target = Layout.stream(specs.values(), [Shard(s.name, Box.whole(s.shape)) for s in specs.values()])
+    transfer = Transfer(make_plan(files.layout, target, weight_map.inverse_links), scatter=False)
+    reference = make_bridge(config, torch.float32)
+    for p in target.placements:
+        found = torch.frombuffer(
+            bytearray(transfer.gather(p.offset, p.nbytes, mapped_files(image))), dtype=torch.float32
+        )
+        sources = [state[target.name] for target in bridge.megatron[p.shard.tensor].targets]
+        expected = reference._weight_to_mcore_format(p.shard.tensor, sources)
+        assert torch.equal(found.view(expected.shape), expected), p.shard.tensor
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_the_map_covers_every_tensor_that_transformers_has(family: str, tied: bool) -> None:
+    config = tiny_config(family, tied=tied)
+    state = tiny_model(config, seed=0).state_dict()
+    if tied:
+        del state["lm_head.weight"]
+    bridge = _bridge(config)
+    assert {name: tuple(t.shape) for name, t in state.items()} == bridge.hugging_face
+    assert sorted(t.name for entry in bridge.megatron.values() for t in entry.targets) == sorted(state)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_tied_and_an_untied_model_of_one_family_do_not_disturb_each_other(family: str) -> None:
+    untied_before = _bridge(tiny_config(family, tied=False, max_position_embeddings=64))
+    tied = _bridge(tiny_config(family, tied=True, max_position_embeddings=64))
+    untied_after = _bridge(tiny_config(family, tied=False, max_position_embeddings=32))
+    assert untied_before.megatron["output_layer.weight"].targets == (Target("lm_head.weight"),)
+    assert untied_after.megatron.keys() == untied_before.megatron.keys()
+    assert "output_layer.weight" not in tied.megatron
+
+
+def test_a_model_type_without_a_map_is_refused_with_the_list() -> None:
+    with pytest.raises(InvalidArgument) as error:
+        bridge_for(json.dumps({"model_type": "gpt2"}).encode())
+    assert ", ".join(model_types()) in error.value.details[0]
+
+
+def test_a_trainer_with_unknown_misshapen_or_miscast_tensors_is_told_of_each() -> None:
+    bridge = _bridge(tiny_config("llama", tied=False))
+    specs = dict(_megatron_specs(bridge, ModelTensors(F32).specs(bridge)))
+    norm = "decoder.final_layernorm.weight"
+    specs[norm] = TensorSpec(norm, dtypes.parse("bf16"), specs[norm].shape)
+    fc2 = "decoder.layers.0.mlp.linear_fc2.weight"
+    specs[fc2] = TensorSpec(fc2, F32, (specs[fc2].shape[0] + 1, specs[fc2].shape[1]))
+    specs["optimizer.state.exp_avg.x"] = TensorSpec("optimizer.state.exp_avg.x", F32, (3,))
+    with pytest.raises(LayoutError) as error:
+        derive_weight_map(bridge, ModelTensors(F32).specs(bridge), specs)
+    text = str(error.value)
+    assert f"{norm} BF16" in text
+    assert "wrong dtype" in text
+    assert f"{fc2} F32" in text
+    assert "wrong shape" in text
+    assert "optimizer.state.exp_avg.x" in text
+
+
+@contextmanager
+def at_most(calls: int) -> Iterator[None]:
+    """Fail after so many calls of functions: what has no end is not waited for."""
+    left = calls
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        left -= event == "call"
+        if left < 0:
+            sys.setprofile(None)
+            raise AssertionError(f"more than {calls} calls")
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+MANY = 1 << 34
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("decoder.layers.mlp.linear_fc2.weight", (MANY, 64, 128)),
+        ("decoder.layers.self_attention.linear_proj.weight", (MANY,)),
+        ("decoder.layers.input_layernorm.weight", (MANY, 0)),
+        ("decoder.layers.nothing.weight", (MANY, 64, 128)),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (MANY, 64, 128)),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (4, MANY, 64, 128)),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (MANY, MANY, 64, 128)),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (MANY, 0)),
+        ("decoder.layers.mlp.experts.experts.linear_fc1.weight_w", (4, MANY, 64, 128)),
+        ("decoder.layers.1.mlp.experts.experts.linear_fc2.weight", (MANY, 64, 128)),
+        ("decoder.layers.1.mlp.experts.experts.nothing.weight", (MANY, 64, 128)),
+        ("mtp.layers.transformer_layer.mlp.experts.experts.linear_fc1.weight", (MANY, MANY, 96, 64)),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (MANY,)),
+        ("decoder.layers.mlp.experts.experts.nothing.weight", (MANY, 0, 128)),
+    ],
+)
+def test_layers_and_experts_beyond_count_are_refused_by_name_without_counting_them(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    bridge = _bridge(tiny_config("mixtral", tied=False))
+    specs = {
+        spec.name: spec
+        for spec in (TensorSpec("decoder.final_layernorm.weight", F32, (64,)), TensorSpec(name, F32, shape))
+    }
+    tensors = ModelTensors(F32).specs(bridge)
+    with at_most(20_000), pytest.raises(LayoutError) as caught:
+        derive_weight_map(bridge, tensors, specs)
+    assert caught.value.details == (f"{specs[name]} is no tensor of this mixtral model",)
+
+
+def test_tracing_follows_permuted_stacked_and_split_axes() -> None:
+    def conversion(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        # experts [E, h, 2f] -> for each expert gate and up [f, h]
+        return [
+            (f"{e}.{half}", part.t())
+            for e, expert in enumerate(tensor)
+            for half, part in zip(("gate", "up"), expert.chunk(2, dim=-1), strict=True)
+        ]
+
+    shape = (3, 4, 10)
+    whole = torch.arange(120).view(shape)
+    expected = dict(conversion(whole))
+    found = {name: torch.full_like(t, -1) for name, t in expected.items()}
+    for link in trace("w", shape, conversion):
+        source = whole[
+            tuple(slice(o, e) for o, e in zip(link.source_box.offset, link.source_box.end, strict=True))
+        ]
+        axes = [a for a in link.axes if a is not None]
+        moved = source.permute(*axes, *(a for a in range(3) if a not in axes)).reshape(link.target_box.extent)
+        region = tuple(slice(o, e) for o, e in zip(link.target_box.offset, link.target_box.end, strict=True))
+        found[link.target][region] = moved
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "conversion",
+    [
+        pytest.param(lambda t: [("x", t + 1)], id="shift"),
+        pytest.param(lambda t: [("x", t * 2)], id="scale"),
+        pytest.param(lambda t: [("x", t.reshape(-1))], id="merged-axes"),
+        pytest.param(lambda t: [("x", t.repeat(2, 1))], id="repeat"),
+        pytest.param(lambda t: [("x", t.unsqueeze(0).expand(3, -1, -1))], id="broadcast"),
+        pytest.param(lambda t: [("x", torch.zeros_like(t))], id="constant"),
+    ],
+)
+def test_tracing_refuses_what_is_not_pure_placement(conversion: Any) -> None:
+    links = None
+    try:
+        links = trace("w", (4, 6), conversion)
+    except LayoutError:
+        return
+    # a repeat is placement: one source for two targets; a plan refuses it when the source must be used once
+    files = lay_out_files([TensorSpec("x", F32, tuple(conversion(torch.zeros(4, 6))[0][1].shape))])
+    source = Layout.stream([TensorSpec("w", F32, (4, 6))], [Shard("w", Box.whole((4, 6)))])
+    with pytest.raises(LayoutError):
+        make_plan(source, files.layout, links, use_all=True)

@@ -1,0 +1,1 @@
+"""What tests share: clients, services, ranks, servers and faults; no tests."""

@@ -1,0 +1,119 @@
+"""A real service on loopback, for tests: handlers, sockets and store as in production, in this process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.raw_clients import TinyModel
+from weighbridge import TrainerClient
+from weighbridge_service.api.grpc.server import GrpcListener, GrpcServer
+from weighbridge_service.api.http.metrics import Metrics
+from weighbridge_service.api.lane.server import OFF, LaneServer
+from weighbridge_service.health import Health
+from weighbridge_service.runtime.config import ServiceConfig
+from weighbridge_service.service import Weighbridge
+
+
+class RunningService:
+    """A service and its gRPC address.
+
+    Clients would share memory with a service of their own machine. So that tests of what goes by gRPC do not have to say that they are,
+    there is no local socket, unless one is asked for; and so that a proxy before the service sees all that goes by gRPC, weights have no
+    port of their own.
+    """
+
+    def __init__(self, store: Path | str, *, lane_clients: int = 1024, **settings: Any) -> None:
+        defaults: dict[str, Any] = {
+            "memory_budget": 1 << 30,
+            "drain_seconds": 5.0,
+            "most_streams": 64,
+            "local_socket": OFF,
+            "bulk_port": OFF,
+        }
+        config = ServiceConfig(store, **{**defaults, **settings})
+        listener = GrpcListener("127.0.0.1:0", 4096, config.bulk_port)
+        try:
+            self.service = Weighbridge(config, listener.port)
+        except BaseException:
+            listener.stop(0.0)
+            raise
+        self.lane = LaneServer(self.service, config.local_socket, lane_clients)
+        self.health = Health.of(self.service)
+        self.metrics = Metrics(self.service, self.lane, listener.calls)
+        self.grpc = GrpcServer(listener, self.service, self.lane)
+        self.grpc.start()
+        self.address = f"127.0.0.1:{self.grpc.port}"
+
+    def stop(self) -> None:
+        self.health.close()
+        self.service.drain()
+        self.grpc.stop(0.5)
+        self.lane.stop()
+        self.service.close()
+
+
+@contextmanager
+def running_service(store: Path | str, **settings: Any) -> Iterator[RunningService]:
+    """A service over this store, drained and stopped in the end."""
+    running = RunningService(store, **settings)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@dataclass(frozen=True)
+class FamilyService:
+    """A service that maps families, in this process or in one of another Python environment.
+
+    Attributes:
+        address: for gRPC.
+        store: its folder.
+    """
+
+    address: str
+    store: Path
+
+
+@contextmanager
+def family_service(store: Path) -> Iterator[FamilyService]:
+    """A service over this store, run by ``WEIGHBRIDGE_SERVICE_PYTHON`` if that names a Python: its transformers may be others."""
+    python = os.environ.get("WEIGHBRIDGE_SERVICE_PYTHON")
+    if python is None:
+        with running_service(store) as running:
+            yield FamilyService(running.address, store)
+        return
+    line = [
+        python,
+        "-m",
+        "weighbridge",
+        "serve",
+        "--grpc",
+        "127.0.0.1:0",
+        "--http",
+        "127.0.0.1:0",
+        "--store",
+        str(store),
+    ]
+    with subprocess.Popen([*line, "--memory-budget", "1GiB"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        try:
+            yield FamilyService(ready.partition(" gRPC on ")[2].partition(",")[0], store)
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def lane_service(folder: Path, model: str, source: TinyModel) -> Iterator[RunningService]:
+    """A service with a local lane, where a model is registered."""
+    with running_service(folder / "store", local_socket=str(folder / "lane.sock")) as running:
+        with TrainerClient(running.address) as trainer:
+            trainer.register_files(model, source.files)
+        yield running

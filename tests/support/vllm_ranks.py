@@ -1,0 +1,373 @@
+"""Ranks of vLLM without its scheduler: run in vLLM's environment, with a list of jobs as JSON on stdin, by `tests.engines.test_vllm_ranks`.
+
+Each job makes a model as vLLM's worker makes it, twice: loaded by vLLM's own loader from the Hugging Face folder, and by the plug-in from
+the service. What is said about them goes to stdout as JSON, one list for each job with one value for each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401  # vLLM's CPU kernels want to be first
+from vllm import _custom_ops
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.vllm import layers
+from weighbridge.integrations.vllm.model import VllmModel, vllm_rank
+
+
+def engine_config(job: dict[str, Any], **changes: Any) -> Any:
+    """vLLM's configuration for one job."""
+    return EngineArgs(
+        model=job["folder"],
+        tokenizer=job["folder"],
+        skip_tokenizer_init=True,
+        dtype=job.get("dtype", "float32"),
+        tensor_parallel_size=job["tp"],
+        enable_expert_parallel=job.get("ep", False),
+        distributed_executor_backend="mp",
+        enforce_eager=True,
+        max_model_len=32,
+        load_format="safetensors",
+        use_tqdm_on_load=False,
+        **changes,
+    ).create_engine_config()
+
+
+@contextmanager
+def making(config: Any) -> Any:
+    with (
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device("cpu"),
+    ):
+        yield
+
+
+def made(config: Any) -> torch.nn.Module:
+    config.compilation_config.static_forward_context.clear()  # else a second model has names that are taken
+    with making(config):
+        model = initialize_model(vllm_config=config)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.fill_(torch.nan)  # what is not loaded shall not pass for a weight
+    return model
+
+
+def by_vllm(config: Any) -> torch.nn.Module:
+    model = made(config)
+    with making(config):
+        DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+    return model
+
+
+def by_weighbridge(config: Any, job: dict[str, Any], version: int) -> torch.nn.Module:
+    from dataclasses import replace
+
+    from weighbridge.integrations.vllm.loader import WeighbridgeLoader
+
+    extra = {"server": job["server"], "model": job["model"], "version": version}
+    model = made(config)
+    with making(config):
+        loader = WeighbridgeLoader(replace(config.load_config, model_loader_extra_config=extra))
+        loader.load_weights(model, config.model_config)
+    return model
+
+
+def processed(config: Any, model: torch.nn.Module) -> torch.nn.Module:
+    with making(config):
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    return model
+
+
+def different(a: torch.nn.Module, b: torch.nn.Module) -> list[str]:
+    """Names of parameters that are not the same bits."""
+    mine, others = dict(a.named_parameters()), dict(b.named_parameters())
+    found = sorted(mine.keys() ^ others.keys())
+    for name in mine.keys() & others.keys():
+        x, y = mine[name].data, others[name].data
+        same = x.shape == y.shape and x.dtype == y.dtype
+        if not same or not torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)):
+            found.append(name)
+    return found
+
+
+def compute_differently(a: torch.nn.Module, b: torch.nn.Module) -> list[str]:
+    """Names of linear layers that give other bits: vLLM's CPU kernels have packed their weights out of sight."""
+    found = []
+    others = dict(b.named_modules())
+    for name, layer in a.named_modules():
+        if not hasattr(layer, "cpu_linear"):
+            continue
+        sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+        size = next(getattr(layer, name) for name in sizes if hasattr(layer, name))
+        x = torch.randn(3, size, generator=torch.Generator().manual_seed(1)).to(next(a.parameters()).dtype)
+        bias = getattr(layer, "bias", None)
+        mine = layer.cpu_linear(x, layer.weight, bias)
+        if not torch.equal(
+            mine, others[name].cpu_linear(x, others[name].weight, getattr(others[name], "bias", None))
+        ):
+            found.append(name)
+    return found
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a rank's parameters that come of a checkpoint: all but the padding of vocabularies."""
+    total = 0
+    for layer in model.modules():
+        for parameter in layer._parameters.values():
+            if parameter is None:
+                continue
+            rows = getattr(getattr(layer, "shard_indices", None), "num_org_elements", parameter.shape[0])
+            total += parameter[:rows].nbytes
+    shared = sum(p.nbytes for p in model.parameters())  # each parameter once
+    return min(total, shared)
+
+
+# -- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def load(job: dict[str, Any]) -> dict[str, Any]:
+    """A first load of version 1."""
+    config = engine_config(job)
+    expected, model = by_vllm(config), by_weighbridge(config, job, 1)
+    recording = vllm_rank(model, config)._recorded.recording
+    return {
+        "different": different(model, expected),
+        "fetched": recording.nbytes,
+        "held": held_bytes(expected),
+        "unrecorded": dict(recording.unrecorded),
+    }
+
+
+def update(job: dict[str, Any]) -> dict[str, Any]:
+    """Updates of a model that computes with processed weights: to version 2, to 1, and to 2 again."""
+
+    config = engine_config(job)
+    if job.get("started_elsewhere"):  # nothing is known of where its weights have come from
+        model = processed(config, by_vllm(config))
+    else:
+        model = processed(config, by_weighbridge(config, job, 1))
+    expected = {}
+    for number, folder in ((1, job["folder"]), (2, job["folder2"])):
+        expected[number] = processed(config, by_vllm(engine_config({**job, "folder": folder})))
+    if not (different(expected[1], expected[2]) and compute_differently(expected[1], expected[2])):
+        raise AssertionError("the versions cannot be told apart")
+    where = {name: p.data_ptr() for name, p in model.named_parameters()}
+    rank = vllm_rank(model, config)
+    rank.connect(ModelSource(job["model"], job["server"]))
+    found = {}
+    for turn, number in enumerate((2, 1, 2)):
+        counts: dict[str, int] = {}
+        with counted(counts):
+            rank.apply(number)
+        found[f"{turn}: version {number}"] = [
+            *different(model, expected[number]),
+            *compute_differently(model, expected[number]),
+        ]
+    moved = [name for name, p in model.named_parameters() if p.data_ptr() != where.get(name)]
+    status = rank.status()
+    rank.close()
+    attention = sum(isinstance(layer, Attention) for layer in model.modules())
+    return {
+        "different": found,
+        "moved": moved,
+        "served": status.served,
+        "counts": counts,
+        "attention": attention,
+    }
+
+
+@contextmanager
+def counted(counts: dict[str, int]) -> Any:
+    """Counts what vLLM does meanwhile: the layers that it makes anew, by class, its reloads, and attention that it processes."""
+    materialize, reload = layerwise.materialize_layer, layers.initialize_layerwise_reload
+    attention = Attention.process_weights_after_loading
+
+    def count(what: str, do: Any) -> Any:
+        def counting(*args: Any) -> Any:
+            name = what or type(args[0]).__name__
+            counts[name] = counts.get(name, 0) + 1
+            return do(*args)
+
+        return counting
+
+    layerwise.materialize_layer = count("", materialize)
+    layers.initialize_layerwise_reload = count("reloads", reload)
+    Attention.process_weights_after_loading = count("attention", attention)
+    try:
+        yield
+    finally:
+        layerwise.materialize_layer, layers.initialize_layerwise_reload = materialize, reload
+        Attention.process_weights_after_loading = attention
+
+
+@contextmanager
+def kernels_of(job: dict[str, Any]) -> Any:
+    """Kernels that take weights as a loader leaves them, as a GPU's do, if the job says so."""
+    supported = _custom_ops._supports_onednn
+    if job.get("as_loaded"):
+        _custom_ops._supports_onednn = False
+    try:
+        yield
+    finally:
+        _custom_ops._supports_onednn = supported
+
+
+def wrap(job: dict[str, Any]) -> str:
+    """What is said of an engine that has wrapped a layer after loading, as vLLM does for LoRA."""
+    from weighbridge.errors import WeighbridgeError
+
+    config = engine_config(job)
+    model = processed(config, by_weighbridge(config, job, 1))
+    mlp = model.get_submodule("model.layers.1.mlp")
+    mlp.down_proj = torch.nn.ModuleDict({"base_layer": mlp.down_proj})
+    rank = vllm_rank(model, config)
+    rank.connect(ModelSource(job["model"], job["server"]))
+    try:
+        rank.apply(2)
+    except WeighbridgeError as error:
+        return f"{error} {rank.status().served}"
+    finally:
+        rank.close()
+    return ""
+
+
+def fail(job: dict[str, Any]) -> dict[str, Any]:
+    """An update that fails on one rank while parameters are filled; then one of which one rank cannot even fetch the bytes."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    from weighbridge.errors import WeighbridgeError
+    from weighbridge.integrations.vllm import applying
+
+    config = engine_config(job)
+    model = processed(config, by_weighbridge(config, job, 1))
+    expected = processed(config, by_vllm(config))
+    rank = vllm_rank(model, config)
+    rank.connect(ModelSource(job["model"], job["server"]))
+    last = get_world_group().rank_in_group == job["tp"] - 1
+    for number in (2, 1) if job.get("as_loaded") else ():  # from then on without vLLM's reloading
+        rank.apply(number)
+    filler, filled = applying._filler, []
+
+    def spoilt(update: Any, recording: Any, name: str) -> Any:
+        fill = filler(update, recording, name)
+
+        def fill_or_fail(parameter: torch.Tensor) -> None:
+            filled.append(name)
+            if last and len(filled) == 12:
+                raise RuntimeError("made up")
+            fill(parameter)
+
+        return fill_or_fail
+
+    applying._filler = spoilt
+    said = []
+    for number in (2, 1000):
+        try:
+            rank.apply(number)
+        except WeighbridgeError as error:
+            said.append(str(error))
+    found = {
+        "said": said,
+        "served": rank.status().served,
+        "different": [*different(model, expected), *compute_differently(model, expected)],
+    }
+    rank.close()
+    return found
+
+
+def refuse(job: dict[str, Any]) -> str:
+    """What is said of a version that does not fit; empty if nothing is."""
+    from weighbridge import EngineClient
+    from weighbridge import _lazy as lazy
+    from weighbridge.errors import WeighbridgeError
+    from weighbridge.integrations.engine_rank.recording import check_version
+
+    config = engine_config(job, hf_overrides=job.get("overrides", {}))
+    model = made(config)
+    with EngineClient(job["server"]) as client, making(config):
+        source = lazy.Source(client, job["model"], 1)
+        source.specs = tuple(spec for spec in source.specs if spec.name != job.get("without"))
+        engine = VllmModel(model, config)
+        try:
+            check_version(engine.config, client, source, None)
+            engine.record_first(source)
+        except WeighbridgeError as error:
+            return str(error)
+    return ""
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def has_experts(job: dict[str, Any]) -> bool:
+    return "_experts" in (Path(job["folder"]) / "config.json").read_text()
+
+
+def rank_main(rank: int, size: int, meeting: str, jobs: list[dict[str, Any]], answers: Any) -> None:
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    torch.set_num_threads(1)
+    os.environ["VLLM_DIST_IDENT"] = Path(meeting).name  # as vLLM's CPU worker does
+    try:
+        # vLLM makes groups for experts only where the model has some
+        with set_current_vllm_config(engine_config(max(jobs, key=has_experts))):
+            init_distributed_environment(size, rank, f"file://{meeting}", rank, "gloo")
+            initialize_model_parallel(size)
+        said = []
+        for job in jobs:
+            with kernels_of(job):
+                said.append(globals()[job["do"]](job))
+        answers.send(said)
+    except BaseException:
+        answers.send(traceback.format_exc())
+        raise
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    size, jobs = asked["tp"], [{**job, "tp": asked["tp"]} for job in asked["jobs"]]
+    meeting = Path(asked["work"]) / f"meeting-{os.getpid()}"
+    # forked: what takes vLLM ten seconds to import is imported once
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    ranks = [
+        context.Process(target=rank_main, args=(rank, size, str(meeting), jobs, pipes[rank][1]), daemon=True)
+        for rank in range(size)
+    ]
+    for rank in ranks:
+        rank.start()
+    said = []
+    for rank, (answers, _) in enumerate(pipes):
+        if not answers.poll(asked["seconds"]):
+            sys.exit(f"rank {rank} says nothing")
+        said.append(answers.recv())
+        if isinstance(said[-1], str):
+            sys.exit(f"rank {rank}: {said[-1]}")
+    for rank in ranks:
+        rank.join()
+    print("\n" + json.dumps([list(of_job) for of_job in zip(*said, strict=True)]))
+
+
+if __name__ == "__main__":
+    main()
