@@ -90,7 +90,9 @@ def register_model(
         tensors=map(wire.spec_to_proto, tensors),
         no_weight_map=not weight_map,
     )
-    registered = wire.model_from_proto((yield from _call("RegisterModel", request)).model)
+    # the first model waits for the service to import what knows weight maps: a minute on a busy machine with a cold disk
+    response = yield from _call("RegisterModel", request, _LONG_SECONDS)
+    registered = wire.model_from_proto(response.model)
     if registered.weight_map and not weight_map:
         raise FailedPrecondition(
             f"the service has registered {model} with a weight map: it cannot do without",
