@@ -102,10 +102,12 @@ serve: $(STAMP) ## run the service on localhost, keeping versions in .weighbridg
 
 # One thread of arithmetic per worker: two workers that each start a thread per core are slower than one.
 # loadgroup keeps tests that share an expensive fixture (xdist_group) in one worker.
+# A test that fails runs once more: five thousand of them, with real clocks, processes and sockets on a machine that has other work, are
+# otherwise refused for one that was late. What passes only then is listed as RERUN, and is to be looked into.
 # Bytecode is kept: otherwise each process that a test starts would compile what it imports.
 test: $(STAMP) ## run the tests; ARGS="-k name" narrows, WORKERS=0 runs them in one process
 	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --session-timeout=$(TEST_SECONDS) $(ARGS)
+		$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --session-timeout=$(TEST_SECONDS) --reruns 1 $(ARGS)
 
 test-fast: $(STAMP) ## run the tests that start neither services nor processes, in under a minute
 	@$(MAKE) --no-print-directory test WORKERS=2 ARGS='--fast $(ARGS)'

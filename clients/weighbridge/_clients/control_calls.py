@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_REGISTER_SECONDS = 600.0
+"""Deadline of registering a model."""
 _LONG_SECONDS = 3600.0
 """Deadline of calls that go over all of a version or a model."""
 _AWAITED = (
@@ -91,7 +93,7 @@ def register_model(
         no_weight_map=not weight_map,
     )
     # the first model waits for the service to import what knows weight maps: a minute on a busy machine with a cold disk
-    response = yield from _call("RegisterModel", request, _LONG_SECONDS)
+    response = yield from _call("RegisterModel", request, _REGISTER_SECONDS)
     registered = wire.model_from_proto(response.model)
     if registered.weight_map and not weight_map:
         raise FailedPrecondition(
