@@ -107,7 +107,7 @@ serve: $(STAMP) ## run the service on localhost, keeping versions in .weighbridg
 # Bytecode is kept: otherwise each process that a test starts would compile what it imports.
 test: $(STAMP) ## run the tests; ARGS="-k name" narrows, WORKERS=0 runs them in one process
 	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --session-timeout=$(TEST_SECONDS) --reruns 1 $(ARGS)
+		$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --session-timeout=$(TEST_SECONDS) --reruns 1 --rerun-show-tracebacks $(ARGS)
 
 test-fast: $(STAMP) ## run the tests that start neither services nor processes, in under a minute
 	@$(MAKE) --no-print-directory test WORKERS=2 ARGS='--fast $(ARGS)'
