@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_REGISTER_SECONDS = 600.0
-"""Deadline of registering a model."""
 _LONG_SECONDS = 3600.0
 """Deadline of calls that go over all of a version or a model."""
+_REGISTERING_SECONDS = 330.0
+"""Deadline of a registration: longer than a service gives the process that makes its weight map, whose first one waits for imports."""
 _AWAITED = (
     *(VersionState.OPEN, VersionState.RECEIVING),
     *(VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE),
@@ -92,9 +92,9 @@ def register_model(
         tensors=map(wire.spec_to_proto, tensors),
         no_weight_map=not weight_map,
     )
-    # the first model waits for the service to import what knows weight maps: a minute on a busy machine with a cold disk
-    response = yield from _call("RegisterModel", request, _REGISTER_SECONDS)
-    registered = wire.model_from_proto(response.model)
+    registered = wire.model_from_proto(
+        (yield from _call("RegisterModel", request, _REGISTERING_SECONDS)).model
+    )
     if registered.weight_map and not weight_map:
         raise FailedPrecondition(
             f"the service has registered {model} with a weight map: it cannot do without",
