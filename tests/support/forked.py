@@ -13,15 +13,16 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from weighbridge_demo import ranks
+from weighbridge_demo.ranks import Job
 
 PRELOAD = (
     *ranks.PRELOAD,
@@ -41,6 +42,11 @@ def forking() -> ForkServerContext:
     """What starts such processes; the server is there by then, and imports."""
     ranks.start_server(PRELOAD)
     return multiprocessing.get_context("forkserver")
+
+
+def run_jobs(jobs: Sequence[Job], *, timeout: float) -> list[list[Any]]:
+    """As `weighbridge_demo.ranks.run_jobs`, of processes that have imported what tests need."""
+    return ranks.run_jobs(jobs, timeout=timeout, preload=PRELOAD)
 
 
 class ForkedPython:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.support.forked import PRELOAD
+from tests.support.forked import run_jobs
 from weighbridge_demo.ranks import gloo_job
-from weighbridge_demo.ranks import run_jobs as _run_jobs
 
 WAYS = ("fsdp", "fsdp3", "fsdp4", "hsdp", "tp_fsdp", "ddp", "compiled_fsdp")
 """How `shared` can share a model over its ranks: two, or as many as the name says, or four for HSDP and tensor parallelism."""
@@ -19,7 +18,7 @@ WAYS = ("fsdp", "fsdp3", "fsdp4", "hsdp", "tp_fsdp", "ddp", "compiled_fsdp")
 
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 200) -> list[Any]:
     """What ``fn(rank, *args)`` returns on each rank of a gloo job."""
-    return _run_jobs([gloo_job(size, fn, *args)], timeout=timeout, preload=PRELOAD)[0]
+    return run_jobs([gloo_job(size, fn, *args)], timeout=timeout)[0]
 
 
 def shared(model: PreTrainedModel, way: str) -> torch.nn.Module:

@@ -32,7 +32,8 @@ def call_ranks(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """What a function of this module returns on each rank of a job."""
     if PYTHON:
         return _elsewhere(fn, args, size)
-    from weighbridge_demo.ranks import gloo_job, run_jobs
+    from tests.support.forked import run_jobs
+    from weighbridge_demo.ranks import gloo_job
 
     return run_jobs([gloo_job(size, _as_rank, fn, args)], timeout=120)[0]
 
