@@ -24,9 +24,9 @@ class Together:
 
     def all_gather_object(self, mine: Any) -> list[Any]:
         self._given[self.rank] = pickle.dumps(mine)
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         found = [pickle.loads(each) for each in self._given]
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return found
 
 

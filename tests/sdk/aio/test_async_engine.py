@@ -158,7 +158,7 @@ def test_its_control_calls_answer_what_those_of_the_blocking_client_answer(servi
                 assert await client.version(MODEL) == engine.version(MODEL)
                 assert await client.versions(MODEL) == engine.versions(MODEL)
                 assert await client.model_files(MODEL) == engine.model_files(MODEL)
-                durable = await client.wait_for(MODEL, "latest", VersionState.DURABLE, timeout=10)
+                durable = await client.wait_for(MODEL, "latest", VersionState.DURABLE, timeout=60)
                 assert durable == engine.version(MODEL)
                 await client.delete_ref(MODEL, "mine")
                 assert "mine" not in engine.refs(MODEL)
@@ -316,9 +316,9 @@ def test_a_cancelled_pull_ends_at_once_and_the_service_has_everything_back(
 
 def test_a_pull_that_is_not_there_in_time_is_broken_off(service: RunningService) -> None:
     async def main() -> None:
-        async with held_pull(service, 2, lambda pull: asyncio.wait_for(pull.bring(), 0.3)) as task:
+        async with held_pull(service, 2, AsyncPull.bring) as task:
             with pytest.raises(TimeoutError):
-                await task
+                await asyncio.wait_for(task, 0.3)
 
     run(main())
 

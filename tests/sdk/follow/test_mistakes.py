@@ -133,7 +133,7 @@ def test_a_watch_says_since_when_the_service_is_away(
             running.service.catalog.set_ref(MODEL, "prod", "1")
             proxy.close()
             eventually(lambda: len(said("has been away since")) > 1)
-        waiting.join(10.0)
+        waiting.join(60.0)
     assert proxy.address in said("has been away since")[0]
 
 

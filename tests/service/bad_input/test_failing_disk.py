@@ -15,6 +15,7 @@ import pytest
 from tests.service.bad_input.bench import Bench
 from tests.support.raw_clients import RawClient, assert_equal, cut, stream_of, tiny_folder, whole_layout
 from tests.support.services import running_service
+from tests.support.waiting import eventually
 from weighbridge._clients.engine import EngineClient
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import VersionState
@@ -91,8 +92,10 @@ def test_with_a_full_disk_versions_stay_live_the_trainer_is_told_and_they_become
         disk.fill(40_000)  # a head fits, a model does not
         raw.push("acme/full", number, cut(stream))
         raw.seal("acme/full", number)
+        catalog = running.service.catalog
+        eventually(lambda: [version.number for version in catalog.not_durable] == [number])
         with pytest.raises(DeadlineExceeded, match=r"not durable yet: .*no space is left"):
-            trainer.wait_for("acme/full", number, VersionState.DURABLE, timeout=3)
+            trainer.wait_for("acme/full", number, VersionState.DURABLE, timeout=1)
         found = trainer.version("acme/full", number)
         assert found.state is VersionState.VERIFIED
         assert trainer.refs("acme/full") == {"latest": first.number, "live": number}
@@ -101,14 +104,15 @@ def test_with_a_full_disk_versions_stay_live_the_trainer_is_told_and_they_become
         with pytest.raises(FailedPrecondition):
             trainer.set_ref("acme/full", "prod", number)
         third = trainer.push_folder("acme/full", another.folder, step=3)
+        eventually(lambda: third.number in [version.number for version in catalog.not_durable])
         with pytest.raises(DeadlineExceeded, match="no space is left"):
-            third.wait(timeout=3)
+            third.wait(timeout=1)
         disk.fill(0)
         with pytest.raises(ResourceExhausted, match="no space is left"):
             trainer.push_folder("acme/full", another.folder, step=4)
         assert_equal(engine, "acme/full", "live", another.arrays)
         disk.make_room()
-        last = trainer.push_folder("acme/full", source.folder, step=5).wait(timeout=20)
+        last = trainer.push_folder("acme/full", source.folder, step=5).wait(timeout=60)
         assert last.state is VersionState.DURABLE
         assert not trainer.verify("acme/full", last.number).problems
         assert trainer.refs("acme/full")["latest"] == last.number

@@ -62,7 +62,7 @@ def test_malformed_messages_and_unknown_methods_get_an_error_status(
                 for number, data in enumerate(garbage):
                     code = grpc.StatusCode.OK
                     try:
-                        answer = make(path)(iter([data]) if method.client_streaming else data, timeout=5)
+                        answer = make(path)(iter([data]) if method.client_streaming else data, timeout=60)
                         if method.server_streaming:
                             list(answer)
                     except grpc.RpcError as error:
@@ -72,7 +72,7 @@ def test_malformed_messages_and_unknown_methods_get_an_error_status(
                         number and code is grpc.StatusCode.OK
                     ), path
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary("/weighbridge.v1.ModelService/Evil")(b"", timeout=5)
+            channel.unary_unary("/weighbridge.v1.ModelService/Evil")(b"", timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert [record for record in caplog.records if record.exc_info] == []
 
@@ -94,7 +94,7 @@ def test_what_is_no_grpc_is_cut_off(bench: Bench, data: bytes) -> None:
     host, port = bench.running.address.rsplit(":", 1)
     for _ in range(5):
         with (
-            socket.create_connection((host, int(port)), timeout=5) as connection,
+            socket.create_connection((host, int(port)), timeout=60) as connection,
             contextlib.suppress(OSError),
         ):
             connection.sendall(data)

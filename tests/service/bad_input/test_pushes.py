@@ -12,6 +12,7 @@ import pytest
 
 from tests.service.bad_input.bench import EMBEDDING, Bench, assert_never_visible
 from tests.support.raw_clients import RawClient, assert_equal, cut, pb, rows_layout, stream_of, whole_layout
+from tests.support.waiting import eventually
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import VersionState
 from weighbridge._transport import rpc
@@ -46,9 +47,7 @@ def test_a_push_that_stops_half_way_is_not_seen_and_can_be_resumed(
         call_off.wait()
 
     call = raw.checkpoints.Push.future(stops())
-    deadline = time.monotonic() + 10
-    while raw.received(model, number) != [(0, half)] and time.monotonic() < deadline:
-        time.sleep(0.02)
+    eventually(lambda: raw.received(model, number) == [(0, half)])
     call.cancel()
     call_off.set()
     assert raw.received(model, number) == [(0, half)]
@@ -313,14 +312,14 @@ def test_a_seal_that_waits_for_a_late_piece_ends_once_and_heeds_an_abort(
             **kwargs: Any,
         ) -> Any:
             entered.set()
-            go_on.wait(10)
+            go_on.wait(60)
             return scatter(self, *args, **kwargs)
 
         with monkeypatch.context() as patched:
             patched.setattr(transfers.Transfer, "scatter", slow)
             late = threading.Thread(target=raw.push, args=(model, number, [(0, stream[:5000])]))
             late.start()
-            assert entered.wait(10)
+            assert entered.wait(60)
         raw.push(model, number, cut(stream))
         results: list[Any] = []
 

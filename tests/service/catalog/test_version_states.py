@@ -66,13 +66,13 @@ def test_a_version_goes_through_its_states_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     number = raw.open(MODEL)
-    assert trainer.wait_for(MODEL, number, VersionState.OPEN, timeout=5).state is VersionState.OPEN
+    assert trainer.wait_for(MODEL, number, VersionState.OPEN, timeout=60).state is VersionState.OPEN
     with pytest.raises(DeadlineExceeded):
         trainer.wait_for(MODEL, number, VersionState.RECEIVING, timeout=0)
     layout = whole_layout(source.arrays)
     stream = stream_of(source.arrays, layout, raw.declare(MODEL, number, layout))
     raw.push(MODEL, number, cut(stream[:-1]))
-    receiving = trainer.wait_for(MODEL, number, VersionState.RECEIVING, timeout=5)
+    receiving = trainer.wait_for(MODEL, number, VersionState.RECEIVING, timeout=60)
     assert receiving.state is VersionState.RECEIVING
     eventually(lambda: trainer.version(MODEL, number).received_bytes == len(stream) - 1)
     with pytest.raises(FailedPrecondition, match="not complete"):
@@ -88,7 +88,7 @@ def test_a_version_goes_through_its_states_in_order(
         raw.push(MODEL, number, [(len(stream) - 1, stream[-1:])])
         raw.seal(MODEL, number)
         assert trainer.refs(MODEL) == {"live": number}
-        verified = trainer.wait_for(MODEL, number, VersionState.VERIFIED, timeout=10)
+        verified = trainer.wait_for(MODEL, number, VersionState.VERIFIED, timeout=60)
         assert verified.state is VersionState.VERIFIED
         assert verified.received_bytes == verified.tensor_bytes == len(stream)
         assert 0 < verified.ready_time_ms <= verified.verified_time_ms
@@ -148,7 +148,7 @@ def test_who_gives_a_version_up_and_who_takes_it_out_of_history_is_told_apart(
     aborted = raw.open(MODEL)
     assert trainer.abort(MODEL, aborted, "changed my mind").state is VersionState.ABORTED
     with pytest.raises(VersionFailed, match="changed my mind"):
-        trainer.wait_for(MODEL, aborted, VersionState.READY, timeout=5)
+        trainer.wait_for(MODEL, aborted, VersionState.READY, timeout=60)
     numbers = [raw.push_whole(MODEL, source.arrays) for _ in range(2)]
     for number in numbers:
         trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)

@@ -58,7 +58,7 @@ def test_a_process_that_hangs_does_not_keep_the_service_from_ending(process: Bri
     asking.start()
     time.sleep(0.2)  # it may ask before or after; either must end
     process.close()
-    asking.join(10.0)
+    asking.join(60.0)
     assert not asking.is_alive()
     assert told
     with pytest.raises(Unavailable, match="shutting down"):

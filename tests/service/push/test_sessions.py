@@ -315,15 +315,15 @@ def test_a_version_that_was_aborted_while_it_waited_gets_no_image(
         first, second = client.open(MODEL, request_id="a"), client.open(MODEL, request_id="b")
         with ThreadPoolExecutor(2) as pool:
             declared = pool.submit(client.declare, MODEL, first, layout)
-            assert busy.wait(20)
+            assert busy.wait(60)
             refused = pool.submit(client.declare, MODEL, second, layout)
             waiting = running.service.intake._registry
             eventually(lambda: do.AcquireImage() in waiting.get(NAME, second).state.running)  # type: ignore[union-attr]
             running.service.intake.abort_version(MODEL, second, "changed my mind", 10.0).result()
             done.set()
-            assert declared.result(20)
+            assert declared.result(60)
             with pytest.raises(VersionFailed, match="changed my mind"):
-                refused.result(20)
+                refused.result(60)
         third = client.open(MODEL, request_id="c")
         client.declare(MODEL, third, layout)
         assert taken == [first, third]
@@ -378,7 +378,7 @@ def test_calls_of_the_store_that_hang_keep_no_others_from_it() -> None:
             done = threading.Semaphore(0)
             for kind in others:
                 pools.submit(kind, lambda done=done: done.release())  # type: ignore[misc]
-            assert all(done.acquire(timeout=10) for _ in others), f"others wait for {hang}"
+            assert all(done.acquire(timeout=60) for _ in others), f"others wait for {hang}"
             hanging.set()
             time.sleep(0.05)
             hanging.clear()
@@ -400,7 +400,7 @@ def test_a_pool_recovers_from_a_system_without_threads(monkeypatch: pytest.Monke
             pool.submit(done.set)
     assert not done.is_set()
     pool.submit(done.set)
-    assert done.wait(10)
+    assert done.wait(60)
     pool.stop()
 
 

@@ -467,7 +467,7 @@ def test_a_replica_that_only_opened_a_version_does_not_end_it(
     """A connection moved on to another replica between the opening and the rest."""
     arrays = sources[1].arrays
     with (
-        replicas(tmp_path / "store", 2, sources, advertise="", receive_timeout=2.5) as running,
+        replicas(tmp_path / "store", 2, sources, advertise="", receive_timeout=5.0) as running,
         RawClient(running[0].address) as first,
         RawClient(running[1].address) as raw,
     ):
@@ -478,7 +478,7 @@ def test_a_replica_that_only_opened_a_version_does_not_end_it(
         assert catalog.snapshot(NAME, number) is not None
         for piece in cut(stream, len(stream) // 8):
             raw.push(MODEL, number, [piece])
-            time.sleep(0.3)
+            time.sleep(0.6)
         eventually(lambda: catalog.snapshot(NAME, number) is None)  # it leaves the version to the other one
         raw.seal(MODEL, number)
         with EngineClient(running[0].address) as engine:

@@ -629,7 +629,7 @@ def test_a_reading_that_ends_late_with_an_older_head_is_not_what_is_remembered(s
             if self.holds:
                 self.holds = False
                 self.read.set()
-                self.go_on.wait(10)
+                self.go_on.wait(60)
             return found
 
     late = Late()
@@ -638,7 +638,7 @@ def test_a_reading_that_ends_late_with_an_older_head_is_not_what_is_remembered(s
     late.holds = True
     reading = threading.Thread(target=heads.read, args=(SMOL,))
     reading.start()
-    late.read.wait(10)
+    late.read.wait(60)
     HeadStore(store).update(SMOL, allocate)
     newer = heads.read(SMOL)
     late.go_on.set()

@@ -284,7 +284,7 @@ def test_a_part_waits_until_there_is_room_for_it() -> None:
     assert second == []
     first.release()
     first.release()
-    waiting.join(5)
+    waiting.join(60)
     assert second == [bytearray(b"12345")]
 
 

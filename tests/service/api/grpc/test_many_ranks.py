@@ -91,11 +91,11 @@ def test_the_watches_of_one_host_leave_some_to_others(
         watchers = [threading.Thread(target=watch) for _ in range(10)]
         for each in watchers:
             each.start()
-        assert all(refused.acquire(timeout=20) for _ in range(4))
-        TrainerClient(running.address).push_folder(MODEL, tmp_path / "hf").wait(timeout=30)
-        assert all(heard.acquire(timeout=20) for _ in range(6))
+        assert all(refused.acquire(timeout=60) for _ in range(4))
+        TrainerClient(running.address).push_folder(MODEL, tmp_path / "hf").wait(timeout=60)
+        assert all(heard.acquire(timeout=60) for _ in range(6))
         for each in watchers:
-            each.join(20)
+            each.join(60)
         assert not any(each.is_alive() for each in watchers)
 
 

@@ -33,7 +33,7 @@ def refuse(channel: grpc.Channel, path: str, request: bytes, **options: object) 
     call = channel.stream_stream(f"/weighbridge.v1.{path}")
     for _ in range(CALLS):
         with pytest.raises(grpc.RpcError) as refused:
-            list(call(iter([request]), timeout=10, **options))
+            list(call(iter([request]), timeout=60, **options))
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 

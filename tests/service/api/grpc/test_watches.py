@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from tests.support.catalogs import (
     snapshot,
 )
 from tests.support.images import acquire
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, is_done_within
 from weighbridge._core.resources import Version, VersionState
 from weighbridge.errors import DeadlineExceeded, NotFound, Unavailable, VersionFailed
 from weighbridge_service.api.grpc.event_loop import EventLoop
@@ -80,13 +81,17 @@ def bench(catalog: Catalog) -> Iterator[Bench]:
     made.workers.close()
 
 
-def quiet_reads(store: CountingStore, action: Callable[[], None]) -> int:
-    """Heads read while something is done that takes far less than the time between two looks."""
+def reads_beyond_looks(store: CountingStore, action: Callable[[], None]) -> float:
+    """Heads read while something is done, without the looks that come due meanwhile; at most 0 if none is read because of it."""
     before, begun = store.reads, time.monotonic()
     action()
     time.sleep(0.1)
-    assert time.monotonic() - begun < 0.4, "too slow to tell what was read because of it"
-    return store.reads - before
+    return store.reads - before - looks_due(begun)
+
+
+def looks_due(begun: float) -> float:
+    """How often the store may have been looked at since then: once in half a second, less what clocks and dice take off."""
+    return (time.monotonic() - begun) / 0.4 + 1
 
 
 def tag(catalog: Catalog, number: int) -> None:
@@ -121,9 +126,8 @@ def test_a_watch_reads_the_store_only_for_what_can_move_its_ref(
                 show(catalog, before, after, OTHER)
                 before = after
 
-    # one look may be due
-    assert quiet_reads(store, ranks_seal) <= 1
-    assert quiet_reads(store, others_push) <= 1
+    assert reads_beyond_looks(store, ranks_seal) <= 0
+    assert reads_beyond_looks(store, others_push) <= 0
     show(catalog, receiving, snapshot(2, VersionState.READY))
     eventually(lambda: seen == [1, 2])
 
@@ -136,8 +140,8 @@ def test_a_thousand_watches_read_the_store_as_often_as_one(
     seen = [bench.follow(ref) for ref in ("live", "latest", "prod", "none-yet") for _ in range(250)]
     eventually(lambda: [len(each) for each in seen] == [1] * 750 + [0] * 250)
     before, begun = store.reads, time.monotonic()
-    time.sleep(1.2)
-    assert 1 <= store.reads - before <= (time.monotonic() - begun) / 0.4 + 1
+    eventually(lambda: store.reads - before >= 2)
+    assert store.reads - before <= looks_due(begun)
     tag(catalog, 2)
     eventually(lambda: all(each == [1, 2] for each in seen[500:750]))
     assert all(len(each) == 1 for each in seen[:500])
@@ -151,11 +155,15 @@ def test_a_tag_that_another_replica_moves_is_heard_within_half_a_second(
     second = publish_one(catalog)
     seen = bench.follow("prod")
     eventually(lambda: seen == [first])
-    for number in (second, first, second):
+    numbers = itertools.cycle((second, first))
+
+    def move_it() -> None:
+        number = next(numbers)
         tag(catalog, number)
-        moved = time.monotonic()
-        eventually(lambda wanted=number: seen[-1] == wanted)  # type: ignore[misc]
-        assert time.monotonic() - moved < 2.0  # 0.5 s, and what a machine with much else to do may take
+        eventually(lambda: seen[-1] == number)
+
+    for _ in range(3):
+        assert is_done_within(1.0, move_it)  # 0.5 s, and what a machine with much else to do may take
 
 
 def test_who_takes_long_over_a_version_gets_the_newest_next(catalog: Catalog, bench: Bench) -> None:
@@ -218,7 +226,7 @@ def test_a_version_in_memory_is_told_of_without_a_look_at_the_head(
     with store.hanging():
         eventually(lambda: store.hung > 0)  # a look has begun, and what it finds is older
         show(catalog, snapshot(2, VersionState.RECEIVING), snapshot(2, VersionState.READY, image=image))
-        assert waiting.result(10).number == 2
+        assert waiting.result(60).number == 2
         eventually(lambda: followed == [1, 2])
         assert bench.reached("2", VersionState.READY).number == 2
         assert bench.reached("live", VersionState.READY).number == 2
@@ -298,7 +306,7 @@ def test_a_version_that_can_have_no_such_number_disturbs_nobody_elses_wait(
         waiting = pool.submit(bench.reached, "1", VersionState.READY)
         with pytest.raises(NotFound):
             bench.reached("9" * 5000, VersionState.READY)
-        assert waiting.result(20).number == 1
+        assert waiting.result(60).number == 1
 
 
 def test_waits_and_watches_end_with_the_service(catalog: Catalog, bench: Bench) -> None:
@@ -309,11 +317,9 @@ def test_waits_and_watches_end_with_the_service(catalog: Catalog, bench: Bench) 
 
     following = bench.loop.begin(follow())
     threading.Timer(0.1, lambda: (catalog.stopping.set(), catalog.changes.notify())).start()
-    begun = time.monotonic()
     with pytest.raises(Unavailable, match="shutting down"):
-        bench.reached("1", VersionState.READY)
-    assert following.result(10) == []
-    assert time.monotonic() - begun < 10
+        bench.reached("1", VersionState.READY)  # and not that it was not ready within 30 s
+    assert following.result(60) == []
 
 
 def test_nothing_looks_when_nobody_waits(catalog: Catalog, store: CountingStore, bench: Bench) -> None:

@@ -53,26 +53,26 @@ class Busy:
     def __init__(self, workers: Workers, peer: Peer = A) -> None:
         self._begun, self._end = threading.Event(), threading.Event()
         self.future = workers.submit(peer, self._work)
-        assert self._begun.wait(10)
+        assert self._begun.wait(60)
 
     def _work(self) -> None:
         self._begun.set()
-        assert self._end.wait(30)
+        assert self._end.wait(60)
 
     def end(self) -> None:
         self._end.set()
-        self.future.result(10)
+        self.future.result(60)
 
 
 def test_results_and_errors_come_back(one: Workers) -> None:
-    assert one.submit(A, lambda: 7).result(10) == 7
+    assert one.submit(A, lambda: 7).result(60) == 7
 
     def fail() -> None:
         raise NotFound("nothing")
 
     with pytest.raises(NotFound, match="nothing"):
-        one.submit(A, fail).result(10)
-    assert one.submit(A, lambda: 8).result(10) == 8  # the thread has outlived it
+        one.submit(A, fail).result(60)
+    assert one.submit(A, lambda: 8).result(60) == 8  # the thread has outlived it
 
 
 def test_there_are_as_many_threads_as_there_is_work_and_no_more() -> None:
@@ -83,8 +83,8 @@ def test_there_are_as_many_threads_as_there_is_work_and_no_more() -> None:
     for each in busy:
         each.end()
     for found in late:
-        found.result(10)
-    assert workers.submit(A, threading.get_ident).result(10)
+        found.result(60)
+    assert workers.submit(A, threading.get_ident).result(60)
     assert threads() == 3
     workers.close()
     eventually(lambda: not threads())
@@ -93,7 +93,7 @@ def test_there_are_as_many_threads_as_there_is_work_and_no_more() -> None:
 def test_threads_go_when_there_is_no_work_and_come_again() -> None:
     workers = Workers(NAME, 2, 10, idle_seconds=0.05)
     for _ in range(3):
-        assert workers.submit(A, lambda: 1).result(10) == 1
+        assert workers.submit(A, lambda: 1).result(60) == 1
         eventually(lambda: not threads())
     workers.close()
 
@@ -105,7 +105,7 @@ def test_each_peer_has_its_turn(one: Workers) -> None:
     waiting.append(one.submit(B, lambda: done.append("b")))
     busy.end()
     for found in waiting:
-        found.result(10)
+        found.result(60)
     assert done == ["a1", "b", "a2"]
 
 
@@ -117,8 +117,8 @@ def test_the_line_is_bounded_and_says_when_to_come_again(one: Workers) -> None:
     assert refused.value.retry_after
     busy.end()
     for found in waiting:
-        found.result(10)
-    one.submit(B, lambda: None).result(10)
+        found.result(60)
+    one.submit(B, lambda: None).result(60)
 
 
 def test_cancelled_work_is_not_done_and_keeps_no_place_in_the_line(one: Workers) -> None:
@@ -128,7 +128,7 @@ def test_cancelled_work_is_not_done_and_keeps_no_place_in_the_line(one: Workers)
     last = [one.submit(B, lambda: done.append(2)) for _ in range(3)]
     busy.end()
     for found in last:
-        found.result(10)
+        found.result(60)
     assert done == [2, 2, 2]
 
 
@@ -151,12 +151,12 @@ def test_neither_requests_nor_results_are_kept_by_idle_threads_or_cycles(one: Wo
     gc.disable()
     try:
         kept, found = submitted(works)
-        assert found.result(10) is kept()
+        assert found.result(60) is kept()
         del found
         eventually(lambda: kept() is None)
 
         kept, found = submitted(fails)
-        assert isinstance(found.exception(10), NotFound)
+        assert isinstance(found.exception(60), NotFound)
         del found
         eventually(lambda: kept() is None)
 
@@ -190,7 +190,7 @@ def test_a_system_without_threads_refuses_calls_for_as_long_as_it_has_none(
         for _ in range(5):
             with pytest.raises(ResourceExhausted, match="no thread"):
                 one.submit(A, lambda: 1)
-    assert one.submit(A, lambda: 1).result(10) == 1
+    assert one.submit(A, lambda: 1).result(60) == 1
 
 
 # --- pending answers
@@ -241,14 +241,14 @@ def test_a_caller_that_goes_leaves_what_it_has_asked(one: Workers, asking: bool)
 
     def ask() -> Pending[int]:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         future = Future[int]()
         future.set_running_or_notify_cancel()
         return Pending(future, 60.0, lambda _: 1, left.set)
 
     async def go() -> None:
         task = asyncio.create_task(answered(one, ask))
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(begun.wait, 60)
         await asyncio.sleep(0.0 if asking else 0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -256,7 +256,7 @@ def test_a_caller_that_goes_leaves_what_it_has_asked(one: Workers, asking: bool)
 
     asyncio.run(go())
     go_on.set()
-    assert left.wait(10)
+    assert left.wait(60)
 
 
 def test_errors_of_pending_answers_are_logged_by_nobody(
@@ -302,13 +302,13 @@ def test_replicas_are_answered_while_clients_have_all_other_threads(
                 for _ in range(server._QUICK_THREADS)
             ]
             for _ in calls:
-                assert begun.acquire(timeout=30)
+                assert begun.acquire(timeout=60)
             sender = replica_service_pb2.Replica(address="127.0.0.1:1", boot="b")
-            replicas.Exchange(replica_service_pb2.ExchangeRequest(sender=sender), timeout=20)
+            replicas.Exchange(replica_service_pb2.ExchangeRequest(sender=sender), timeout=60)
             with pytest.raises(grpc.RpcError) as refused:
-                replicas.TakeOver(iter([replica_service_pb2.TakeOverRequest(model="a/b")]), timeout=20)
+                replicas.TakeOver(iter([replica_service_pb2.TakeOverRequest(model="a/b")]), timeout=60)
             assert refused.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
         finally:
             go_on.set()
         for call in calls:
-            assert call.exception(30).code() is grpc.StatusCode.NOT_FOUND
+            assert call.exception(60).code() is grpc.StatusCode.NOT_FOUND

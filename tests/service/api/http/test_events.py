@@ -47,7 +47,7 @@ def test_events_follow_an_export_to_its_end(web: Web, url: str, monkeypatch: pyt
 def test_many_followers_do_not_hold_up_others(web: Web, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         held_at(monkeypatch, 0.5) as go_on,
-        httpx.Client(base_url=url, timeout=5, limits=httpx.Limits()) as http,
+        httpx.Client(base_url=url, timeout=60, limits=httpx.Limits()) as http,
     ):
         job = http.post("/v1/exports", json={"model": MODEL, "folder": "popular"}).json()
         streams = [http.stream("GET", f"/v1/exports/{job['id']}/events") for _ in range(80)]

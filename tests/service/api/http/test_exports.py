@@ -208,7 +208,7 @@ def test_only_so_many_ended_exports_are_remembered(web: Web) -> None:
     exports = Exports(web.running.service)
     try:
         monitor = [exports.start(MODEL, "1", folder=f"many/{n}", max_shard_bytes=1 << 30) for n in range(90)]
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not exports.get(monitor[-1].id).state.ended and time.monotonic() < deadline:
             time.sleep(0.01)
         for n in range(90, 120):

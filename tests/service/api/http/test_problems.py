@@ -21,7 +21,7 @@ from weighbridge_service.exports import Exports
 
 def get_raw(url: str, path: bytes) -> httpx.Response:
     """GET this path as it is: a client library would tidy it up."""
-    with socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 80), timeout=10) as connection:
+    with socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 80), timeout=60) as connection:
         connection.sendall(b"GET %s HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n" % path)
         with connection.makefile("rb") as stream:
             head, _, body = stream.read().partition(b"\r\n\r\n")

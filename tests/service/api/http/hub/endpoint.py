@@ -76,7 +76,7 @@ class Endpoint:
     def raw(self, method: str, path: str) -> httpx.Response:
         """The answer to a request for this path as it is: a client library would tidy it up."""
         where = httpx.URL(self.url)
-        with socket.create_connection((where.host, where.port or 80), timeout=10) as connection:
+        with socket.create_connection((where.host, where.port or 80), timeout=60) as connection:
             request = f"{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n"
             connection.sendall(request.encode("latin-1"))
             with connection.makefile("rb") as stream:

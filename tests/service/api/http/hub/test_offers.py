@@ -16,6 +16,7 @@ from tests.service.api.http.hub.endpoint import MODEL, WEIGHTS, Endpoint
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.s3_server import S3Server
 from tests.support.services import running_service
+from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import DeadlineExceeded, Unavailable
@@ -55,8 +56,9 @@ def test_a_version_that_is_only_ready_is_not_offered(
                     assert (answer.status_code, answer.headers["x-error-code"]) == (404, "RevisionNotFound")
             assert endpoint.http.get(f"api/models/{name}/refs").json()["branches"] == []
             asked.set()
+            eventually(lambda: endpoint.running.service.catalog.not_durable)
             with pytest.raises(DeadlineExceeded, match="the store is away"):
-                trainer.wait_for(name, number, VersionState.DURABLE, timeout=3)
+                trainer.wait_for(name, number, VersionState.DURABLE, timeout=1)
         durable = trainer.push_folder(name, folder, step=2).wait(timeout=20).number
     found = endpoint.http.get(f"api/models/{name}").json()
     assert int(found["sha"][-10:], 16) == durable == number + 1

@@ -36,7 +36,7 @@ def test_downloads_that_wait_for_the_store_keep_no_thread_from_other_requests(
             for _ in range(40):
                 assert reading.acquire(timeout=30)
             for path in ("/v1/models", f"/v1/models/{MODEL}", "/livez", "/metrics"):
-                assert endpoint.http.get(path, timeout=5).status_code == 200
+                assert endpoint.http.get(path, timeout=60).status_code == 200
         finally:
             go_on.set()
         assert [each.result().status_code for each in downloads] == [200] * 60

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.support import fault_proxy as fault_proxy_module
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.s3_server import SECRET_KEY, S3Server
 from tests.support.services import running_service
+from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge_service.api.http import hub_routes
 from weighbridge_service.api.http.app import create_app
@@ -218,7 +218,4 @@ def test_a_download_is_a_reading_until_it_ends_or_its_client_goes_away(
     assert set(counts) == {1}
     with endpoint.http.stream("GET", url) as answer:
         next(answer.iter_raw(10))
-    deadline = time.monotonic() + 20
-    while service.store_readers.count and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert service.store_readers.count == 0
+    eventually(lambda: service.store_readers.count == 0)
