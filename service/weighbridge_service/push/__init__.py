@@ -1,12 +1,8 @@
 """Push: one version from its opening to its being durable, failed or aborted.
 
-May import: `catalog`, `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`. What is pure does no I/O, and imports nothing that does.
+May import: `catalog`, `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
-- `events`: what happens to a push; pure.
-- `effects`: what is to be done about it; pure.
-- `state`: a push at one moment, and what everybody sees of it; pure.
-- `machine`: the next state and its effects; pure.
-- `opening`: what a request to open a version leads to; pure.
+- `machine`: events in, the next state and effects out; pure.
 - `intake`: what ranks and other replicas call.
 - `registry`: the sessions of this process.
 - `session`: owner of the state of one version.

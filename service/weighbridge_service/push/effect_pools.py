@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from weighbridge_service.push import effects as do
+from weighbridge_service.push.machine import effects as do
 
 log = logging.getLogger(__name__)
 

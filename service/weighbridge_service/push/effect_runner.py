@@ -13,14 +13,14 @@ from typing import Protocol
 from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, WeighbridgeError
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Agreement, Declaration, Home, numbers_of
-from weighbridge_service.push import effects as do
-from weighbridge_service.push import events as on
 from weighbridge_service.push.handover import HandedShare, HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator, VersionRequest
 from weighbridge_service.push.image_writer import ImageWriter
+from weighbridge_service.push.machine import effects as do
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.state import PushState
 from weighbridge_service.push.publisher import Publisher
 from weighbridge_service.push.replica_exchange import Exchange
-from weighbridge_service.push.state import PushState
 from weighbridge_storage.documents.entries import OpenEntry
 from weighbridge_storage.memory.images import Image
 from weighbridge_storage.versions.digests import FileDigests, digest_file

@@ -24,7 +24,7 @@ from weighbridge.errors import (
 from weighbridge_service.plan.declarations import Agreement, Home
 from weighbridge_service.plan.push_plan import PreparedPush
 from weighbridge_service.plan.transfers import Bytes
-from weighbridge_service.push import events as on
+from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.sample import MOST, MOST_BYTES, Sample
 from weighbridge_storage.memory.images import Hold, Image
 from weighbridge_storage.stores.objects import ByteArray

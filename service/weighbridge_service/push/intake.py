@@ -30,29 +30,23 @@ from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Agreement, Declarations, Home, alone_at
 from weighbridge_service.plan.placed_ranges import PlacedRange
 from weighbridge_service.plan.replica_checksums import ReplicaChecksum
-from weighbridge_service.push import events as on
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.handover import HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator
 from weighbridge_service.push.image_writer import MemoryGrant, Pieces
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.answers import check_owned, is_known, not_all_declared
+from weighbridge_service.push.machine.opening import OpeningRequest, check_not_received_alone
+from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE
+from weighbridge_service.push.machine.shown import why_lost
+from weighbridge_service.push.machine.state import Limits, PushState
 from weighbridge_service.push.mappings import Mappings
-from weighbridge_service.push.opening import OpeningRequest, check_not_received_alone
 from weighbridge_service.push.pending import Pending, settled
 from weighbridge_service.push.publisher import Publisher, give_up
 from weighbridge_service.push.registry import Push, Registry, WaitsSaid
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_service.push.session import PushSession, now
-from weighbridge_service.push.state import (
-    INCOMPLETE,
-    VISIBLE,
-    Limits,
-    PushState,
-    check_owned,
-    is_known,
-    not_all_declared,
-    why_lost,
-)
 from weighbridge_service.push.timers import Timers
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_service.runtime.config import ServiceConfig

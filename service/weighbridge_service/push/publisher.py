@@ -11,8 +11,8 @@ from functools import cached_property
 from weighbridge.errors import VersionFailed, WeighbridgeError
 from weighbridge_service.models.registered_model import RegisteredModel, files_key
 from weighbridge_service.plan.declarations import Agreement, Home, address_in, is_alone_elsewhere
-from weighbridge_service.push import events as on
-from weighbridge_service.push.effects import Awaited
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.effects import Awaited
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
 from weighbridge_storage.documents.names import ModelName

@@ -17,10 +17,10 @@ from weighbridge._core.text.waits import REMIND_SECONDS
 from weighbridge.errors import VersionFailed
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.snapshots import VersionSnapshot
-from weighbridge_service.push import events as on
 from weighbridge_service.push.ended import EndedPush
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.phases import FINAL, Phase
 from weighbridge_service.push.session import PushSession
-from weighbridge_service.push.state import FINAL, Phase
 from weighbridge_service.push.timers import Timers
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import ModelName

@@ -28,34 +28,28 @@ from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Agreement
 from weighbridge_service.plan.replica_checksums import ReplicaChecksum, ReplicaChecksums
-from weighbridge_service.push import effects as do
-from weighbridge_service.push import events as on
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner
 from weighbridge_service.push.handover import Successors
 from weighbridge_service.push.image_allocator import ImageAllocator
 from weighbridge_service.push.image_writer import ImageWriter, MemoryGrant
-from weighbridge_service.push.machine import step
-from weighbridge_service.push.mappings import Mappings
-from weighbridge_service.push.publisher import Publisher
-from weighbridge_service.push.replica_exchange import Exchange
-from weighbridge_service.push.state import (
-    BEFORE_SEALED,
-    FINAL,
-    INCOMPLETE,
-    VISIBLE,
-    Moment,
-    Phase,
-    PushState,
+from weighbridge_service.push.machine import effects as do
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.answers import (
     answer_abort,
     answer_declare,
     answer_seal,
     answer_whole,
     check_incomplete,
     check_not_failed,
-    version_of,
-    waits_for,
 )
+from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMPLETE, VISIBLE, Phase
+from weighbridge_service.push.machine.shown import version_of, waits_for
+from weighbridge_service.push.machine.state import Moment, PushState
+from weighbridge_service.push.machine.transitions import step
+from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.publisher import Publisher
+from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_service.push.timers import Timers
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.memory.images import Hold, Image

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from weighbridge.errors import NotFound, VersionFailed
 from weighbridge_service.plan.declarations import Agreement, Home
-from weighbridge_service.push import events as on
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.answers import check_not_failed
+from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, VISIBLE, Phase
+from weighbridge_service.push.machine.state import PushState
 from weighbridge_service.push.registry import Push, Registry
 from weighbridge_service.push.session import PushSession
-from weighbridge_service.push.state import BEFORE_SEALED, FINAL, VISIBLE, Phase, PushState, check_not_failed
 from weighbridge_service.replicas.progress import Progress, SharedPush, Stage
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.memory.images import Hold

@@ -438,7 +438,7 @@ def test_a_writer_that_is_killed_leaves_nothing_and_its_step_can_be_pushed_again
 def test_who_keeps_memory_open_for_writing_makes_his_version_fail_and_no_other(
     service: RunningService, trainer: TrainerClient, sources: list[TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weighbridge_service.push.machine._UNMAP_SECONDS", 0.3)
+    monkeypatch.setattr("weighbridge_service.push.machine.ends._UNMAP_SECONDS", 0.3)
     trainer.push_folder(MODEL, sources[1].folder).wait(timeout=20)
     layout = rows_layout(sources[0].arrays, 0, 1)
     raw = RawClient(service.address)

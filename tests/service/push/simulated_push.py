@@ -37,24 +37,13 @@ from weighbridge_service.plan.declarations import (
 )
 from weighbridge_service.plan.push_plan import PreparedPush
 from weighbridge_service.plan.replica_placement import Spread
-from weighbridge_service.push import effects as do
-from weighbridge_service.push import events as on
-from weighbridge_service.push.machine import step
-from weighbridge_service.push.state import (
-    FINAL,
-    TRANSITIONS,
-    VISIBLE,
-    Limits,
-    Moment,
-    Phase,
-    PushState,
-    answer_abort,
-    answer_declare,
-    answer_seal,
-    check_owned,
-    version_of,
-    waits_for,
-)
+from weighbridge_service.push.machine import effects as do
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.answers import answer_abort, answer_declare, answer_seal, check_owned
+from weighbridge_service.push.machine.phases import FINAL, TRANSITIONS, VISIBLE, Phase
+from weighbridge_service.push.machine.shown import version_of, waits_for
+from weighbridge_service.push.machine.state import Limits, Moment, PushState
+from weighbridge_service.push.machine.transitions import step
 from weighbridge_storage.documents.entries import Approval, OpenEntry, VersionEntry
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import (

@@ -14,10 +14,12 @@ from tests.support.services import running_service
 from weighbridge import EngineClient, TrainerClient, Version, VersionState
 from weighbridge_service.catalog.holding import Holding
 from weighbridge_service.plan.declarations import Declaration, Home
-from weighbridge_service.push import effects as do
-from weighbridge_service.push import events as on
-from weighbridge_service.push.machine import step
-from weighbridge_service.push.state import Moment, Phase, PushState, version_of
+from weighbridge_service.push.machine import effects as do
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.phases import Phase
+from weighbridge_service.push.machine.shown import version_of
+from weighbridge_service.push.machine.state import Moment, PushState
+from weighbridge_service.push.machine.transitions import step
 from weighbridge_storage.documents.entries import Approval, OpenEntry, VersionEntry
 from weighbridge_storage.documents.names import ModelName
 

@@ -10,7 +10,7 @@ import os
 import pytest
 
 from tests.service.push.simulated_push import STEPS, World, settled_in_all_ways
-from weighbridge_service.push.state import Phase
+from weighbridge_service.push.machine.phases import Phase
 
 RUNS = int(os.environ.get("WEIGHBRIDGE_SESSION_RUNS", "300"))
 FIRST_SEED = int(os.environ.get("WEIGHBRIDGE_SESSION_SEED", "1"))

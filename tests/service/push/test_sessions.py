@@ -27,13 +27,13 @@ from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.plan.push_plan import PreparedPush
 from weighbridge_service.push import effect_pools, effect_runner, intake, registry
-from weighbridge_service.push import effects as do
-from weighbridge_service.push import events as on
 from weighbridge_service.push.effect_pools import DaemonPool, EffectPools
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.push.image_allocator import VersionRequest
 from weighbridge_service.push.image_writer import ImageWriter
+from weighbridge_service.push.machine import effects as do
+from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.publisher import Publisher
 from weighbridge_service.push.session import PushSession
 from weighbridge_service.push.timers import Timers

@@ -10,10 +10,14 @@ from tests.service.push.simulated_push import FILES, LIMITS, planned
 from weighbridge._core.resources import Version, VersionState
 from weighbridge.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable, VersionFailed
 from weighbridge_service.plan.declarations import Declaration, Home
-from weighbridge_service.push import effects as do
-from weighbridge_service.push import events as on
-from weighbridge_service.push.machine import LONGEST_PAUSE, step
-from weighbridge_service.push.state import Limits, Moment, Phase, PushState, answer_abort, version_of
+from weighbridge_service.push.machine import effects as do
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.answers import answer_abort
+from weighbridge_service.push.machine.ends import LONGEST_PAUSE
+from weighbridge_service.push.machine.phases import Phase
+from weighbridge_service.push.machine.shown import version_of
+from weighbridge_service.push.machine.state import Limits, Moment, PushState
+from weighbridge_service.push.machine.transitions import step
 
 
 def spread_push(homes: tuple[int, ...]) -> PushState:

@@ -28,7 +28,7 @@ from weighbridge._formats.safetensors_files import lay_out_files
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.models import registered_model
 from weighbridge_service.plan.declarations import Home
-from weighbridge_service.push.state import Phase
+from weighbridge_service.push.machine.phases import Phase
 from weighbridge_service.replicas.links import Links
 from weighbridge_service.replicas.takeovers import handed_from_proto, handed_to_proto
 

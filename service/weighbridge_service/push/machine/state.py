@@ -1,83 +1,17 @@
-"""State of one push, and what can be told from it: what everybody sees, what it waits for, what its ranks are answered."""
+"""State of one push, and what can be told from it."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from weighbridge._core.resources import HELD_CANDIDATE, Version, VersionState
-from weighbridge._core.text.waits import ranks_text
-from weighbridge.errors import (
-    AlreadyExists,
-    DeadlineExceeded,
-    FailedPrecondition,
-    VersionFailed,
-    WeighbridgeError,
-)
+from weighbridge._core.resources import Version
+from weighbridge.errors import AlreadyExists, VersionFailed, WeighbridgeError
 from weighbridge_service.catalog.holding import Holding
 from weighbridge_service.plan.declarations import Agreement, Declarations, Home, KnownSet, Share
-from weighbridge_service.push.effects import Awaited, LookAtHead, ProbeMemory
-from weighbridge_storage.head.head_changes import Said
-
-_NAMED = 20
-"""Lines that an error lists at most."""
-
-
-class Phase(enum.Enum):
-    """Where a push is."""
-
-    OPEN = "open"
-    """The number is given; not all ranks have declared."""
-    PLANNED = "planned"
-    """All ranks have declared and the plan is made; there is no image yet."""
-    FILLING = "filling"
-    """Bytes arrive."""
-    SEALED = "sealed"
-    """All bytes of this replica's files are here, nobody can write to them, and its ranks have sealed."""
-    READY = "ready"
-    """All bytes of all files are in images of live replicas, and the version was not given up meanwhile."""
-    VERIFIED = "verified"
-    """The digests of all files were made from the images, and a sample was compared with what ranks sent."""
-    PUBLISHED = "published"
-    """Part of history."""
-    HANDED_OVER = "handed over"
-    """Another replica has all bytes that were here and goes on with them: this one leaves."""
-    FAILED = "failed"
-    ABORTED = "aborted"
-
-
-TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
-    Phase.OPEN: frozenset((Phase.PLANNED, Phase.FAILED, Phase.ABORTED)),
-    Phase.PLANNED: frozenset((Phase.FILLING, Phase.PUBLISHED, Phase.FAILED, Phase.ABORTED)),
-    Phase.FILLING: frozenset((Phase.SEALED, Phase.PUBLISHED, Phase.FAILED, Phase.ABORTED)),
-    Phase.SEALED: frozenset((Phase.READY, Phase.PUBLISHED, Phase.FAILED, Phase.ABORTED)),
-    Phase.READY: frozenset((Phase.VERIFIED, Phase.PUBLISHED, Phase.HANDED_OVER, Phase.FAILED)),
-    Phase.VERIFIED: frozenset((Phase.PUBLISHED, Phase.HANDED_OVER, Phase.FAILED)),
-    Phase.PUBLISHED: frozenset(),
-    Phase.HANDED_OVER: frozenset(),
-    Phase.FAILED: frozenset(),
-    Phase.ABORTED: frozenset(),
-}
-"""All transitions there are. PUBLISHED follows on earlier phases where another replica has published: it does so only when every
-owner of files has handed in what it has digested, compared and uploaded."""
-INCOMPLETE = frozenset((Phase.OPEN, Phase.PLANNED, Phase.FILLING, Phase.SEALED))
-BEFORE_SEALED = INCOMPLETE - {Phase.SEALED}
-VISIBLE = frozenset((Phase.READY, Phase.VERIFIED))
-FINAL = frozenset((Phase.PUBLISHED, Phase.HANDED_OVER, Phase.FAILED, Phase.ABORTED))
-
-_SHOWN = {
-    Phase.OPEN: VersionState.OPEN,
-    Phase.PLANNED: VersionState.OPEN,
-    Phase.FILLING: VersionState.RECEIVING,
-    Phase.SEALED: VersionState.RECEIVING,
-    Phase.READY: VersionState.READY,
-    Phase.VERIFIED: VersionState.VERIFIED,
-    Phase.PUBLISHED: VersionState.DURABLE,
-    Phase.HANDED_OVER: VersionState.READY,
-    Phase.FAILED: VersionState.FAILED,
-    Phase.ABORTED: VersionState.ABORTED,
-}
+from weighbridge_service.push.machine.effects import Awaited
+from weighbridge_service.push.machine.phases import FINAL, INCOMPLETE, TRANSITIONS, VISIBLE, Phase
+from weighbridge_storage.documents.entries import OpenEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,160 +315,25 @@ class PushState:
         """Whether something is to be done for it yet."""
         return self.phase not in FINAL and (not self.gave_up or self.may_be_handed_over)
 
+    # --- a step on
 
-def version_of(state: PushState) -> Version:
-    """The version as everybody sees it."""
-    error, message = state.error, ""
-    if error is not None:
-        message = error.message if state.phase in FINAL else f"not durable yet: {error.message}"
-    shown = _SHOWN[state.phase]
-    if state.phase is Phase.HANDED_OVER and state.verified_ms:
-        shown = VersionState.VERIFIED
-    return replace(
-        state.opened,
-        state=shown,
-        sealed_ranks=len(state.sealed),
-        received_bytes=state.received_bytes,
-        nonfinite_elements=state.holding.found if state.verified_ms else state.holding.known,
-        held=state.holding.reasons,
-        ready_time_ms=state.ready_ms,
-        verified_time_ms=state.verified_ms,
-        durable_time_ms=state.durable_ms,
-        error=message,
-        error_details=() if error is None else error.details,
-    )
+    def to(self, phase: Phase) -> PushState:
+        """In another phase. Raises AssertionError if that may not follow."""
+        if phase not in TRANSITIONS[self.phase]:
+            raise AssertionError(f"{self.phase} leads to no {phase}")
+        return replace(self, phase=phase)
 
+    def paused(self, effect: Awaited, until: float) -> PushState:
+        """With an effect that is not started again before some time."""
+        return replace(self, not_before={**self.not_before, effect: until})
 
-def waits_for(state: PushState) -> Iterator[str]:
-    """What the push waits for, by name; nothing if it has ended."""
-    if state.phase in FINAL:
-        return
-    if state.gave_up:
-        yield "a newer version"
-    share = state.share
-    if state.agreed is None and not state.declarations.complete:
-        yield f"{ranks_text(state.declarations.absent)} to declare"
-    if share is not None and state.phase is Phase.FILLING:
-        if len(state.sealed) < len(share.ranks):
-            yield f"{ranks_text(sorted(share.ranks - state.sealed))} to push and seal"
-        if len(state.filled) < len(share.files):
-            yield f"bytes of {len(share.files) - len(state.filled)} files"
-    if state.memory_held_at is not None:
-        yield "processes to unmap the image"
-    if state.waits_for_others:
-        yield "other replicas"
-    yield from (str(effect) for effect in state.running if not isinstance(effect, LookAtHead | ProbeMemory))
+    def at_once(self, effect: Awaited) -> PushState:
+        """With an effect that waits for no time."""
+        return replace(self, not_before={e: at for e, at in self.not_before.items() if e != effect})
 
-
-def why_lost(state: PushState) -> str:
-    """Why a version that is visible and not durable ends with this process."""
-    durable = state.error.message if state.error is not None else f"waits for {', '.join(waits_for(state))}"
-    if state.refusals:
-        handed = "; ".join(state.refusals)
-    elif state.successors:
-        handed = f"{state.successors[0]} has not read all of it in time"
-    else:
-        handed = "no other replica is known"
-    return f"not durable: {durable}; not handed over: {handed}"
-
-
-# --- what callers are answered -------------------------------------------------------------------------------------------
-# Each function gives an answer, raises a refusal, or gives None as long as there is none yet.
-
-
-def check_not_failed(state: PushState) -> None:
-    """Raise what the version has failed of, if it has."""
-    error = state.error
-    if error is not None and state.phase in (Phase.FAILED, Phase.ABORTED):
-        raise error.anew()
-
-
-def check_incomplete(state: PushState) -> None:
-    """Raise if nothing more can be received: what the version has failed of, or FailedPrecondition."""
-    check_not_failed(state)
-    if state.phase not in INCOMPLETE:
-        raise sealed(state)
-
-
-def sealed(state: PushState) -> FailedPrecondition:
-    """What those are told who would push more to a version that is complete."""
-    return FailedPrecondition(f"{state.name} is sealed", fix="push a new version: another step or run")
-
-
-def is_known(state: PushState, said: Said) -> bool:
-    """Whether all that a rank says of a version when it opens it was said before."""
-    holding = state.holding
-    return (
-        (not said.metadata or bool(state.opened.metadata))
-        and (not said.candidate or HELD_CANDIDATE in holding.opened)
-        and (not said.allow_nonfinite or holding.allows_nonfinite)
-    )
-
-
-def answer_declare(state: PushState, rank: int, client_id: str, digest: str) -> Agreement | None:
-    """What a rank that has declared is to push.
-
-    Raises:
-        AlreadyExists: another process has declared this rank.
-        FailedPrecondition: the rank has declared another layout, or the version is sealed.
-        WeighbridgeError: what the version has failed of.
-    """
-    check_incomplete(state)
-    state.declarations.check_rank(rank)
-    state.declarations.check_same(rank, client_id, digest)
-    return state.agreed if state.image and rank in state.declarations.declared else None
-
-
-def not_all_declared(state: PushState) -> DeadlineExceeded:
-    """What a rank is told that has waited for the others in vain."""
-    absent = state.declarations.absent
-    return DeadlineExceeded(
-        f"{state.name}: {len(absent)} of {state.declarations.ranks} ranks have not declared their layout",
-        details=[f"rank {rank}" for rank in absent[:_NAMED]],
-        fix="every rank calls push with the same step, run and world_size; if they push to several replicas "
-        "of the service, serve each of these with --advertise",
-    )
-
-
-def answer_whole(state: PushState, rank: int, client_id: str) -> bool | None:
-    """Whether a rank's stream is in place, so that it can be sealed: True. Raises as `answer_seal`."""
-    check_not_failed(state)
-    state.declarations.check_rank(rank)
-    if state.phase not in INCOMPLETE:
-        return True
-    state.declarations.check_client(rank, client_id)
-    return True if rank in state.whole else None
-
-
-def answer_seal(state: PushState, rank: int) -> bool | None:
-    """Whether a rank is sealed: True. The rank that completes a version which no other replica receives waits until it is ready.
-
-    Raises:
-        WeighbridgeError: what the version has failed of.
-    """
-    check_not_failed(state)
-    if state.phase not in INCOMPLETE:
-        return True
-    alone = state.share is not None and state.share.alone
-    if rank not in state.sealed or (state.phase is Phase.SEALED and alone):
-        return None
-    return True
-
-
-def answer_abort(state: PushState) -> bool | None:
-    """Whether a version is given up: True. Raises FailedPrecondition if it is visible, and nothing keeps it from becoming durable."""
-    if state.phase in (Phase.FAILED, Phase.ABORTED) or state.gave_up:
-        return True
-    if state.phase in INCOMPLETE or state.may_be_dropped or state.settling is not None:
-        return None
-    raise FailedPrecondition(f"{version_of(state)} is visible already and cannot be aborted")
-
-
-def check_owned(state: PushState, claim: str) -> None:
-    """Raise AlreadyExists if a version that another replica hands over under this claim is known here, and is not held."""
-    agreed = state.agreed
-    held = state.phase in VISIBLE or state.phase is Phase.PUBLISHED
-    if agreed is not None and not agreed.alone:  # the others may be ready before this one
-        held = held or state.phase in (Phase.FILLING, Phase.SEALED)
-    if agreed is None or agreed.claim != claim or not held:
-        raise AlreadyExists(f"{version_of(state)} is there already, and is not what is handed over")
+    def described(self, entry: OpenEntry) -> PushState:
+        """With what head.json says of the open version, as far as that can change."""
+        opened, holding = replace(self.opened, metadata=entry.metadata), self.holding.with_entry(entry)
+        if opened == self.opened and holding == self.holding:
+            return self
+        return replace(self, opened=opened, holding=holding)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from weighbridge.errors import WeighbridgeError
 from weighbridge_service.plan.declarations import Declaration, Home
 from weighbridge_service.plan.push_plan import PreparedPush
-from weighbridge_service.push import effects
-from weighbridge_service.push.effects import Awaited
+from weighbridge_service.push.machine import effects
+from weighbridge_service.push.machine.effects import Awaited
 from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
 
 

@@ -1,0 +1,222 @@
+"""Ends of a push, and what leads to one: what head.json says, effects that fail, time that is over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weighbridge._core.pauses import Pauses
+from weighbridge.errors import (
+    AlreadyExists,
+    DataLoss,
+    InvalidArgument,
+    ResourceExhausted,
+    VersionFailed,
+    WeighbridgeError,
+)
+from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.plan.declarations import Home
+from weighbridge_service.push.machine import effects as do
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.effects import Awaited, Effect
+from weighbridge_service.push.machine.phases import BEFORE_SEALED, INCOMPLETE, VISIBLE, Phase
+from weighbridge_service.push.machine.state import Moment, PushState
+from weighbridge_service.push.machine.wanted import LISTEN, LOOK
+from weighbridge_storage.documents.entries import VersionEntry
+
+FIRST_PAUSE = 0.5
+"""Seconds, doubled with each failure in a row: so long is the pause before an effect that has failed is tried again."""
+LONGEST_PAUSE = 30.0
+_PAUSES = Pauses(FIRST_PAUSE, LONGEST_PAUSE)
+_IMAGE_PAUSE = 0.1
+"""Seconds between two questions for an image."""
+_UNMAP_SECONDS = 5.0
+"""How long processes that were asked to unmap memory may take for it, with a rank waiting: they do it in milliseconds."""
+_UNMAP_PAUSE = 0.002
+
+Step = tuple[PushState, tuple[Effect, ...]]
+"""The next state, and what is to be done."""
+
+
+def publish(state: PushState, entry: VersionEntry) -> Step:
+    """The version is part of history, by this replica or another one, and is what history says: so all replicas say the same."""
+    effects: list[Effect] = []
+    if state.phase in (Phase.PLANNED, Phase.FILLING):
+        effects.append(do.CloseWriter(None))
+    if state.phase not in VISIBLE:
+        effects.append(do.Remember(state.declarations.known_set))
+    if state.image and state.superseded:
+        effects.append(do.ReleaseImage())
+    state = replace(
+        state.to(Phase.PUBLISHED),
+        image=state.image and not state.superseded,
+        received_bytes=state.opened.tensor_bytes,
+        opened=replace(state.opened, metadata=entry.metadata),
+        holding=Holding.stored(entry),
+        ready_ms=entry.ready_ms,
+        verified_ms=entry.verified_ms,
+        durable_ms=entry.durable_ms,
+        error=None,
+        gave_up=False,
+        settling=None,
+    )
+    return state, tuple(effects)
+
+
+def handed_over(state: PushState, to: Home) -> Step:
+    """Another replica has taken over what is here: this one has done its part."""
+    state = replace(state, handed_to=to, error=None, gave_up=False, settling=None)
+    return state.to(Phase.HANDED_OVER), ()
+
+
+def end(state: PushState, phase: Phase, error: WeighbridgeError) -> Step:
+    """Give the version up. It was never visible, or is no more."""
+    ended, effects = _stop(state, phase, error)
+    if not state.gave_up:
+        unless_claimed = not state.declarations.here
+        effects += (do.GiveUp(error, unless_claimed, aborted=phase is Phase.ABORTED),)
+    return ended, effects
+
+
+def _leave(state: PushState, error: AlreadyExists) -> Step:
+    """Other replicas write the version, under another agreement: it is theirs, and nothing is known of it here any more."""
+    ended, effects = _stop(state, Phase.FAILED, error)
+    return ended, (*effects, do.Forget())
+
+
+def _stop(state: PushState, phase: Phase, error: WeighbridgeError) -> Step:
+    effects: list[Effect] = [do.CloseWriter(error)]
+    if state.image:
+        effects.append(do.ReleaseImage())
+    if not state.gave_up:
+        effects.append(do.Remember(None))
+    return replace(state.to(phase), error=error, image=False), tuple(effects)
+
+
+def settle(state: PushState, error: WeighbridgeError) -> Step:
+    """Make no further attempt; but where one may have been made without our hearing of it, find that out first."""
+    share = state.share
+    if state.publishing or (share is not None and not share.alone):
+        return replace(state, settling=error), ()
+    return _conclude(state, error)
+
+
+def _conclude(state: PushState, error: WeighbridgeError) -> Step:
+    """The version will not become durable. One that is visible stays so until a newer one is."""
+    if isinstance(error, AlreadyExists):
+        return _leave(state, error)
+    if state.phase not in VISIBLE or state.superseded:
+        return end(state, Phase.FAILED, error)
+    give_up = do.GiveUp(error, unless_claimed=False)
+    return replace(state, gave_up=True, settling=None, error=error), (give_up,)
+
+
+def _not_found_out(state: PushState, error: WeighbridgeError, now: Moment) -> Step:
+    """The publication that has failed was not made, as far as can be seen."""
+    if state.may_be_handed_over:
+        return replace(state, settling=None, hand_over_at=min(state.hand_over_at, now.seconds)), ()
+    return _conclude(state, error)
+
+
+def dropped(state: PushState) -> WeighbridgeError:
+    """What a version fails of whose memory a newer one needs."""
+    why = "" if state.error is None else f": {state.error.message}"
+    return VersionFailed(
+        f"{state.name} could not be made durable before its memory was needed for a newer version{why}",
+        fix="see why the object store does not take it",
+    )
+
+
+def failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Moment) -> Step:
+    """An effect has failed: it is tried again, or the version is given up, whichever its error allows."""
+    refused = isinstance(error, VersionFailed | AlreadyExists)  # nothing that would pass
+    match effect:
+        case do.MakePlan():
+            return end(state, Phase.FAILED, error)
+        case do.AcquireImage():
+            for_now = isinstance(error, ResourceExhausted) and error.retry_after is not None
+            if for_now and now.seconds < state.image_by:
+                return state.paused(effect, now.seconds + _IMAGE_PAUSE), (do.WantMemory(),)
+            return end(state, Phase.FAILED, error)
+        case do.FindOut() if state.settling is not None:  # as if the store could not be read
+            return _not_found_out(state, state.settling, now)
+        case do.CompareSample() if isinstance(error, DataLoss):
+            return end(state, Phase.FAILED, error)
+        case do.HandOver(to):
+            others = tuple(each for each in state.successors if each != to)
+            return replace(state, successors=others, refusals=(*state.refusals, f"{to}: {error.message}")), ()
+        case do.Renew() | do.LookAtHead() if not refused:
+            return state.paused(effect, now.seconds + LOOK), ()
+        case do.HearReplicas() if isinstance(error, InvalidArgument):
+            refused = True
+        case do.TellReplicas() | do.HearReplicas() if not refused and state.share is None:
+            return state.paused(effect, now.seconds + LISTEN), ()
+    if refused:
+        return settle(state, error)
+    if state.gave_up:  # digests are still wanted, and nobody waits for them
+        return state.paused(effect, now.seconds + LONGEST_PAUSE), ()
+    times = state.failures.get(effect, 0) + 1
+    state = replace(state, failures={**state.failures, effect: times}, error=error)
+    if state.may_be_handed_over:
+        state = replace(state, hand_over_at=min(state.hand_over_at, now.seconds))
+    elif state.hurrying and state.needed_here:
+        return settle(state, error)
+    # for as long as it takes: what is here is nowhere else
+    return state.paused(effect, now.seconds + _PAUSES.after(times, 1.0)), ()
+
+
+def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Step:
+    """What head.json says of the version now."""
+    agreed = state.agreed
+    if said.verdict is on.Verdict.PUBLISHED:
+        if agreed is not None and said.entry is not None and said.claim == agreed.claim:
+            return publish(state, said.entry)
+        return _leave(
+            state, AlreadyExists(f"{state.name} was published by others", fix="push the step again")
+        )
+    if said.verdict is on.Verdict.ABORTED and state.phase in INCOMPLETE:
+        return end(state, Phase.ABORTED, VersionFailed(said.reason, fix="push the step again"))
+    if said.verdict in (on.Verdict.GIVEN_UP, on.Verdict.ABORTED):
+        return _conclude(state, state.settling or VersionFailed(said.reason, fix="push the step again"))
+    if agreed is not None and said.claim not in ("", agreed.claim):
+        return _leave(
+            state, AlreadyExists(f"{state.name} is being written by others", fix="push the step again")
+        )
+    if said.opened is not None:
+        state = state.described(said.opened)
+    match said.effect:
+        case do.Confirm():  # a store that is away is no reason not to become ready
+            return replace(state, confirmed_at=now.seconds), ()
+        case do.FindOut() if state.settling is not None:
+            return _not_found_out(state, state.settling, now)
+        case do.LookAtHead(closing):
+            return state.paused(said.effect, now.seconds + (LISTEN if closing else LOOK)), ()
+    return state, ()
+
+
+def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Step:
+    """Give the version up if no rank was heard of in time."""
+    seconds = state.limits.receive_timeout
+    if state.phase not in BEFORE_SEALED or now.seconds < state.heard_at + seconds:
+        return state, ()
+    error = VersionFailed(
+        f"{state.name} was given up: nothing was heard of its ranks for {seconds:g} s",
+        details=missing,
+        fix="push the step again",
+    )
+    return end(state, Phase.FAILED, error)
+
+
+def still_held(state: PushState, now: Moment) -> Step:
+    """Another process can still write to the image: wait for it, but not with a rank waiting for ever."""
+    if state.memory_held_at is None:
+        return state, ()
+    asked_at = max(state.memory_held_at, state.sealing_at)
+    if now.seconds - asked_at < _UNMAP_SECONDS:
+        return state.paused(do.ProbeMemory(), now.seconds + _UNMAP_PAUSE), ()
+    if state.seal_asked - state.sealed:
+        error = VersionFailed(
+            f"{state.name} was given up: a process can still write to its memory, and is not known to be done with it",
+            fix="end the process that lost its connection in the middle of a push, or let it close its client; push the step again",
+        )
+        return end(state, Phase.FAILED, error)
+    return state.paused(do.ProbeMemory(), now.seconds + LOOK), (do.RecallMemory(),)

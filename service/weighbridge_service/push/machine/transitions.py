@@ -1,0 +1,293 @@
+"""State machine of one push: `step` takes a state and an event, and gives the next state and effects.
+
+Pure: no clock, no lock, no I/O. An event is applied to the state, then every transition that has become possible is made, and then
+what is to be done in that state, and is not under way, is started (`wanted`). So an effect that has failed, or an answer that was
+lost, is made up for by the same rule that started it, and every order of events leads on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weighbridge.errors import VersionFailed
+from weighbridge_service.push.machine import effects as do
+from weighbridge_service.push.machine import ends
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.effects import Awaited, Effect
+from weighbridge_service.push.machine.ends import Step
+from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMPLETE, VISIBLE, Phase
+from weighbridge_service.push.machine.state import Moment, PushState
+from weighbridge_service.push.machine.wanted import LISTEN, LOOK, wanted
+
+_LEAVE_TO_OTHERS = 2.0
+"""Seconds that a replica leaves the last steps to the one that came last."""
+_PROGRESS = 0.25
+"""Seconds between two figures of what has arrived."""
+
+
+def step(state: PushState, event: on.Event, now: Moment) -> Step:
+    """The state after an event, and what is to be done.
+
+    Args:
+        state: before.
+        event: what has happened. One that answers an effect which is not awaited changes nothing.
+        now: when.
+    """
+    after, effects = _taken(state, event, now)
+    if after.released and not state.released:
+        effects += (do.Supersede(),)
+    if _told_to_replicas(after) != _told_to_replicas(state):
+        effects += (do.NotifyReplicas(),)
+    return after, effects
+
+
+def _told_to_replicas(state: PushState) -> tuple[Phase | None, bool, int] | None:
+    """What other replicas are told of a push that they take part in: whether its part is complete, handed in, or at an end, and how many
+    elements that are NaN or infinite are known here."""
+    if state.share is None or state.share.alone:
+        return None
+    stage = None if state.phase in BEFORE_SEALED else Phase.SEALED
+    return state.phase if state.phase in FINAL else stage, state.handed_in_here, state.holding.here
+
+
+def _taken(state: PushState, event: on.Event, now: Moment) -> Step:
+    if state.phase in FINAL:
+        return _after_the_end(state, event)
+    answered = on.answered_by(event)
+    if answered is not None:
+        if answered not in state.running:
+            return state, ()
+        state = replace(state, running=state.running - {answered})
+        if not isinstance(event, on.EffectFailed) and answered in state.failures:
+            failures = {e: f for e, f in state.failures.items() if e != answered}
+            over = not failures and state.settling is None and not state.gave_up
+            state = replace(state, failures=failures, error=None if over else state.error)
+    state, effects = _apply(state, event, now)
+    while (moved := _advance(state, now)) is not None:
+        state, more = moved
+        effects += more
+    if state.phase in FINAL:
+        return replace(state, running=frozenset(), wake_at=None), effects
+    return _start(state, effects, now)
+
+
+def _after_the_end(state: PushState, event: on.Event) -> Step:
+    match event:
+        case on.ImageGranted():  # it was under way
+            return state, (do.ReleaseImage(),)
+        case on.Superseded() if state.image:
+            return replace(state, image=False, superseded=True), (do.ReleaseImage(),)
+        case on.Idle() if state.image and state.phase is Phase.PUBLISHED:
+            return replace(state, image=False), (do.ReleaseImage(),)
+        case on.MemoryWanted() if state.image and state.phase is Phase.PUBLISHED and state.holding.reasons:
+            return replace(state, image=False), (do.ReleaseImage(),)  # nobody follows it
+        case on.Approved(reasons):
+            return replace(state, holding=state.holding.with_approved(reasons)), ()
+        case on.LeftToOthers():
+            return state, (do.Forget(),)
+    return state, ()
+
+
+def _apply(state: PushState, event: on.Event, now: Moment) -> Step:
+    match event:
+        case on.Declared() | on.HeardElsewhere() | on.Planned():
+            return _declared(state, event, now)
+        case on.EffectFailed(effect, error):
+            return ends.failed(state, effect, error, now)
+        case on.HeadSaid():
+            return ends.head_said(state, event, now)
+        case on.Published(entry):
+            return ends.publish(state, entry)
+        case on.Broken(error):
+            return ends.end(state, Phase.FAILED, error)
+        case on.ReplicaLost(replica, error) if state.depends_on(replica):
+            return ends.end(state, Phase.FAILED, error)
+        case on.Aborted(reason) if state.phase in INCOMPLETE:
+            return ends.end(state, Phase.ABORTED, VersionFailed(reason))
+        case on.Aborted(reason) if state.may_be_dropped:
+            return ends.settle(state, VersionFailed(reason))
+        case on.MemoryWanted() if state.superseded and state.may_be_dropped:
+            return ends.settle(state, ends.dropped(state))
+        case on.TimedOut(missing, heard_at):
+            return ends.timed_out(replace(state, heard_at=max(state.heard_at, heard_at)), missing, now)
+        case on.HandedOver(to) if state.phase in VISIBLE:
+            return ends.handed_over(state, to)
+        case on.ShareMoved():
+            return _moved(state, event)
+        case on.Superseded():
+            state = replace(state, superseded=True)
+            if state.gave_up and state.error is not None:
+                return ends.end(state, Phase.FAILED, state.error)
+        case on.MemoryHeld() if state.memory_held_at is None and state.phase is Phase.FILLING:
+            return replace(state, memory_held_at=now.seconds), (do.RecallMemory(),)
+        case on.MemoryStillHeld():
+            return ends.still_held(state, now)
+    return _noted(state, event, now), ()
+
+
+def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
+    """The state after an event that only adds to what is known."""
+    match event:
+        case on.ImageGranted():
+            return replace(state, image=True)
+        case on.FilesFilled(files) if state.share is not None:
+            return replace(state, filled=state.filled | (files & state.share.files.keys()))
+        case on.RankWhole(rank) if state.share is not None and rank in state.share.ranks:
+            return replace(state, whole=state.whole | {rank})
+        case on.SealAsked(rank, nonfinite) if state.share is not None and rank in state.share.ranks:
+            asked, holding = state.seal_asked | {rank}, state.holding.with_counted(rank, nonfinite)
+            return replace(
+                state, seal_asked=asked, sealing_at=now.seconds, heard_at=now.seconds, holding=holding
+            )
+        case on.Described(entry):
+            return state.described(entry)
+        case on.Approved(reasons):
+            return replace(state, holding=state.holding.with_approved(reasons))
+        case on.MemoryReleased():
+            return replace(state, memory_held_at=None)
+        case on.Claimed():
+            return replace(state, claimed=True)
+        case on.Renewed():
+            return replace(state, renew_at=now.seconds + state.limits.lease / 2)
+        case on.Digested(file, nonfinite):
+            return replace(
+                state, digested=state.digested | {file}, holding=state.holding.with_found(nonfinite)
+            )
+        case on.Uploaded(file):
+            return replace(state, uploaded=state.uploaded | {file})
+        case on.PerhapsUnchanged(file):
+            return replace(state, perhaps_unchanged=state.perhaps_unchanged | {file})
+        case on.DigestsUploaded(file):
+            return replace(state, digests_uploaded=state.digests_uploaded | {file})
+        case on.SampleCompared():
+            return replace(state, compared=True)
+        case on.ReplicasTold(ranks):
+            return replace(state, told=state.told | ranks)
+        case on.ReplicaSaid(replica, handed_in, nonfinite) if (
+            state.share is not None and replica != state.share.me
+        ):
+            state = replace(state, holding=state.holding.with_elsewhere(replica, nonfinite))
+            return _complete_elsewhere(state, frozenset((replica,)), handed_in=handed_in)
+        case on.SaidPublished():
+            return state.at_once(do.LookAtHead(closing=True))
+        case on.HandedIn():
+            return replace(state, handed_in_here=True)
+        case on.ReplicasHandedIn(replicas, nonfinite) if state.share is not None:
+            holding = state.holding
+            for replica in nonfinite.keys() - {state.share.me}:
+                holding = holding.with_elsewhere(replica, nonfinite[replica])
+            state = replace(
+                state, handed_in=state.handed_in | (replicas & state.share.owners), holding=holding
+            )
+            state = _complete_elsewhere(state, state.handed_in, handed_in=True)
+            if state.all_handed_in:
+                return state
+            state = replace(state, leave_until=now.seconds + _LEAVE_TO_OTHERS)
+            return state.paused(do.CollectHandIns(), now.seconds + LISTEN)
+        case on.Draining(successors, hand_over_at, until):
+            failing = state.failures.keys()
+            taking_part = () if state.agreed is None else state.agreed.homes
+            return replace(
+                state,
+                hurrying=True,
+                successors=tuple(
+                    each
+                    for each in dict.fromkeys((*taking_part, *successors))
+                    if each != state.declarations.home
+                ),
+                hand_over_at=now.seconds if state.gave_up else hand_over_at,
+                until=until,
+                not_before={e: at for e, at in state.not_before.items() if e not in failing},
+            )
+        case on.Tick(received_bytes, heard_at):
+            heard = max(state.heard_at, heard_at)
+            return replace(state, heard_at=heard, received_bytes=max(state.received_bytes, received_bytes))
+    return state
+
+
+def _complete_elsewhere(state: PushState, replicas: frozenset[int], *, handed_in: bool) -> PushState:
+    """The parts of other replicas are complete, and perhaps in the store."""
+    state = replace(state, complete_at=state.complete_at | replicas)
+    if not handed_in or replicas <= state.stored_at:
+        return state
+    return replace(state, stored_at=state.stored_at | replicas).at_once(do.CollectHandIns())
+
+
+def _declared(state: PushState, event: on.Event, now: Moment) -> Step:
+    declarations, problem = state.declarations, None
+    match event:
+        case on.Declared(rank, client_id, digest):
+            planning = do.MakePlan() in state.running
+            after, problem = declarations.declare(rank, client_id, digest, planning=planning)
+            if after is not declarations:  # who asks again waits for others, and must not do so for ever
+                state = replace(state, declarations=after, heard_at=now.seconds)
+        case on.HeardElsewhere(elsewhere):
+            state = state.paused(do.HearReplicas(), now.seconds + LISTEN)
+            if elsewhere:
+                after, problem = declarations.hear(elsewhere)
+                state = replace(state, declarations=after)
+        case on.Planned(prepared) if state.agreed is None:
+            state = replace(state, declarations=declarations.agree(prepared))
+    return (state, ()) if problem is None else ends.end(state, Phase.FAILED, problem)
+
+
+def _moved(state: PushState, moved: on.ShareMoved) -> Step:
+    """Who has a share is known. If it is the one of this replica, its answer to the handover was lost."""
+    before = state.agreed
+    state = replace(state, declarations=state.declarations.moved(moved.replica, moved.to, moved.handovers))
+    mine = state.share is not None and state.share.me == moved.replica
+    if mine and state.agreed is not before and state.phase in VISIBLE and state.hurrying:
+        return ends.handed_over(state, moved.to)
+    return state, ()
+
+
+def _advance(state: PushState, now: Moment) -> Step | None:
+    """The next transition that is possible, or None."""
+    share = state.share
+    match state.phase:
+        case Phase.OPEN if state.agreed is not None:
+            share = state.agreed.share_of(state.declarations.home)
+            image_by = now.seconds + state.limits.image_wait
+            return replace(state, share=share, image_by=image_by).to(Phase.PLANNED), ()
+        case Phase.PLANNED if state.image:
+            return state.to(Phase.FILLING), ()
+        case Phase.FILLING:
+            sealing = state.seal_asked & state.whole - state.sealed
+            if sealing and state.memory_held_at is None:
+                after = replace(state, sealed=state.sealed | sealing)
+                return after, tuple(do.CloseStream(rank) for rank in sorted(sealing))
+            if state.complete_here:
+                return state.to(Phase.SEALED), (do.CloseWriter(None),)
+        case Phase.SEALED if state.confirmed_at is not None and now.seconds < state.confirmed_at + LOOK:
+            state = replace(state, ready_ms=now.unix_ms, received_bytes=_bytes_of(state))
+            return state.to(Phase.READY), (do.Remember(state.declarations.known_set),)
+        case Phase.READY if state.verified_here and state.all_handed_in:
+            return replace(state, verified_ms=now.unix_ms).to(Phase.VERIFIED), ()
+    return None
+
+
+def _bytes_of(state: PushState) -> int:
+    """Bytes of tensors in the files of this replica."""
+    return sum(state.share.files.values()) if state.share is not None else 0
+
+
+def _start(state: PushState, effects: tuple[Effect, ...], now: Moment) -> Step:
+    """Start what is wanted and due; of the rest, say when."""
+    begun: list[Awaited] = []
+    wake = now.seconds + _PROGRESS if state.phase is Phase.FILLING else float("inf")
+    for effect, at in wanted(state):
+        if effect in state.running:
+            continue
+        due = max(at, state.not_before.get(effect, at))
+        if due <= now.seconds:
+            begun.append(effect)
+        else:
+            wake = min(wake, due)
+    wake_at = None if wake == float("inf") else wake
+    if begun:
+        publishing = state.publishing or do.WriteManifestAndPublish() in begun
+        running = state.running.union(begun)
+        state = replace(state, running=running, publishing=publishing, wake_at=wake_at)
+    elif wake_at != state.wake_at:
+        state = replace(state, wake_at=wake_at)
+    return state, (*effects, *begun)
