@@ -176,7 +176,7 @@ class Weighbridge:
     @property
     def draining(self) -> bool:
         """Whether the service is shutting down."""
-        return self.intake.draining
+        return self.intake.opener.draining
 
     def drain(self) -> bool:
         """Refuse new versions, wait for those under way or hand them over, and stop; whether none of them is lost."""

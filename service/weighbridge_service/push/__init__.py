@@ -3,6 +3,7 @@
 May import: `catalog`, `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
 - `machine`: events in, the next state and effects out; pure.
+- `opener`: the session of a version, found or begun.
 - `intake`: what ranks and other replicas call.
 - `registry`: the sessions of this process.
 - `session`: owner of the state of one version.

@@ -116,7 +116,7 @@ def test_what_is_being_pushed_keeps_a_model_until_it_is_given_up(
     running = replicas[0]
     push(running, narrow)
     with TrainerClient(running.address) as trainer:
-        number = running.service.intake.open_version(
+        number = running.service.intake.opener.open_version(
             MODEL, step=2, run="r", ranks=2, request_id="q", client_id="c"
         ).number
         with pytest.raises(FailedPrecondition, match=f"being received: {number}"):
@@ -160,7 +160,7 @@ def test_over_http_a_model_is_deleted_likewise(replicas: list[RunningService], n
     push(running, narrow)
     app = create_app(running.service, Exports(running.service), running.metrics, running.health)
     web = TestClient(app, raise_server_exceptions=False)
-    running.service.intake.open_version(MODEL, step=2, run="r", ranks=2, request_id="q", client_id="c")
+    running.service.intake.opener.open_version(MODEL, step=2, run="r", ranks=2, request_id="q", client_id="c")
     assert web.delete(f"/v1/models/{MODEL}").status_code == 400
     assert web.delete(f"/v1/models/{MODEL}", params={"confirm": "acme/other"}).status_code == 400
     meant = {"confirm": MODEL}

@@ -324,7 +324,7 @@ def test_sigterm_ends_with_zero_after_a_handover_and_with_one_if_a_version_is_lo
         stack.enter_context(leaving.process)
         stack.callback(leaving.process.kill)
         if alone:
-            staying.service.intake.draining = True
+            staying.service.intake.opener.draining = True
         eventually(staying.service.directory.others)
         held = HeldStore(store, source, [1])
         number = push(leaving.grpc, source.arrays)

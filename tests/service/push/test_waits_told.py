@@ -95,7 +95,7 @@ def test_a_rank_that_does_not_seal_is_named_to_whoever_waits_for_the_version(
     service: RunningService, source: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "weighbridge")
-    opened = service.service.intake.open_version(
+    opened = service.service.intake.opener.open_version(
         MODEL, step=1, run="r", ranks=2, request_id="q", client_id="c"
     )
     layouts = [rows_layout(source.arrays, rank, 2) for rank in range(2)]

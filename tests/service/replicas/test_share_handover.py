@@ -153,7 +153,7 @@ def test_a_stream_that_reads_from_a_replica_that_leaves_goes_on_with_the_one_tha
     with replicas(tmp_path, source, 3) as (leaving, staying, third):
         held = HeldStore(tmp_path / "store", source, [1])
         number = push([leaving.address, staying.address], source)
-        third.service.intake.draining = True  # so that the share goes to the other one that takes part
+        third.service.intake.opener.draining = True  # so that the share goes to the other one that takes part
         begun, go_on, read_file = threading.Event(), threading.Event(), Links.read_file
 
         def read(self: Links, owner: Home, key: Any, file: str, offset: int, length: int) -> bytes:
@@ -214,7 +214,7 @@ def test_a_share_that_nobody_takes_is_named_with_the_reasons_and_the_others_lear
     with replicas(tmp_path, source, 2) as (leaving, staying):
         HeldStore(tmp_path / "store", source, [1])
         number = push([leaving.address, staying.address], source)
-        staying.service.intake.draining = True
+        staying.service.intake.opener.draining = True
         with caplog.at_level(logging.WARNING):
             assert not leaving.service.intake.drain(6.0)
         assert f"{MODEL}@{number}" in caplog.text
@@ -388,7 +388,7 @@ def test_sigterm_ends_with_zero_if_the_share_was_handed_over_and_with_one_if_it_
         held = HeldStore(store, source, [1])
         number = push([leaving.grpc, staying.address], source)
         if refused:
-            staying.service.intake.draining = True
+            staying.service.intake.opener.draining = True
         leaving.process.send_signal(signal.SIGTERM)
         assert leaving.process.wait(60) == (1 if refused else 0)
         said = leaving.log.read_text()

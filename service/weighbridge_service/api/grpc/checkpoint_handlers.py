@@ -19,7 +19,7 @@ from weighbridge_service.api.grpc.bulk_streams import BulkStreams, received, sen
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.methods import Methods, streamed
 from weighbridge_service.plan.replica_checksums import ReplicaChecksum
-from weighbridge_service.push.intake import Declared
+from weighbridge_service.push.machine.answers import Declared
 from weighbridge_service.push.pending import Pending
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.head.head_changes import Said
@@ -42,7 +42,7 @@ class CheckpointHandlers:
     def OpenVersion(
         self, request: checkpoint_service_pb2.OpenVersionRequest, call: Call
     ) -> checkpoint_service_pb2.OpenVersionResponse:
-        version = self._intake.open_version(
+        version = self._intake.opener.open_version(
             request.model,
             step=request.step,
             run=request.run,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
 from weighbridge._core.resources import HELD_CANDIDATE
 from weighbridge.errors import AlreadyExists, DeadlineExceeded, FailedPrecondition
-from weighbridge_service.plan.declarations import Agreement
+from weighbridge_service.plan.declarations import Agreement, Home
+from weighbridge_service.plan.placed_ranges import PlacedRange
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE, Phase
 from weighbridge_service.push.machine.shown import version_of
 from weighbridge_service.push.machine.state import PushState
@@ -12,6 +16,10 @@ from weighbridge_storage.head.head_changes import Said
 
 _NAMED = 20
 """Lines that an error lists at most."""
+_RETRY_MS = (50, 2_000)
+"""Least and most milliseconds before a rank asks again."""
+_RETRY_MS_PER_RANK = 2
+"""So that the ranks of one push make 500 calls a second together."""
 
 
 def check_not_failed(state: PushState) -> None:
@@ -110,3 +118,57 @@ def check_owned(state: PushState, claim: str) -> None:
         held = held or state.phase in (Phase.FILLING, Phase.SEALED)
     if agreed is None or agreed.claim != claim or not held:
         raise AlreadyExists(f"{version_of(state)} is there already, and is not what is handed over")
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The answer to a declaration.
+
+    Attributes:
+        layout_needed: the digest is not known: declare again, with the layout.
+        assigned: indexes of the shards to push, in the order of the stream.
+        stream_bytes: length of the stream.
+        retry_after_ms: above 0, there is no answer yet: ask again after so many milliseconds.
+        absent: then, ranks that have not declared.
+        routes: which parts of the stream are pushed where: addresses of replicas, empty for this one, and their ranges. Empty if all
+            of it is pushed here.
+        claim: what the replicas have agreed on, if there are several.
+        shared: indexes of the shards whose boxes other ranks hold, too, where nobody knows whether they are replicas.
+        placed: the parts of the stream that do not lie in exactly one place of the files.
+    """
+
+    layout_needed: bool = False
+    assigned: Sequence[int] = ()
+    stream_bytes: int = 0
+    retry_after_ms: int = 0
+    absent: Sequence[int] = ()
+    routes: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    claim: str = ""
+    shared: Sequence[int] = ()
+    placed: Sequence[PlacedRange] = ()
+
+
+def to_push(agreed: Agreement, home: Home, rank: int) -> Declared:
+    """What a rank of a replica is to push, and where."""
+    prepared = agreed.prepared
+    assigned, nbytes = prepared.assigned[rank], prepared.streams[rank].nbytes
+    shared, placed = tuple(prepared.shared.get(rank, ())), prepared.placed.get(rank, ())
+    if agreed.alone:
+        return Declared(assigned=assigned, stream_bytes=nbytes, shared=shared, placed=placed)
+    routes = {"" if to == home else to.address: list(ranges) for to, ranges in agreed.routes(rank).items()}
+    return Declared(
+        assigned=assigned,
+        stream_bytes=nbytes,
+        routes=routes,
+        claim=agreed.claim,
+        shared=shared,
+        placed=placed,
+    )
+
+
+def ask_again(state: PushState) -> Declared:
+    """What a rank is told that has waited for the others long enough, and comes again."""
+    declarations = state.declarations
+    least, most = _RETRY_MS
+    retry_after_ms = min(max(_RETRY_MS_PER_RANK * declarations.ranks, least), most)
+    return Declared(retry_after_ms=retry_after_ms, absent=declarations.absent)

@@ -1,0 +1,325 @@
+"""Opener of versions: finds the session of one, or begins it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from weighbridge._core.resources import Version, VersionState
+from weighbridge.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    VersionFailed,
+    WeighbridgeError,
+)
+from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.plan.declarations import Home, alone_at
+from weighbridge_service.push.effect_pools import EffectPools
+from weighbridge_service.push.ended import EndedPush
+from weighbridge_service.push.handover import Successors
+from weighbridge_service.push.image_allocator import ImageAllocator
+from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.answers import is_known
+from weighbridge_service.push.machine.opening import OpeningRequest, check_not_received_alone
+from weighbridge_service.push.machine.state import Limits, PushState
+from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.publisher import Publisher, give_up
+from weighbridge_service.push.registry import Push, Registry, WaitsSaid
+from weighbridge_service.push.replica_exchange import Exchange
+from weighbridge_service.push.session import PushSession, now
+from weighbridge_service.push.timers import Timers
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.documents.entries import OpenEntry
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import Said, check_same_metadata, check_same_request
+from weighbridge_storage.memory.images import Image
+
+log = logging.getLogger(__name__)
+
+_STOP_SECONDS = 10.0
+_MAX_RANKS = 65_536
+_MAX_TEXT = 256
+_OPENINGS = 64
+"""Locks for opening versions; models share them by their names."""
+_OPENING_SECONDS = 10.0
+"""How long a call waits for its turn to open a version."""
+_NOTHING_SAID = Said()
+
+
+class Opener:
+    """Sessions of versions, found or begun. Thread-safe.
+
+    Args:
+        catalog: which models there are.
+        registry: takes the sessions.
+        allocator: gives them images.
+        mappings: who has images mapped.
+        home: this process, as other replicas see it.
+        successors: other replicas, to which versions are handed over when this one leaves.
+        limits: what pushes that begin now go by.
+        max_receiving: how many versions may be received at one time.
+
+    Attributes:
+        draining: whether new versions are refused.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        registry: Registry,
+        allocator: ImageAllocator,
+        mappings: Mappings,
+        home: Home,
+        successors: Successors,
+        limits: Limits,
+        max_receiving: int,
+    ) -> None:
+        self.draining = False
+        self._catalog = catalog
+        self._registry = registry
+        self._allocator = allocator
+        self._mappings = mappings
+        self._home = home
+        self._successors = successors
+        self._limits = limits
+        self._max_receiving = max_receiving
+        self._pools = EffectPools()
+        self._timers = Timers()
+        WaitsSaid(registry, self._timers)
+        self._openings = [threading.Lock() for _ in range(_OPENINGS)]
+
+    def open_version(
+        self,
+        name: str,
+        *,
+        step: int,
+        run: str,
+        ranks: int,
+        request_id: str,
+        client_id: str,
+        said: Said = _NOTHING_SAID,
+    ) -> Version:
+        """Give a number for a new version, or the one that this request has been given before.
+
+        A request whose version has ended is given a new one, unless the caller took part in that version. What is ``said`` of the version
+        is added to what other ranks have said.
+
+        Raises:
+            NotFound: the model is not registered.
+            InvalidArgument: a number or text is out of bounds, or contradicts what another rank has said.
+            ResourceExhausted: too many versions are being received.
+        """
+        model_name = ModelName.parse(name)
+        if not 1 <= ranks <= _MAX_RANKS:
+            raise InvalidArgument(f"{ranks} ranks are not between 1 and {_MAX_RANKS}")
+        if not 0 <= step < 1 << 53:
+            raise InvalidArgument(f"step {step} is not between 0 and 2**53")
+        for what, text in (("run", run), ("request_id", request_id), ("client_id", client_id)):
+            if not text or len(text) > _MAX_TEXT or not text.isprintable():
+                raise InvalidArgument(
+                    f"the {what} is empty, longer than {_MAX_TEXT} characters, or not printable"
+                )
+        asked_for = (step, run, ranks)
+        find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said)
+        if (there := find()) is not None:
+            return there
+        self._catalog.model(model_name)
+        with self.opening(model_name):
+            if (there := find()) is not None:
+                return there
+            known = [push.snapshot.version for push in self._registry.of_model(model_name)]
+            given_up = {version.number: version for version in known if version.state.given_up}
+            receiving = {each.number for each in known if not (each.state.visible or each.state.given_up)}
+            joined = self._registry.of_request(model_name, request_id)
+            if joined is None or joined.snapshot.version.number not in receiving:
+                self._check_room()
+            lease_ms = round(self._limits.lease * 1000)
+            asked = OpeningRequest(request_id, *asked_for, self._home, lease_ms, said, given_up, receiving)
+            entry, head = self._catalog.heads.update(model_name, lambda head: asked.open(head, unix_ms()))
+            if (
+                isinstance(joined, PushSession)
+                and joined.number == entry.number
+                and entry.number in receiving
+            ):
+                joined.post(on.Described(entry))
+                return replace(joined.snapshot.version, held=entry.held, metadata=entry.metadata)
+            session = self._begin(model_name, entry, head, client_id)
+        log.info("opened %s for run %s with %d ranks", session.snapshot.version, run, ranks)
+        return session.snapshot.version
+
+    @contextmanager
+    def opening(self, name: ModelName) -> Iterator[None]:
+        """Only one version of a model is opened at one time. Raises Unavailable if that takes long."""
+        lock = self._openings[hash(name) % _OPENINGS]
+        if not lock.acquire(timeout=_OPENING_SECONDS):
+            # all ranks of a push come at once, and with each one that waits on, a thread is missing elsewhere
+            raise Unavailable(
+                f"a version of {name} is being opened, and the object store does not answer",
+                fix="see whether the object store can be reached; try again",
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _opened_before(
+        self, name: ModelName, asked: tuple[int, str, int], request_id: str, client_id: str, said: Said
+    ) -> Version | None:
+        """The version that this request has been given before, if head.json need not be told more of it."""
+        push = self._registry.of_request(name, request_id)
+        if push is None:
+            return None
+        version = push.snapshot.version
+        head = self._catalog.heads.last_read(name)
+        if version.state.given_up or (head is not None and version.number < head.first_version):
+            return None
+        if version.state.visible and client_id != push.client_id and not push.takes_part(client_id):
+            return None
+        check_same_request(version.number, (version.step, version.run, version.ranks), asked)
+        check_same_metadata(version.number, version.metadata, said.metadata)
+        return version if version.state.visible or is_known(push.state, said) else None
+
+    def _check_room(self) -> None:
+        """Raise if no further version can be received (ResourceExhausted), or none any more (Unavailable)."""
+        if self.draining:
+            raise Unavailable("the service is shutting down", fix="try again when it is back")
+        count = self._registry.count(VersionState.OPEN, VersionState.RECEIVING)
+        if count >= self._max_receiving:
+            raise ResourceExhausted(
+                f"{count} versions are being received", fix="wait until one is done, or abort one"
+            )
+
+    def _begin(self, name: ModelName, entry: OpenEntry, head: Head, client_id: str) -> PushSession:
+        """Receive an open version here. The lock for openings is held."""
+        model = self._catalog.model(name, head)
+        if model.files_id != entry.files_id:
+            reason = "the model was registered anew while it was being received"
+            self.give_up(name, entry.number, reason)
+            raise VersionFailed(
+                f"{name}@{entry.number} was given up: {reason}",
+                fix="push the step again",
+            )
+        session = self._session(model, entry, client_id)
+        self._registry.add(session)
+        return session
+
+    def _session(self, model: RegisteredModel, entry: OpenEntry, client_id: str) -> PushSession:
+        begun = now()
+        lease_left = (entry.until_ms - begun.unix_ms) / 1000
+        opened = version_opened(model, entry)
+        known, holding = model.known_set, Holding.of(entry)
+        state = PushState.begin(opened, self._home, self._limits, known, lease_left, begun, holding)
+        return self.session(state, model, entry, client_id, None)
+
+    def session(
+        self, state: PushState, model: RegisteredModel, entry: OpenEntry, client_id: str, image: Image | None
+    ) -> PushSession:
+        """A session in this state, which is entered nowhere yet; its image, if it holds one already."""
+        store, heads = self._catalog.store, self._catalog.heads
+        return PushSession(
+            state,
+            client_id=client_id,
+            request_id=entry.request_id,
+            model=model,
+            publisher=Publisher(store, heads, model, entry, self._home),
+            exchange=Exchange(store, model.name, entry.number, self._home),
+            allocator=self._allocator,
+            successors=self._successors,
+            mappings=self._mappings,
+            pools=self._pools,
+            timers=self._timers,
+            surroundings=self._registry,
+            image=image,
+        )
+
+    def find(self, name: str, number: int) -> PushSession:
+        """The session of a version that is being received here. Raises as `EndedPush.refuse` if it was."""
+        push = self.find_push(name, number)
+        if isinstance(push, EndedPush):
+            push.refuse()
+        return push
+
+    def find_push(self, name: str, number: int) -> Push:
+        """The push of a version that is being received here, or was."""
+        model_name = ModelName.parse(name)
+        push = self._registry.find(model_name, number)
+        if push is not None:
+            return push
+        history = self._catalog.history(model_name)
+        if history.find(number) is not None:
+            raise FailedPrecondition(f"{name}@{number} is sealed", fix="push a new version")
+        entry = history.head.open.get(number)
+        if entry is not None:
+            check_not_received_alone(entry, self._home)
+            self._give_up_if_lost(model_name, entry)
+        raise NotFound(
+            f"{name}@{number} is not being received",
+            fix="the service may have been restarted since it was opened: push again",
+        )
+
+    def _give_up_if_lost(self, name: ModelName, entry: OpenEntry) -> None:
+        """Close an open version of which a process before this one, at the same address, had received something."""
+        exchange = Exchange(self._catalog.store, name, entry.number, self._home)
+        try:
+            lost = alone_at(entry) == self._home.address or (
+                self._limits.spreading and exchange.was_here_before()
+            )
+        except WeighbridgeError as error:
+            log.warning("who receives %s@%d cannot be seen: %s", name, entry.number, error)
+            return
+        if lost:
+            reason = f"the replica at {self._home.address} was restarted, and has lost what it had received"
+            self.give_up(name, entry.number, reason)
+
+    def give_up(self, name: ModelName, number: int, reason: str, *, aborted: bool = False) -> None:
+        """Close an open version in head.json, for this replica or, if it is aborted, for all."""
+        store, heads = self._catalog.store, self._catalog.heads
+        by = None if aborted else self._home
+        give_up(store, heads, name, number, reason, by=by, aborted=aborted)
+
+    def find_or_join(self, name: str, number: int, client_id: str) -> PushSession:
+        """The session of a version, begun now if the version was opened at another replica."""
+        model_name = ModelName.parse(name)
+        if self._registry.find(model_name, number) is None:
+            with self.opening(model_name):
+                # another rank may have begun it meanwhile, and it may have ended, which the head does not say at once
+                if self._registry.find(model_name, number) is None:
+                    head = self._catalog.head(model_name)
+                    entry = head.open.get(number)
+                    if entry is not None:
+                        self._check_room()
+                        check_not_received_alone(entry, self._home)
+                        self._begin(model_name, entry, head, client_id)
+        return self.find(name, number)
+
+    def stop(self) -> None:
+        """Leave what is not done as it is; waits for what is being done."""
+        self._timers.stop()
+        self._pools.stop(_STOP_SECONDS)
+        for session in self._registry.all():
+            session.stop()
+
+
+def version_opened(model: RegisteredModel, entry: OpenEntry) -> Version:
+    """A version as it was opened."""
+    return Version(
+        model=str(model.name),
+        number=entry.number,
+        state=VersionState.OPEN,
+        step=entry.step,
+        run=entry.run,
+        ranks=entry.ranks,
+        tensor_bytes=model.files.layout.nbytes,
+        create_time_ms=entry.created_ms,
+        metadata=entry.metadata,
+    )
