@@ -10,5 +10,6 @@ May import: `_core`, `weighbridge.errors`.
 - `native_copies`: copies and counts by the C extension `_native`.
 - `tensor_counts`: counts of non-finite elements by torch, on any device.
 - `cuda_copies`: copies by a GPU's copy engines.
+- `copy_steps`: what these are asked for.
 - `sampling`: parts of a stream that are compared again.
 """

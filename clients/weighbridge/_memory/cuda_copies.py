@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._memory.strided import ShardCopies
 from weighbridge.errors import FailedPrecondition, ResourceExhausted
 
 if TYPE_CHECKING:
@@ -23,64 +23,6 @@ if TYPE_CHECKING:
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _REGISTER_DEFAULT, _REGISTER_READ_ONLY = 0, 8
-_LARGEST_PITCH = (1 << 31) - 1
-_NARROWEST_ROW = 64
-"""Bytes of a row below which the copy engines are slower than a kernel that gathers the elements."""
-_MOST_STEPS = 4096
-"""Steps of one copy: each takes some microseconds to ask for."""
-
-
-class Step(NamedTuple):
-    """Rows that the copy engine moves in one go; all in bytes.
-
-    Attributes:
-        shard_offset: of the first row in the shard.
-        shard_pitch: distance of two rows there.
-        memory_offset: of the first row in the memory.
-        memory_pitch: distance of two rows there.
-        width: of a row.
-        rows: how many.
-    """
-
-    shard_offset: int
-    shard_pitch: int
-    memory_offset: int
-    memory_pitch: int
-    width: int
-    rows: int
-
-
-@functools.lru_cache(maxsize=1 << 16)  # a plan serves many pushes and pulls
-def steps_of(copy: ByteCopy[int]) -> Sequence[Step] | None:
-    """What the copy engine has to do for a strided copy; None if that would be slow, or it cannot."""
-    width = copy.extent[-1]
-    rows, shard_pitch, memory_pitch = 1, width, width
-    outer = copy.extent[:-1]
-    if outer:
-        rows, shard_pitch, memory_pitch = outer[-1], copy.stream_strides[-2], copy.file_strides[-2]
-        outer = outer[:-1]
-    pitches = (shard_pitch, memory_pitch)
-    if rows > 1 and (width < _NARROWEST_ROW or min(pitches) < width or max(pitches) > _LARGEST_PITCH):
-        return None
-    steps = tuple(
-        itertools.islice(_steps(copy, outer, (shard_pitch, memory_pitch, width, rows)), _MOST_STEPS + 1)
-    )
-    return steps if len(steps) <= _MOST_STEPS else None
-
-
-def _steps(copy: ByteCopy[int], outer: tuple[int, ...], step: tuple[int, int, int, int]) -> Iterator[Step]:
-    shard_pitch, memory_pitch, width, rows = step
-    for index in itertools.product(*map(range, outer)):
-        in_shard = sum(i * stride for i, stride in zip(index, copy.stream_strides, strict=False))
-        in_memory = sum(i * stride for i, stride in zip(index, copy.file_strides, strict=False))
-        yield Step(
-            copy.stream_offset + in_shard,
-            shard_pitch,
-            copy.file_offset + in_memory,
-            memory_pitch,
-            width,
-            rows,
-        )
 
 
 def register(address: int, nbytes: int, *, read_only: bool) -> Callable[[], None]:
@@ -149,15 +91,15 @@ class CopyQueue:
     def _copy(self, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], direction: int) -> bool:
         import torch
 
-        planned = [(copy.file, steps_of(copy)) for copy in copies]
-        if any(steps is None for _, steps in planned):
+        planned = ShardCopies.of(copies)
+        if planned.steps is None:
             return False
         runtime, stream = _runtime(), self._stream(flat.device)
         with torch.cuda.device(flat.device):
-            for memory, steps in planned:
-                for step in steps or ():
+            for copy, steps in zip(planned, planned.steps, strict=True):
+                for step in steps:
                     ours = (flat.data_ptr() + step.shard_offset, step.shard_pitch)
-                    theirs = (self._addresses[memory] + step.memory_offset, step.memory_pitch)
+                    theirs = (self._addresses[copy.file] + step.memory_offset, step.memory_pitch)
                     target, source = (theirs, ours) if direction == _DEVICE_TO_HOST else (ours, theirs)
                     code = runtime.cudaMemcpy2DAsync(
                         *target, *source, step.width, step.rows, direction, stream.cuda_stream

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._memory.copy_steps import steps_of
 from weighbridge._memory.copying import read_tensors, write_tensors
-from weighbridge._memory.cuda_copies import CopyQueue, register, steps_of
+from weighbridge._memory.cuda_copies import CopyQueue, register
 from weighbridge._memory.mappings import MappedMemory, Use
 from weighbridge._memory.strided import view_bytes, write_bytes
 from weighbridge.errors import WeighbridgeError
