@@ -143,8 +143,8 @@ class Weighbridge:
         self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
 
     def _on_collected(self, name: ModelName, history: History) -> None:
-        self._registry.forget_deleted(name, history.head.first_version)
-        self.serving.forget_deleted(name, history)
+        self._registry.forget_deleted_model(name, history.head.first_version)
+        self.serving.close_gone(name, history)
 
     def _needs(self) -> Needs:
         """What this service needs of memory besides images."""

@@ -177,8 +177,8 @@ class Serving:
         opened = self._open(model_name, version)
         return self._reading(opened, layout, (offset, striping), None, model.restore_transfer)
 
-    def forget_deleted(self, name: ModelName, history: History) -> None:
-        """Let go of files of versions that cannot be read any more: a folder keeps their room as long as they are mapped."""
+    def close_gone(self, name: ModelName, history: History) -> None:
+        """Close files of versions that history does not have any more: a folder keeps their room as long as they are mapped."""
         numbers = {number for model, number, _ in self._opened.keys if model == name}
         gone = {number for number in numbers if history.find(number) is None}
         self._opened.drop_if(lambda key: key[0] == name and key[1] in gone)

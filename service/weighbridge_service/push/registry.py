@@ -161,7 +161,7 @@ class Registry:
                 return
         self._catalog.forget(name, number)
 
-    def forget_deleted(self, name: ModelName, below: int) -> None:
+    def forget_deleted_model(self, name: ModelName, below: int) -> None:
         """Versions below a number are of a model that was deleted: let go of their images, and forget them."""
         for session in self.sessions_of(name):
             if session.number < below:
