@@ -36,8 +36,8 @@ from weighbridge_service.catalog.holding import with_approval
 from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.catalog.store_readers import DEFAULT_GRACE, StoreReaders, reading_since
 from weighbridge_service.models.listed_tensors import has_tensor_list, write_tensor_list
-from weighbridge_service.models.registered_model import (
-    RegisteredModel,
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.models.registration import (
     files_key,
     is_listed,
     is_registered,

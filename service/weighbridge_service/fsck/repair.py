@@ -19,8 +19,8 @@ from weighbridge.errors import Conflict, DataLoss, InvalidArgument, NotFound, We
 from weighbridge_service.fsck.diagnosis import Diagnosis, Finding, Mend, diagnose, repaired_head
 from weighbridge_service.fsck.survey import Described, Survey, survey_model
 from weighbridge_service.models.listed_tensors import write_tensor_list
-from weighbridge_service.models.registered_model import (
-    RegisteredModel,
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.models.registration import (
     files_identity,
     files_key,
     model_for_registration,

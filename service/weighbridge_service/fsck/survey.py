@@ -15,7 +15,7 @@ from weighbridge._core.metadata import Metadata, checked_metadata
 from weighbridge._formats.safetensors_files import INDEX_FILE
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from weighbridge_service.models.listed_tensors import read_tensor_list
-from weighbridge_service.models.registered_model import check_registration, files_key
+from weighbridge_service.models.registration import check_registration, files_key
 from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.documents.names import (
     MANIFEST_FILE,

@@ -3,6 +3,7 @@
 May import: `families`, `plan`, `weighbridge_storage`, `weighbridge`.
 
 - `registered_model`: a model, and what is derived from it once.
+- `registration`: what is checked and derived from its files, and what heads keep of it.
 - `model_tensors`: its tensors and their dtypes.
 - `listed_tensors`: its tensors as a list, where its model type has no weight map.
 - `bridges`: its tensors on both sides, as its family says.

@@ -5,23 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.lru import Cache
-from weighbridge._core.resources import Model
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.safetensors_files import FilesLayout, lay_out_files
-from weighbridge.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument, LayoutError
-from weighbridge_service.families import has_weight_map, model_types, no_weight_map
+from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
+from weighbridge_service.families import model_types, no_weight_map
 from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
 from weighbridge_service.models.engine_layouts import EngineLayouts, padding_of
-from weighbridge_service.models.listed_tensors import ListedTensors, read_tensor_list
-from weighbridge_service.models.model_tensors import ModelTensors, tensors_found, usual_dtype
+from weighbridge_service.models.listed_tensors import ListedTensors
+from weighbridge_service.models.model_tensors import ModelTensors
 from weighbridge_service.models.weight_maps import derive_weight_map
 from weighbridge_service.plan.declarations import KnownSet
 from weighbridge_service.plan.planning import make_plan
@@ -30,14 +27,7 @@ from weighbridge_service.plan.relations import WeightMap, identity_links
 from weighbridge_service.plan.transfers import Transfer
 from weighbridge_storage.documents.names import (
     ModelName,
-    check_file_name,
-    files_id_of,
-    first_version_of,
-    shown,
 )
-from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import register
-from weighbridge_storage.stores.objects import ObjectStore
 
 _KEPT_SHARDS = 2_000_000
 """Shards of declared layouts, and slices of pulls, that a model remembers: some 1 KB each."""
@@ -101,7 +91,7 @@ class RegisteredModel:
     @cached_property
     def model_type(self) -> str:
         """Of its config; empty if that names none."""
-        return _model_type(parse_config(self.config_json))
+        return model_type_of(parse_config(self.config_json))
 
     @property
     def keep_in_fp32(self) -> tuple[str, ...]:
@@ -266,104 +256,7 @@ class RegisteredModel:
         return self._reads.get_or_make(("pull", source.digest, target.digest), make)
 
 
-def files_key(model: ModelName, files_id: str, file: str) -> str:
-    """Where a registered file lies."""
-    return f"{model.prefix}files/{files_id}/{check_file_name(file)}"
-
-
-def files_identity(files: Mapping[str, bytes]) -> str:
-    """Identity of a set of files: 32 hex digits of the SHA-256 over names, lengths and contents."""
-    digest = hashlib.sha256()
-    for name, content in sorted(files.items()):
-        digest.update(f"{name}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()[:32]
-
-
-def model_for_registration(
-    name: ModelName,
-    files: Mapping[str, bytes],
-    dtype: str,
-    found: Sequence[TensorSpec] = (),
-    there: Head | None = None,
-    listed: ListedTensors | None = None,
-    *,
-    weight_map: bool = True,
-) -> RegisteredModel:
-    """Check a registration, and derive the model's tensors from it.
-
-    Args:
-        name: the model's name.
-        files: its files besides the weights.
-        dtype: of its weights; empty takes what ``found`` says, or else what is registered already, or else the config.
-        found: the tensors in its files of weights, if there are such files.
-        there: the model's head, if it is registered already, or what is left of one that was deleted.
-        listed: the model's tensors, if they are registered already, without a weight map; not needed if there are ``found``.
-        weight_map: False registers it by its tensors alone, although there may be a weight map. A model that was registered without one
-            goes on so if it has versions, or if there are no ``found``: the order of tensors in files, and so the files, would be others.
-
-    Raises:
-        InvalidArgument: a file's name is not allowed, there is no ``config.json``, its model type has no weight map and no
-            tensors are known, the dtype is not known, or the tensors are not those of the config.
-    """
-    for file in files:
-        check_file_name(file)
-    if "config.json" not in files:
-        raise InvalidArgument(
-            "config.json is not among the model's files",
-            fix="name a folder that model.save_pretrained() has written",
-        )
-    config = parse_config(files["config.json"])
-    # transformers has written either name, and reads a missing one as float32
-    named = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
-    kept = ModelTensors(dtypes.parse(str(named)))
-    model_type = _model_type(config)
-    same_type = there is not None and there.registration.get("model_type") == model_type
-    first_version = 1 if there is None else there.first_version
-    files_id = files_id_of(first_version, files_identity(files))
-    has_versions = there is not None and there.next_version > first_version
-    goes_on = there is not None and is_listed(there) and same_type and (has_versions or not found)
-    if not weight_map or goes_on or not has_weight_map(config):
-        tensors = _listed(config, dtype, found, listed if same_type else None)
-        kept = ModelTensors(usual_dtype(tensors.specs), listed=tensors.digest)
-        return RegisteredModel(name, files["config.json"], kept, files_id, sorted(files), tensors)
-    if found:
-        by_files = tensors_found(bridge_for(files["config.json"]), config, found)
-        kept = replace(kept, absent=by_files.absent) if dtype else by_files
-    elif not dtype and there is not None and has_versions and not is_listed(there):
-        kept = _kept(name, there)
-    model = RegisteredModel(name, files["config.json"], kept, files_id, sorted(files))
-    _ = model.identity  # builds the bridge: what cannot be mapped is refused now, not at the first push
-    return model
-
-
-def _listed(
-    config: Mapping[str, Any], dtype: str, found: Sequence[TensorSpec], listed: ListedTensors | None
-) -> ListedTensors:
-    """The tensors of a model without a weight map, with those of floating-point numbers in ``dtype`` if one is named."""
-    if found:
-        listed = ListedTensors.of(found)
-    if listed is None:
-        fix = (
-            "register it by its tensors: `weighbridge import HF_DIR MODEL` with a folder that has weights, or "
-            "trainer.register_model(model, hf_dir, tensors=module_or_state_dict)"
-        )
-        if has_weight_map(config):
-            raise InvalidArgument("without a weight map, nothing says which tensors the model has", fix=fix)
-        problem = ", so config.json does not say which tensors the model has"
-        raise no_weight_map(config.get("model_type"), problem, fix)
-    if not dtype:
-        return listed
-    target = dtypes.parse(dtype)
-    if not target.is_float:
-        raise InvalidArgument(
-            f"a model cannot be registered in {target}",
-            fix="name bf16, fp16 or fp32; without a dtype, each tensor keeps its own",
-        )
-    return listed.cast(target)
-
-
-def _model_type(config: Mapping[str, Any]) -> str:
+def model_type_of(config: Mapping[str, Any]) -> str:
     """The model type of a config; empty if it names none. Raises InvalidArgument if that is no short text."""
     named = config.get("model_type")
     if named is not None and not (isinstance(named, str) and named.isprintable() and len(named) <= 256):
@@ -383,119 +276,3 @@ def _not_mapped(model: RegisteredModel) -> InvalidArgument:
             fix=f"{names}; or register it under another name: {model.model_type} has one",
         )
     return no_weight_map(model.model_type, f" of {model.name}", names)
-
-
-def registration_of(model: RegisteredModel) -> dict[str, Any]:
-    """What the head keeps of a registration: enough to list the model without deriving anything."""
-    return {
-        "model_type": model.model_type,
-        **model.kept.to_json(),
-        "tensor_count": len(model.tensors),
-        "tensor_bytes": model.files.layout.nbytes,
-        "files": list(model.side_files),
-        "tensors_digest": model.files.layout.digest,
-        "identity": model.identity,
-    }
-
-
-def registered(head: Head, model: RegisteredModel) -> Head:
-    """The head with this registration. It may replace any other one as long as no version has been opened.
-
-    Raises:
-        FailedPrecondition: the model is registered with other tensors.
-        Conflict: it was deleted since the registration was prepared.
-    """
-    if first_version_of(model.files_id) != head.first_version:
-        raise Conflict(f"{model.name} was deleted meanwhile", fix="register it again")
-    if head.next_version > head.first_version and not _agree(head.registration, model):
-        raise FailedPrecondition(
-            f"{model.name} is registered already, with other tensors or other heads: as {head.registration.get('model_type')} in "
-            f"{head.registration.get('dtype')} with {head.registration.get('tensor_count')} tensors",
-            fix="register the new model under another name",
-        )
-    return register(head, model.files_id, registration_of(model))
-
-
-def _agree(there: Mapping[str, Any], model: RegisteredModel) -> bool:
-    """Whether what is registered has the same tensors, and in the same places."""
-    identity = str(there.get("identity", ""))
-    if identity.startswith(f"{IDENTITY_FORMAT}:"):
-        return identity == model.identity
-    # written by an earlier version of the service
-    wanted = registration_of(model)
-    compared = ["tensors_digest"] if "tensors_digest" in there else ["dtype", "tensor_count", "tensor_bytes"]
-    return all(there.get(name) == wanted[name] for name in compared)
-
-
-def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> Model:
-    """The model as callers see it, from its head alone.
-
-    Raises:
-        DataLoss: the registration in the head is incomplete.
-    """
-    kept = head.registration
-    try:
-        return Model(
-            name=str(name),
-            model_type=kept["model_type"],
-            dtype=kept["dtype"],
-            tensor_count=kept["tensor_count"],
-            tensor_bytes=kept["tensor_bytes"],
-            files=tuple(kept["files"]),
-            refs=refs,
-            weight_map=not is_listed(head),
-        )
-    except (KeyError, TypeError) as error:
-        raise DataLoss(f"the registration in the head of {name} is incomplete: {error!r}") from error
-
-
-def check_registration(name: ModelName, head: Head) -> ModelTensors:
-    """What a registration says of the model's tensors. One by which the model can be neither listed nor loaded is refused.
-
-    Raises:
-        DataLoss: a field is missing, or is not what `registration_of` writes.
-    """
-    found = summary_from_head(name, head, {})
-    texts, numbers = (found.model_type, found.dtype), (found.tensor_count, found.tensor_bytes)
-    files = head.registration["files"]
-    try:
-        kept = _kept(name, head)
-        sound = (
-            all(isinstance(text, str) for text in texts)
-            and all(type(n) is int and n >= 0 for n in numbers)
-            and isinstance(files, list)
-            and "config.json" in [check_file_name(file) for file in files]
-        )
-    except InvalidArgument as error:
-        raise DataLoss(f"the registration in the head of {name} is damaged: {error.message}") from error
-    if not sound:
-        raise DataLoss(f"the registration in the head of {name} is damaged: {shown(dict(head.registration))}")
-    return kept
-
-
-def load_model(store: ObjectStore, name: ModelName, head: Head) -> RegisteredModel:
-    """A model that was registered before, perhaps by another process."""
-    config, _ = store.get(files_key(name, head.files_id, "config.json"))
-    kept = _kept(name, head)
-    listed = read_tensor_list(store, name, kept.listed, head.first_version) if kept.listed else None
-    try:
-        return RegisteredModel(name, config, kept, head.files_id, head.registration["files"], listed)
-    except (KeyError, TypeError) as error:
-        raise DataLoss(f"the registration in the head of {name} is damaged: {error!r}") from error
-
-
-def is_listed(head: Head) -> bool:
-    """Whether a model is registered by a list of its tensors, without a weight map."""
-    return bool(head.registration.get("listed"))
-
-
-def is_registered(head: Head, model: RegisteredModel) -> bool:
-    """Whether the head's registration is this one."""
-    return head.files_id == model.files_id and model.kept == _kept(model.name, head)
-
-
-def _kept(name: ModelName, head: Head) -> ModelTensors:
-    try:
-        return ModelTensors.from_json(head.registration)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataLoss(f"the registration in the head of {name} is damaged: {error!r}") from error

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from weighbridge.errors import VersionFailed, WeighbridgeError
-from weighbridge_service.models.registered_model import RegisteredModel, files_key
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.models.registration import files_key
 from weighbridge_service.plan.declarations import Agreement, Home, address_in, is_alone_elsewhere
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.effects import Awaited

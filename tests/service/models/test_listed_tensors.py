@@ -41,7 +41,7 @@ from weighbridge.v1 import resources_pb2
 from weighbridge_service import families
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.models.bridges import bridge_for
-from weighbridge_service.models.registered_model import check_registration, registration_of
+from weighbridge_service.models.registration import check_registration, registration_of
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.replicas.takeovers import handed_from_proto, handed_to_proto
 from weighbridge_storage.documents.entries import OpenEntry
