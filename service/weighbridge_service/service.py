@@ -123,7 +123,7 @@ class Weighbridge:
         self.catalog = Catalog(self._store, grace, self._guarded)
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
         news = threading.Event()
-        registry = self._registry = Registry(self.catalog, news)
+        registry = self._registry = Registry(self.catalog.snapshots, news)
         self._links = links = Links(home)
         self.directory = Directory(self._store, home, lambda other: links.exchange(other, ()))
         successors = KnownReplicas(self.directory, self._links)

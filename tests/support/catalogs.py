@@ -87,4 +87,4 @@ def snapshot(
 
 def show(catalog: Catalog, before: VersionSnapshot, after: VersionSnapshot, name: ModelName = SMOL) -> None:
     """As a session does."""
-    catalog.show(name, after, changed=after.differs_from(before))
+    catalog.snapshots.show(name, after, changed=after.differs_from(before))

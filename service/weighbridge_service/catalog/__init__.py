@@ -3,7 +3,7 @@
 May import: `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
 - `catalog`: queries and changes.
-- `snapshots`: what this process knows of a version beyond the store.
+- `snapshots`: what this process knows of versions beyond the store.
 - `head_versions`: versions and refs as a head has them; pure.
 - `holding`: why a version is held that is not in history yet; pure.
 - `gate`: which versions are held, and approval of these.

@@ -33,7 +33,7 @@ from weighbridge_service.catalog.head_versions import (
     version_of_entry,
 )
 from weighbridge_service.catalog.holding import with_approval
-from weighbridge_service.catalog.snapshots import VersionSnapshot
+from weighbridge_service.catalog.snapshots import Snapshots
 from weighbridge_service.catalog.store_readers import DEFAULT_GRACE, StoreReaders, reading_since
 from weighbridge_service.models.listed_tensors import has_tensor_list, write_tensor_list
 from weighbridge_service.models.registered_model import RegisteredModel
@@ -87,6 +87,7 @@ class Catalog:
         heads: the heads of all models.
         readers: who reads versions from the store.
         changes: tells of what changes here.
+        snapshots: what this process knows of versions beyond the store.
         stopping: set when the service goes down.
     """
 
@@ -99,9 +100,9 @@ class Catalog:
         self.readers = StoreReaders(store, grace)
         self.stopping = threading.Event()
         self.changes = Changes()
+        self.snapshots = Snapshots(self.changes)
         self._lock = threading.Lock()
         self._models: OrderedDict[ModelName, RegisteredModel] = OrderedDict()
-        self._snapshots: dict[ModelName, dict[int, VersionSnapshot]] = {}
 
     def register_model(
         self,
@@ -206,25 +207,13 @@ class Catalog:
     def history(self, name: ModelName) -> History:
         """What the store says of a model. Raises NotFound."""
         found = self.heads.history(name)
-        self._let_go_of_deleted(name, None if found is None else found.head)
+        self.snapshots.forget_deleted(name, None if found is None else found.head)
         if found is None:
             raise NotFound(
                 f"there is no model {name}",
                 fix="register it: weighbridge import HF_DIR NAMESPACE/NAME, or trainer.register_model",
             )
         return found
-
-    def _let_go_of_deleted(self, name: ModelName, head: Head | None) -> None:
-        """Know no more of versions whose model was deleted, by whatever replica."""
-        with self._lock:
-            known = self._snapshots.get(name, {})
-            gone = [number for number in known if head is None or number < head.first_version]
-            for number in gone:
-                del known[number]
-            if gone and not known:
-                self._snapshots.pop(name, None)
-        if gone:
-            self.changes.notify(name)
 
     def _alike(self, name: ModelName) -> str:
         """Which model was perhaps meant by a name that none has."""
@@ -272,75 +261,14 @@ class Catalog:
         for name in list(self._models)[:-1]:
             if count <= _KEPT_MODELS and nbytes <= _KEPT_MODEL_BYTES:
                 break
-            if not any(known.unfinished for known in self._snapshots.get(name, {}).values()):
+            if not self.snapshots.any_unfinished(name):
                 count, nbytes = count - 1, nbytes - self._models.pop(name).nbytes
-
-    # --- what this process knows beyond the store
-
-    def show(self, name: ModelName, snapshot: VersionSnapshot, *, changed: bool = True) -> None:
-        """From now on, this is what is known of a version.
-
-        Args:
-            name: of the model.
-            snapshot: takes the place of the one before.
-            changed: whether those who wait for a change are to be woken.
-        """
-        with self._lock:
-            self._snapshots.setdefault(name, {})[snapshot.version.number] = snapshot
-        if changed:
-            self.changes.notify(name)
 
     def forget_model(self, name: ModelName) -> None:
         """A model is deleted: no more is known of it."""
         with self._lock:
             self._models.pop(name, None)
         self.changes.notify(name)
-
-    def forget(self, name: ModelName, number: int) -> None:
-        """No more is known of a version than its head says."""
-        with self._lock:
-            known = self._snapshots.get(name, {})
-            known.pop(number, None)
-            if not known:
-                self._snapshots.pop(name, None)
-        self.changes.notify(name)
-
-    def snapshot(self, name: ModelName, number: int) -> VersionSnapshot | None:
-        """What this process knows of a version beyond the store."""
-        with self._lock:
-            return self._snapshots.get(name, {}).get(number)
-
-    def snapshots(self, name: ModelName) -> dict[int, VersionSnapshot]:
-        """What this process knows of a model's versions beyond the store, by number."""
-        with self._lock:
-            return dict(self._snapshots.get(name, {}))
-
-    def count(self, state: VersionState) -> int:
-        """Versions in this state of which this process knows more than the store."""
-        return sum(snapshot.version.state is state for snapshot in self._all_snapshots())
-
-    @property
-    def held(self) -> int:
-        """Visible versions that are held, of those of which this process knows more than the store."""
-        return sum(
-            snapshot.version.state.visible and bool(snapshot.version.held)
-            for snapshot in self._all_snapshots()
-        )
-
-    @property
-    def unfinished(self) -> int:
-        """Versions for which this process has something to do yet."""
-        return sum(snapshot.unfinished for snapshot in self._all_snapshots())
-
-    @property
-    def not_durable(self) -> list[Version]:
-        """Versions that are visible here, could not be made durable so far, and are tried again; each says why."""
-        tried = (each.version for each in self._all_snapshots() if not each.abandoned)
-        return [version for version in tried if version.state.visible and version.error]
-
-    def _all_snapshots(self) -> list[VersionSnapshot]:
-        with self._lock:
-            return [snapshot for known in self._snapshots.values() for snapshot in known.values()]
 
     # --- versions
 
@@ -354,7 +282,7 @@ class Catalog:
         """One version, by number or ref, in whatever state. Raises NotFound."""
         model_name = ModelName.parse(name)
         found = self.resolve(model_name, version, invisible=True)
-        known = None if found.state.visible else self.snapshot(model_name, found.number)
+        known = None if found.state.visible else self.snapshots.get(model_name, found.number)
         return found if known is None else known.described
 
     def list_versions(
@@ -386,7 +314,7 @@ class Catalog:
         self, name: str, *, before: int, limit: int, include_invisible: bool
     ) -> list[Version]:
         model_name = ModelName.parse(name)
-        known = self.snapshots(model_name)
+        known = self.snapshots.of_model(model_name)
         # read after that: what has become durable meanwhile is in it
         history = self.history(model_name)
         head = history.head
@@ -457,8 +385,8 @@ class Catalog:
 
     def refs_of(self, name: ModelName, head: Head) -> dict[str, int]:
         """All refs of a model, those in its head and ``live``."""
-        self._let_go_of_deleted(name, head)
-        return refs_of(head, self.snapshots(name))
+        self.snapshots.forget_deleted(name, head)
+        return refs_of(head, self.snapshots.of_model(name))
 
     def resolve(
         self, name: ModelName, version: str, history: History | None = None, *, invisible: bool = False
@@ -483,7 +411,7 @@ class Catalog:
                 if found is None:
                     raise
                 return found
-        snapshots = self.snapshots(name)  # once: what ``live`` names may fail at any time
+        snapshots = self.snapshots.of_model(name)  # once: what ``live`` names may fail at any time
         refs = refs_of(history.head, snapshots)
         number = number_in(version)
         if number is None:
@@ -524,7 +452,7 @@ class Catalog:
         number, head = number_in(version), self.heads.last_read(name)
         if number is None and version != REF_LIVE:
             return None
-        readable = {each: known for each, known in self.snapshots(name).items() if known.readable}
+        readable = {each: known for each, known in self.snapshots.of_model(name).items() if known.readable}
         if number is None:
             number = max(released(head, readable), default=0)
             if head is not None and number < head.latest:
@@ -536,7 +464,7 @@ class Catalog:
     def _newest_held(self, name: ModelName, history: History) -> int:
         """The newest version that is held, of those that were published last or are in memory here; 0 if there is none."""
         published = (entry.number for entry in history.newest(_LATELY) if entry.held)
-        versions = (known.version for known in self.snapshots(name).values())
+        versions = (known.version for known in self.snapshots.of_model(name).values())
         return max((*published, *(v.number for v in versions if v.held and v.state.visible)), default=0)
 
     @contextmanager

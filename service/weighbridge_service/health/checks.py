@@ -182,6 +182,9 @@ def checks_of(service: Weighbridge) -> list[NamedCheck]:
         NamedCheck(MEMORY_ROOM, memory_room, every=5.0, patience=10.0),
         NamedCheck(MODELS_READABLE, models_readable, every=600.0, patience=60.0),
         NamedCheck(
-            VERSIONS_DURABLE, lambda: check_durable(service.catalog.not_durable), every=5.0, patience=10.0
+            VERSIONS_DURABLE,
+            lambda: check_durable(service.catalog.snapshots.not_durable),
+            every=5.0,
+            patience=10.0,
         ),
     ]

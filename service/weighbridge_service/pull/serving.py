@@ -202,7 +202,7 @@ class Serving:
         model = self._catalog.model(name)
         in_image: dict[str, FileBytes] = {}
         hold: Hold | None = None
-        known = self._catalog.snapshot(name, found.number)
+        known = self._catalog.snapshots.get(name, found.number)
         if known is not None and known.image is not None:
             with suppress(FailedPrecondition):  # it was given back just now
                 hold, in_image = known.image.hold(), known.image.file_bytes

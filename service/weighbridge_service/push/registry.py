@@ -15,8 +15,7 @@ from typing import TypeAlias
 from weighbridge._core.resources import VersionState
 from weighbridge._core.text.waits import REMIND_SECONDS
 from weighbridge.errors import VersionFailed
-from weighbridge_service.catalog.catalog import Catalog
-from weighbridge_service.catalog.snapshots import VersionSnapshot
+from weighbridge_service.catalog.snapshots import Snapshots, VersionSnapshot
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.phases import FINAL, Phase
@@ -42,12 +41,12 @@ class Registry:
     """The pushes that there are, and their `Surroundings`. Thread-safe.
 
     Args:
-        catalog: is shown what becomes of them.
+        snapshots: are told what becomes of them.
         news: is set when other replicas are to be told of one.
     """
 
-    def __init__(self, catalog: Catalog, news: threading.Event) -> None:
-        self._catalog = catalog
+    def __init__(self, snapshots: Snapshots, news: threading.Event) -> None:
+        self._snapshots = snapshots
         self._news = news
         self._lock = threading.Lock()
         self._sessions: dict[ModelName, dict[int, PushSession]] = {}
@@ -59,7 +58,7 @@ class Registry:
     def add(self, session: PushSession) -> None:
         """Enter a session that was just made, and begin it."""
         name = session.model.name
-        self._catalog.show(name, session.snapshot)  # first: from then on, the session shows itself
+        self._snapshots.show(name, session.snapshot)  # first: from then on, the session shows itself
         with self._lock:
             self._sessions.setdefault(name, {})[session.number] = session
             self._by_request[name, session.request_id] = session.number
@@ -121,7 +120,7 @@ class Registry:
         """See `Surroundings`."""
         name = session.model.name
         if self.get(name, session.number) is session:
-            self._catalog.show(name, snapshot, changed=changed)
+            self._snapshots.show(name, snapshot, changed=changed)
 
     def supersede(self, session: PushSession) -> None:
         """See `Surroundings`."""
@@ -159,7 +158,7 @@ class Registry:
                 self._forget_request(name, session.request_id, number)
             elif there is not None or not self._forget_ended(((name, number),)):
                 return
-        self._catalog.forget(name, number)
+        self._snapshots.forget(name, number)
 
     def forget_deleted_model(self, name: ModelName, below: int) -> None:
         """Versions below a number are of a model that was deleted: let go of their images, and forget them."""
@@ -172,7 +171,7 @@ class Registry:
             ended = [(name, number) for number in self._ended.get(name, {}) if number < below]
             forgotten = self._forget_ended(ended)
         for _, number in forgotten:
-            self._catalog.forget(name, number)
+            self._snapshots.forget(name, number)
 
     # --- what is kept
 
@@ -187,7 +186,7 @@ class Registry:
             oldest = list(self._ended_in_order)[:too_many] if too_many > 0 else []
             forgotten = self._forget_ended(oldest)
         for name, number in forgotten:
-            self._catalog.forget(name, number)
+            self._snapshots.forget(name, number)
         idle = sorted(filter(_is_idle, sessions), key=lambda session: session.image_used_at)
         for session in idle[:-_KEPT_IMAGES]:
             session.post(on.Idle())
@@ -205,7 +204,7 @@ class Registry:
             self._ended_in_order[name, number] = None
             forgotten = self._forget_ended([(name, each) for each in list(of_model)[:-_KEPT_ENDED]])
         for _, each in forgotten:
-            self._catalog.forget(name, each)
+            self._snapshots.forget(name, each)
 
     def _remove(self, session: PushSession) -> None:
         of_model = self._sessions[session.model.name]

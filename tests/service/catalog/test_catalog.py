@@ -12,7 +12,7 @@ from tests.support.images import acquire
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import Unavailable
 from weighbridge_service.catalog.catalog import Catalog
-from weighbridge_service.catalog.snapshots import VersionSnapshot
+from weighbridge_service.catalog.snapshots import Snapshots, VersionSnapshot
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head_changes import register
 from weighbridge_storage.memory.image_pool import ImagePool
@@ -31,18 +31,19 @@ def catalog(store: CountingStore) -> Catalog:
 
 
 def test_a_version_that_fails_while_live_is_looked_up_is_not_named_by_it(store: CountingStore) -> None:
-    class Failing(Catalog):
+    class Failing(Snapshots):
         """A version fails right after somebody has seen that it is ready."""
 
-        def snapshots(self, name: ModelName) -> dict[int, VersionSnapshot]:
-            found = super().snapshots(name)
+        def of_model(self, name: ModelName) -> dict[int, VersionSnapshot]:
+            found = super().of_model(name)
             self.show(name, snapshot(2, VersionState.FAILED), changed=False)
             return found
 
-    catalog = Failing(store)
+    catalog = Catalog(store)
+    catalog.snapshots = Failing(catalog.changes)
     catalog.heads.update(SMOL, lambda head: (register(head, "f", {}), None), create=True)
     publish_one(catalog)
-    catalog.show(SMOL, snapshot(2, VersionState.READY))
+    catalog.snapshots.show(SMOL, snapshot(2, VersionState.READY))
     assert catalog.resolve(SMOL, "live").number == 2
     assert catalog.resolve(SMOL, "live").number == 1
 
@@ -50,7 +51,7 @@ def test_a_version_that_fails_while_live_is_looked_up_is_not_named_by_it(store: 
 def test_live_does_not_go_back_when_the_store_is_away(catalog: Catalog, store: CountingStore) -> None:
     image = acquire(ImagePool(1 << 20), {"a": 1})
     mine = publish_one(catalog)
-    catalog.show(SMOL, snapshot(mine, VersionState.DURABLE, image=image))
+    catalog.snapshots.show(SMOL, snapshot(mine, VersionState.DURABLE, image=image))
     store.away = True
     assert catalog.resolve(SMOL, "live").number == mine
     store.away = False
@@ -66,5 +67,5 @@ def test_a_version_in_history_is_durable_also_before_its_session_hears_that(cata
     number = publish_one(catalog)
     expected = catalog.resolve(SMOL, "latest")
     assert expected.state is VersionState.DURABLE
-    catalog.show(SMOL, snapshot(number, VersionState.VERIFIED, ready_time_ms=5, verified_time_ms=6))
+    catalog.snapshots.show(SMOL, snapshot(number, VersionState.VERIFIED, ready_time_ms=5, verified_time_ms=6))
     assert catalog.resolve(SMOL, "latest") == expected

@@ -95,7 +95,7 @@ def test_no_replica_knows_a_deleted_model_s_versions_for_those_of_its_successor(
     holder, other = replicas
     push(holder, narrow)
     name = ModelName.parse(MODEL)
-    assert holder.service.catalog.snapshot(name, 1) is not None
+    assert holder.service.catalog.snapshots.get(name, 1) is not None
     other.service.collecting.delete_model(MODEL)
     with TrainerClient(other.address) as trainer:
         trainer.register_model(MODEL, wide.folder)

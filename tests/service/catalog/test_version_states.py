@@ -184,15 +184,15 @@ def test_a_version_that_the_store_refuses_is_named_by_the_health_check_and_becom
     catalog = running.service.catalog
     with store_refuses(running):
         number = raw.push_whole(MODEL, source.arrays)
-        eventually(lambda: catalog.not_durable)
+        eventually(lambda: catalog.snapshots.not_durable)
         with pytest.raises(DeadlineExceeded, match="the store is away"):
             trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=1)
-        found = check_durable(catalog.not_durable)
+        found = check_durable(catalog.snapshots.not_durable)
         assert found.status is CheckStatus.WARN
         assert f"{MODEL}@{number}" in found.what
         assert "the store is away" in found.what
     trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=60)
-    assert check_durable(catalog.not_durable).status is CheckStatus.OK
+    assert check_durable(catalog.snapshots.not_durable).status is CheckStatus.OK
 
 
 def test_an_operator_may_give_up_a_version_that_the_store_refuses_and_it_stays_live(
@@ -200,9 +200,9 @@ def test_an_operator_may_give_up_a_version_that_the_store_refuses_and_it_stays_l
 ) -> None:
     with store_refuses(running):
         number = raw.push_whole(MODEL, source.arrays)
-        eventually(lambda: running.service.catalog.not_durable)
+        eventually(lambda: running.service.catalog.snapshots.not_durable)
         assert trainer.abort(MODEL, number, "not wanted").state.visible
-        assert not running.service.catalog.not_durable, "it is not tried again"
+        assert not running.service.catalog.snapshots.not_durable, "it is not tried again"
         with pytest.raises(VersionFailed, match="not wanted"):
             trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
     with EngineClient(running.address) as engine:
@@ -227,11 +227,13 @@ def test_versions_that_the_store_refuses_leave_their_memory_to_newer_ones(
         with store_refuses(running):
             first = raw.push_whole(MODEL, source.arrays)
             second = raw.push_whole(MODEL, source.arrays)
-            eventually(lambda: len(running.service.catalog.not_durable) == 2)
+            eventually(lambda: len(running.service.catalog.snapshots.not_durable) == 2)
             third = raw.push_whole(MODEL, source.arrays)
             with pytest.raises(VersionFailed, match="its memory was needed for a newer version"):
                 trainer.wait_for(MODEL, first, VersionState.DURABLE, timeout=20)
-            assert [v.number for v in running.service.catalog.not_durable if v.number < third] == [second]
+            assert [v.number for v in running.service.catalog.snapshots.not_durable if v.number < third] == [
+                second
+            ]
             assert_equal(engine, MODEL, "live", source.arrays)
         for number in (second, third):
             trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=60)

@@ -92,7 +92,7 @@ def test_a_durable_version_is_told_alike_at_each_replica_and_after_a_restart(
         ]
         number = push_all(clients, source.arrays, rows_layout, 2, "r/1")
         trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=30)
-        eventually(lambda: not any(each.service.catalog.unfinished for each in running))
+        eventually(lambda: not any(each.service.catalog.snapshots.unfinished for each in running))
         first = told(running[0], number)
         assert [told(each, number) for each in running[1:]] == [first, first]
         if spread:

@@ -265,7 +265,7 @@ def test_a_replica_that_ends_during_the_handover_is_named(
         stopped.set()
         # it had not been heard of any more when the other one gave it up, and takes nothing
         eventually(lambda: not dying.service.images.holdings())
-        assert dying.service.catalog.snapshot(NAME, number) is None
+        assert dying.service.catalog.snapshots.get(NAME, number) is None
 
 
 def test_a_version_that_was_given_up_before_is_handed_over_and_stays_live(
@@ -275,9 +275,9 @@ def test_a_version_that_was_given_up_before_is_handed_over_and_stays_live(
         HeldStore(tmp_path / "store", source, [1])
         number = push(leaving.address, source.arrays)
         with TrainerClient(leaving.address) as trainer:
-            eventually(lambda: leaving.service.catalog.not_durable)
+            eventually(lambda: leaving.service.catalog.snapshots.not_durable)
             trainer.abort(MODEL, number, "not wanted")
-        eventually(lambda: leaving.service.catalog.snapshot(NAME, number).abandoned)  # type: ignore[union-attr]
+        eventually(lambda: leaving.service.catalog.snapshots.get(NAME, number).abandoned)  # type: ignore[union-attr]
         assert leaving.service.intake.drain(4.0)
         eventually(lambda: live(staying) == number)
         with EngineClient(staying.address) as engine:

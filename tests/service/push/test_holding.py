@@ -175,7 +175,7 @@ def test_versions_that_are_held_one_after_another_take_no_more_memory_and_keep_t
         for number in (2, 3, 4):
             raw.push_whole(MODEL, bad, nonfinite=1)
             engine.wait_for(MODEL, number, VersionState.DURABLE)
-        snapshots = service.service.catalog.snapshots(ModelName.parse(MODEL))
+        snapshots = service.service.catalog.snapshots.of_model(ModelName.parse(MODEL))
         assert [number for number, each in snapshots.items() if each.readable] == [1, 4]
         assert engine.refs(MODEL) == {"live": 1, "latest": 1}
         assert_equal(engine, MODEL, 2, bad)

@@ -71,7 +71,7 @@ def client(running: RunningService) -> Iterator[RawClient]:
 
 
 def finished(running: RunningService) -> None:
-    eventually(lambda: not running.service.catalog.unfinished)
+    eventually(lambda: not running.service.catalog.snapshots.unfinished)
 
 
 # --- what they hold
@@ -105,7 +105,7 @@ def test_ended_versions_are_remembered_up_to_a_number(
         number = client.open(MODEL, step=step)
         running.service.intake.abort_version(MODEL, number, "no", 10.0).result()
     # the oldest go when another one is opened
-    assert sorted(running.service.catalog.snapshots(ModelName.parse(MODEL))) == [5, 6, 7, 8]
+    assert sorted(running.service.catalog.snapshots.of_model(ModelName.parse(MODEL))) == [5, 6, 7, 8]
 
 
 def live_objects(*kinds: type) -> Counter[type]:
@@ -148,7 +148,7 @@ def test_the_images_that_were_read_last_are_kept(
     running: RunningService, client: RawClient, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def in_memory() -> list[str]:
-        known = running.service.catalog.snapshot
+        known = running.service.catalog.snapshots.get
         return [name for name in names if (v := known(ModelName.parse(name), 1)) is not None and v.image]
 
     monkeypatch.setattr(registry, "_KEPT_IMAGES", 3)
@@ -465,6 +465,8 @@ def test_a_service_that_loses_a_visible_version_when_it_ends_says_so(
 
     monkeypatch.setattr(Publisher, "publish", away)
     number = client.push_whole(MODEL, tiny.arrays)
-    eventually(lambda: [version.number for version in running.service.catalog.not_durable] == [number])
+    eventually(
+        lambda: [version.number for version in running.service.catalog.snapshots.not_durable] == [number]
+    )
     assert not running.service.drain()
     assert "is lost: not durable: the store is away" in caplog.text

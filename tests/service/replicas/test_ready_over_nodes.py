@@ -121,7 +121,7 @@ def test_a_version_is_pulled_from_its_owners_before_it_is_durable(
                 assert_equal(engine, MODEL, ref, arrays)
         read = [each.service.peer_files.bytes_read for each in running]
         assert all(read)
-        sizes = [each.service.catalog.snapshot(NAME, number).image.sizes for each in running]  # type: ignore[union-attr]
+        sizes = [each.service.catalog.snapshots.get(NAME, number).image.sizes for each in running]  # type: ignore[union-attr]
         assert not sizes[0].keys() & sizes[1].keys()
         assert read == [sum(sizes[1].values()), sum(sizes[0].values())], "each block crosses once"
         assert engines[0].version(MODEL, number).state is VersionState.READY

@@ -235,8 +235,8 @@ def test_each_replica_holds_only_the_files_that_it_writes(tmp_path: Path, source
         files: list[set[str]] = []
         for each in running:
             catalog = each.service.catalog
-            eventually(lambda: (known := catalog.snapshot(NAME, number)) and known.image)  # noqa: B023
-            known = catalog.snapshot(NAME, number)
+            eventually(lambda: (known := catalog.snapshots.get(NAME, number)) and known.image)  # noqa: B023
+            known = catalog.snapshots.get(NAME, number)
             assert known is not None
             assert known.image is not None
             files.append(set(known.image.sizes))
@@ -475,11 +475,12 @@ def test_a_replica_that_only_opened_a_version_does_not_end_it(
         layout = rows_layout(arrays, 0, 1)
         stream = stream_of(arrays, layout, raw.declare(MODEL, number, layout))
         catalog = running[0].service.catalog
-        assert catalog.snapshot(NAME, number) is not None
+        assert catalog.snapshots.get(NAME, number) is not None
         for piece in cut(stream, len(stream) // 8):
             raw.push(MODEL, number, [piece])
             time.sleep(0.6)
-        eventually(lambda: catalog.snapshot(NAME, number) is None)  # it leaves the version to the other one
+        # it leaves the version to the other one
+        eventually(lambda: catalog.snapshots.get(NAME, number) is None)
         raw.seal(MODEL, number)
         with EngineClient(running[0].address) as engine:
             engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)

@@ -116,7 +116,7 @@ def test_the_share_goes_to_a_replica_that_takes_no_part_if_the_others_have_no_me
     with replicas(tmp_path, source, 3, memory_budget=whole, spill_budget=0) as (leaving, third, full):
         held = HeldStore(tmp_path / "store", source, [1])
         number = push([leaving.address, full.address], source)
-        assert third.service.catalog.snapshot(NAME, number) is None
+        assert third.service.catalog.snapshots.get(NAME, number) is None
         assert leaving.service.intake.drain(20.0)
         end(leaving)
         assert files_held(third, number).isdisjoint(files_held(full, number))

@@ -113,11 +113,13 @@ def _is_overdue(catalog: Catalog, name: ModelName, head: Head, version: str) -> 
     """Whether a version is being received by nobody any more: the process that received it has ended without a word."""
     number = number_in(version)
     entry = None if number is None else head.open.get(number)
-    return entry is not None and entry.until_ms < unix_ms() and catalog.snapshot(name, entry.number) is None
+    return (
+        entry is not None and entry.until_ms < unix_ms() and catalog.snapshots.get(name, entry.number) is None
+    )
 
 
 def _found(catalog: Catalog, name: ModelName, version: Version) -> Found:
-    known = catalog.snapshot(name, version.number)
+    known = catalog.snapshots.get(name, version.number)
     return Found(version, known is not None and known.abandoned)
 
 

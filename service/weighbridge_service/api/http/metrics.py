@@ -55,17 +55,17 @@ class Metrics(Collector):
             "weighbridge_versions", "Versions this process knows of.", labels=["state"]
         )
         for state in VersionState:
-            versions.add_metric([state.value], service.catalog.count(state))
+            versions.add_metric([state.value], service.catalog.snapshots.count(state))
         yield versions
         yield GaugeMetricFamily(
             "weighbridge_versions_held",
             "Versions this process knows of that live and latest pass by until they are approved.",
-            value=service.catalog.held,
+            value=service.catalog.snapshots.held,
         )
         yield GaugeMetricFamily(
             "weighbridge_publications_running",
             "Versions being made durable.",
-            value=service.catalog.unfinished,
+            value=service.catalog.snapshots.unfinished,
         )
         collecting = service.collecting
         yield CounterMetricFamily(

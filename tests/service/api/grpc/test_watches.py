@@ -106,7 +106,7 @@ def test_a_watch_reads_the_store_only_for_what_can_move_its_ref(
     seen = bench.follow()
     eventually(lambda: seen == [1])
     receiving = snapshot(2, VersionState.RECEIVING, ranks=1024)
-    catalog.show(SMOL, receiving)
+    catalog.snapshots.show(SMOL, receiving)
     time.sleep(0.1)
 
     def ranks_seal() -> None:
@@ -217,7 +217,7 @@ def test_a_version_in_memory_is_told_of_without_a_look_at_the_head(
 ) -> None:
     image = acquire(ImagePool(1 << 20), {"a": 1})
     publish_one(catalog)
-    catalog.show(SMOL, snapshot(2, VersionState.RECEIVING))
+    catalog.snapshots.show(SMOL, snapshot(2, VersionState.RECEIVING))
     followed = bench.follow()
     eventually(lambda: followed == [1])
     waiting = bench.loop.begin(bench.watches.reached(str(SMOL), "2", VersionState.READY, 30.0))
@@ -247,7 +247,7 @@ def test_what_is_live_does_not_go_back_to_a_version_in_memory_when_an_old_readin
         late.start()
         eventually(lambda: store.hung > 0)
         elsewhere.heads.update(SMOL, lambda head: (replace(head, next_version=3), None))
-        catalog.show(SMOL, snapshot(2, VersionState.READY, image=image))
+        catalog.snapshots.show(SMOL, snapshot(2, VersionState.READY, image=image))
         eventually(lambda: seen == [1, 2])
         assert publish_one(elsewhere) == 3
         eventually(lambda: seen == [1, 2, 3])
@@ -261,7 +261,7 @@ def test_what_is_live_does_not_go_back_to_a_version_in_memory_when_an_old_readin
 def test_what_is_durable_is_not_told_from_memory(catalog: Catalog, bench: Bench) -> None:
     image = acquire(ImagePool(1 << 20), {"a": 1})
     number = publish_one(catalog)
-    catalog.show(SMOL, snapshot(number, VersionState.DURABLE, image=image))
+    catalog.snapshots.show(SMOL, snapshot(number, VersionState.DURABLE, image=image))
     publish_one(catalog)
     catalog.heads.edit(SMOL, lambda history: (delete_versions(history, [number], 1), None))
     catalog.heads.edit(SMOL, lambda history: (forget_versions(history, [number]), None))
@@ -270,12 +270,12 @@ def test_what_is_durable_is_not_told_from_memory(catalog: Catalog, bench: Bench)
 
 
 def test_waits_end_with_what_has_become_of_the_version(catalog: Catalog, bench: Bench) -> None:
-    catalog.show(SMOL, snapshot(1, VersionState.RECEIVING))
+    catalog.snapshots.show(SMOL, snapshot(1, VersionState.RECEIVING))
     failed = snapshot(1, VersionState.FAILED, error="a rank has gone")
-    threading.Timer(0.2, lambda: catalog.show(SMOL, failed)).start()
+    threading.Timer(0.2, lambda: catalog.snapshots.show(SMOL, failed)).start()
     with pytest.raises(VersionFailed, match="a rank has gone"):
         bench.reached("1", VersionState.READY)
-    catalog.show(SMOL, snapshot(2, VersionState.READY))
+    catalog.snapshots.show(SMOL, snapshot(2, VersionState.READY))
     assert bench.reached("2", VersionState.READY).number == 2
     with pytest.raises(DeadlineExceeded, match="acme/smol@2"):
         bench.reached("2", VersionState.DURABLE, 0.2)
@@ -300,8 +300,8 @@ def test_a_wait_for_a_version_whose_service_was_killed_ends_when_its_lease_does(
 def test_a_version_that_can_have_no_such_number_disturbs_nobody_elses_wait(
     catalog: Catalog, bench: Bench
 ) -> None:
-    catalog.show(SMOL, snapshot(1, VersionState.RECEIVING))
-    threading.Timer(0.5, lambda: catalog.show(SMOL, snapshot(1, VersionState.READY))).start()
+    catalog.snapshots.show(SMOL, snapshot(1, VersionState.RECEIVING))
+    threading.Timer(0.5, lambda: catalog.snapshots.show(SMOL, snapshot(1, VersionState.READY))).start()
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(bench.reached, "1", VersionState.READY)
         with pytest.raises(NotFound):
@@ -310,7 +310,7 @@ def test_a_version_that_can_have_no_such_number_disturbs_nobody_elses_wait(
 
 
 def test_waits_and_watches_end_with_the_service(catalog: Catalog, bench: Bench) -> None:
-    catalog.show(SMOL, snapshot(1, VersionState.RECEIVING))
+    catalog.snapshots.show(SMOL, snapshot(1, VersionState.RECEIVING))
 
     async def follow() -> list[int]:
         return [version.number async for version in bench.watches.follow(str(SMOL), "latest", 0)]
@@ -341,10 +341,10 @@ def test_a_watch_of_a_model_that_is_not_registered_is_refused(bench: Bench) -> N
 
 
 def test_a_wait_that_ends_well_while_the_service_stops_is_told_so(catalog: Catalog, bench: Bench) -> None:
-    catalog.show(SMOL, snapshot(1, VersionState.RECEIVING))
+    catalog.snapshots.show(SMOL, snapshot(1, VersionState.RECEIVING))
 
     def end() -> None:
-        catalog.show(SMOL, snapshot(1, VersionState.READY), changed=False)
+        catalog.snapshots.show(SMOL, snapshot(1, VersionState.READY), changed=False)
         catalog.stopping.set()
         catalog.changes.notify()
 
