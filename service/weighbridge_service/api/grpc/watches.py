@@ -11,14 +11,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from weighbridge._core.resources import REF_LIVE, Version, VersionState
+from weighbridge._core.resources import Version, VersionState
 from weighbridge.errors import (
     DeadlineExceeded,
     NotFound,
@@ -30,10 +30,8 @@ from weighbridge.errors import (
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.catalog.catalog import AWAY, Catalog
-from weighbridge_service.catalog.head_versions import number_in
-from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_service.catalog.questions import Answer, Found, Question, differs, from_memory, look
 from weighbridge_storage.documents.names import RESERVED_REFS, ModelName, check_ref_name
-from weighbridge_storage.head.head import Head
 
 log = logging.getLogger(__name__)
 
@@ -47,102 +45,6 @@ _POLLERS = Peer("pollers")
 """For whom looks take a thread: one peer among others."""
 _PASSING = (*AWAY, ResourceExhausted)
 """Errors of a look that tell nothing of what was asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What somebody waits for.
-
-    Attributes:
-        version: a number or a ref.
-        invisible: whether it may be a version that is being received or has failed.
-    """
-
-    version: str
-    invisible: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A version as it stands.
-
-    Attributes:
-        version: the version.
-        abandoned: whether it is visible and will not become durable.
-    """
-
-    version: Version
-    abandoned: bool
-
-
-Answer: TypeAlias = Found | WeighbridgeError
-
-
-def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> dict[Question, Answer]:
-    """The answers to questions about one model, from one reading of its head; from memory while the store is away.
-
-    Raises:
-        WeighbridgeError: the model is not registered, or its head cannot be read.
-    """
-    try:
-        history = catalog.history(name)
-    except AWAY as error:
-        there = {question: catalog.in_memory(name, question.version) for question in questions}
-        return {
-            question: error if version is None else _found(catalog, name, version)
-            for question, version in there.items()
-        }
-    if any(
-        question.invisible and _is_overdue(catalog, name, history.head, question.version)
-        for question in questions
-    ):
-        # whoever waits for it would wait until somebody else comes by
-        with suppress(WeighbridgeError):  # this process may not be allowed to, or the store is away
-            history = catalog.give_up_abandoned(name)
-    answers: dict[Question, Answer] = {}
-    for question in questions:
-        try:
-            version = catalog.resolve(name, question.version, history, invisible=question.invisible)
-            answers[question] = _found(catalog, name, version)
-        except WeighbridgeError as error:
-            answers[question] = error
-    return answers
-
-
-def _is_overdue(catalog: Catalog, name: ModelName, head: Head, version: str) -> bool:
-    """Whether a version is being received by nobody any more: the process that received it has ended without a word."""
-    number = number_in(version)
-    entry = None if number is None else head.open.get(number)
-    return (
-        entry is not None and entry.until_ms < unix_ms() and catalog.snapshots.get(name, entry.number) is None
-    )
-
-
-def _found(catalog: Catalog, name: ModelName, version: Version) -> Found:
-    known = catalog.snapshots.get(name, version.number)
-    return Found(version, known is not None and known.abandoned)
-
-
-def from_memory(catalog: Catalog, name: ModelName, question: Question) -> Found | None:
-    """A version that this process can tell of without its model's head: visible, not durable yet, asked for by its number or as ``live``.
-
-    What is durable may have been deleted since; and what is ``live`` is not known here of a model whose head nobody remembers.
-    """
-    if question.version == REF_LIVE and catalog.heads.last_read(name) is None:
-        return None
-    version = catalog.in_memory(name, question.version)
-    return None if version is None or version.state.stored else _found(catalog, name, version)
-
-
-def differs(before: Answer | None, after: Answer) -> bool:
-    """Whether an answer says something else than the one before to anybody who waits: not how many bytes have come."""
-    if isinstance(before, Found) and isinstance(after, Found):
-        return (before.version.number, before.version.state, before.abandoned) != (
-            after.version.number,
-            after.version.state,
-            after.abandoned,
-        )
-    return type(before) is not type(after)
 
 
 @dataclass(eq=False, slots=True)
