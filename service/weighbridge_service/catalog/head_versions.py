@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, Version, VersionState
 from weighbridge.errors import NotFound
-from weighbridge_service.catalog.holding import with_approval
+from weighbridge_service.catalog.holding import approved, with_approval
 from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
 from weighbridge_storage.documents.names import ModelName
@@ -83,8 +83,7 @@ def invisible_version(name: ModelName, head: Head, number: int) -> Version | Non
 
 def version_of_entry(name: ModelName, head: Head, entry: VersionEntry) -> Version:
     """A version that is part of history, or was: as every replica shows it, whoever has received it."""
-    approval = entry.approval
-    return Version(
+    version = Version(
         model=str(name),
         number=entry.number,
         state=VersionState.RETIRED if entry.retired else VersionState.DURABLE,
@@ -101,12 +100,9 @@ def version_of_entry(name: ModelName, head: Head, entry: VersionEntry) -> Versio
         durable_time_ms=entry.durable_ms,
         error=_RETIRED if entry.retired else "",
         held=entry.held,
-        approved_reasons=() if approval is None else approval.reasons,
-        approved_by="" if approval is None else approval.by,
-        approved_time_ms=0 if approval is None else approval.approved_ms,
-        approved_note="" if approval is None else approval.note,
         metadata=entry.metadata,
     )
+    return version if entry.approval is None else approved(version, entry.approval)
 
 
 def _tensor_bytes(head: Head) -> int:

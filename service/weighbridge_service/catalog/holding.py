@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from weighbridge._core.resources import HELD_NONFINITE, Version
-from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
+from weighbridge_storage.documents.entries import Approval, OpenEntry, VersionEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,14 @@ def with_approval(version: Version, entry: OpenEntry | None) -> Version:
     approval = None if entry is None else entry.approval
     if approval is None:
         return version
+    held = tuple(reason for reason in version.held if reason not in approval.reasons)
+    return approved(replace(version, held=held), approval)
+
+
+def approved(version: Version, approval: Approval) -> Version:
+    """A version with what was said for it."""
     return replace(
         version,
-        held=tuple(reason for reason in version.held if reason not in approval.reasons),
         approved_reasons=approval.reasons,
         approved_by=approval.by,
         approved_time_ms=approval.approved_ms,
