@@ -48,6 +48,7 @@ from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
 from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.pending import WaitingCalls, uncancelled
 from weighbridge_service.push.publisher import Publisher
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_service.push.timers import Timers
@@ -131,7 +132,7 @@ class PushSession:
         self._state = state
         self._events: deque[on.Event] = deque()
         self._draining = False
-        self._waiting: dict[Future[Any], Callable[[PushState], Any]] = {}
+        self._waiting: WaitingCalls[PushState] = WaitingCalls()
         self._shown = self._snapshot(state)
 
     @property
@@ -217,7 +218,7 @@ class PushSession:
         self._start_all((effect for effect in effects if not isinstance(effect, do.Awaited)), after)
         if after.phase in FINAL and (after.agreed is None or after.agreed.alone):
             self._runner.forget()  # other replicas may still ask for their part
-        self._give_answers()  # before threads begin that would compete with those who wait for them
+        self._waiting.give(after)  # before threads begin that would compete with those who wait for them
         self._start_all((effect for effect in effects if isinstance(effect, do.Awaited)), after)
         if after.wake_at is not None:
             self._timers.wake(self, after.wake_at)
@@ -345,22 +346,20 @@ class PushSession:
         Returns:
             Cannot be cancelled; `leave` it when nobody waits any more.
         """
-        found: Future[T] = _future()
+        found: Future[T] = uncancelled()
         self._wait_for(found, answer, *events)
         return found
 
     def _wait_for(self, found: Future[T], answer: Callable[[PushState], T | None], *events: on.Event) -> None:
-        with self._lock:
-            self._waiting[found] = answer  # first: no state on the way to the last is missed
+        self._waiting.enter(found, answer)  # first: no state on the way to the last is missed
         self.post_all(events)
-        self._give_answers()
+        self._waiting.give(self._state)
         if self._pools.stopping:
             self.stop()
 
     def leave(self, found: Future[Any]) -> None:
         """Nobody waits for an answer any more."""
-        with self._lock:
-            self._waiting.pop(found, None)
+        self._waiting.leave(found)
 
     def ask(self, answer: Callable[[PushState], T | None], seconds: float, *events: on.Event) -> T | None:
         """As `asked`, but waits; None if there was no answer within ``seconds``. Raises what ``answer`` raises."""
@@ -371,29 +370,13 @@ class PushSession:
             self.leave(found)
             return None
 
-    def _give_answers(self) -> None:
-        state = self._state
-        with self._lock:
-            given = [(found, _try(answer, state)) for found, answer in self._waiting.items()]
-            answered = [(found, outcome) for found, outcome in given if outcome is not None]
-            for found, _ in answered:
-                del self._waiting[found]
-        for found, outcome in answered:  # without the lock: whoever waits may go on in this thread
-            if isinstance(outcome, WeighbridgeError):
-                found.set_exception(outcome)
-            else:
-                found.set_result(outcome)
-
     def forget(self) -> None:
         """Drop what leads back here: so all that it holds goes with the last reference to it."""
         self._runner.forget()
 
     def stop(self) -> None:
         """Nothing happens any more, and calls that wait are told so."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        for found in waiting:
-            found.set_exception(_shutting_down())
+        self._waiting.end(_shutting_down)
 
     # --- what ranks call
 
@@ -493,7 +476,7 @@ class PushSession:
         if whole is not None:
             return self.asked(sealed, on.SealAsked(rank, nonfinite))
         self._begun(state).check_whole(rank)
-        found: Future[bool] = _future()
+        found: Future[bool] = uncancelled()
 
         def go_on(whole: Future[bool]) -> None:
             if (error := whole.exception()) is not None:
@@ -570,20 +553,5 @@ def now() -> Moment:
     return Moment(time.monotonic(), unix_ms())
 
 
-def _future() -> Future[Any]:
-    """One that nobody cancels: whoever waits leaves instead."""
-    found: Future[Any] = Future()
-    found.set_running_or_notify_cancel()
-    return found
-
-
 def _shutting_down() -> Unavailable:
     return Unavailable("the service is shutting down", fix="try again when it is back")
-
-
-def _try(answer: Callable[[PushState], T | None], state: PushState) -> T | WeighbridgeError | None:
-    """The answer that a state gives, or what it raises; None if there is none yet."""
-    try:
-        return answer(state)
-    except WeighbridgeError as error:
-        return error
