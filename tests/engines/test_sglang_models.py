@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from tests.support.sglang_engines import Ranks, needs_sglang, ranks
 from weighbridge import TrainerClient
+from weighbridge_service.families import model_types
 
 pytestmark = [needs_sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -27,6 +30,21 @@ FAMILIES = {
     "llama-fp32": ("llama", False),
 }
 """In bfloat16, but for the last, which the engine casts."""
+_SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 96, "vocab_size": 256,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+_GROUPED = {**_SIZES, "num_key_value_heads": 4, "pad_token_id": 0}
+UNMAPPED: dict[str, dict[str, Any]] = {
+    "opt": {**_SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64},  # biases everywhere, the output layer tied
+    "olmo2": _GROUPED,  # norms of all queries and of all keys together
+    "phi3": _GROUPED,  # queries, keys and values in one tensor
+    "starcoder2": {**_GROUPED, "vocab_size": 254},  # padded by SGLang
+    # experts one by one, and stacked
+    "olmoe": {**_GROUPED, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
+    "granitemoe": {**_GROUPED, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+"""Model types that SGLang knows and that have no weight map: fields of their configs."""
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +58,15 @@ def folders(
     service: RunningService, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Path]]:
     """The files of versions 1 and 2 of each model, as transformers has written them."""
+    assert UNMAPPED.keys().isdisjoint(model_types())
+    configs: dict[str, PretrainedConfig] = {
+        name: tiny_config(family, tied=tied, vocab_size=256) for name, (family, tied) in FAMILIES.items()
+    }
+    configs |= {name: CONFIG_MAPPING[name](**fields) for name, fields in UNMAPPED.items()}
     found = {}
     with TrainerClient(service.address) as trainer:
-        for name, (family, tied) in FAMILIES.items():
+        for name, config in configs.items():
             dtype = torch.float32 if name.endswith("fp32") else torch.bfloat16
-            config = tiny_config(family, tied=tied, vocab_size=256)
             pair = (tmp_path_factory.mktemp(name), tmp_path_factory.mktemp(name))
             for seed, folder in enumerate(pair):
                 tiny_model(config, seed).to(dtype).save_pretrained(folder)
@@ -61,7 +83,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield started
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *UNMAPPED])
 def test_a_rank_holds_after_a_pull_what_its_own_loader_makes_of_all_files_and_brings_no_more(
     name: str, engine: Ranks, service: RunningService, folders: dict[str, tuple[Path, Path]]
 ) -> None:
