@@ -108,13 +108,8 @@ def live(service: KillableService, tp: int, log: Path) -> Iterator[Engine]:
                 *(Path(PYTHON).with_name("sglang"), "serve", "--port", str(port), "--tp-size", str(tp)),
                 *("--model-path", f"weighbridge://{service.address}/{MODEL}@1", "--served-model-name", MODEL),
                 *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
-                *(
-                    "--mem-fraction-static",
-                    "0.05",
-                    "--max-total-tokens",
-                    "2048",
-                    "--disable-overlap-schedule",
-                ),
+                # SGLang counts as its own what other processes take of the memory while it loads; the tokens bound what it takes itself
+                *("--mem-fraction-static", "0.5", "--max-total-tokens", "2048", "--disable-overlap-schedule"),
                 *("--skip-tokenizer-init", "--skip-server-warmup"),
             ],
             env={**os.environ, **ENVIRONMENT, "WEIGHBRIDGE_CACHE": str(log.parent)},
