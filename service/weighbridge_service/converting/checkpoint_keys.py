@@ -26,7 +26,7 @@ LayerSpec = Literal["te", "local"]
 
 MAX_CHUNK_BYTES = 64 << 20
 """Chunks are cut at this size: a rank that loads reads every chunk whole of which it needs a part."""
-_LAYER = re.compile(r"^((?:.*\.)?decoder\.layers\.)(\d+)\.(.+)$")
+_LAYER = re.compile(r"^((?:.*\.)?decoder\.(?:layers|deepstack_merger_list)\.)(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\.experts\.experts\.)(\d+)\.(.+)$")
 _ATTENTION = re.compile(r"^(.*\.self_attention)\.linear_proj\.weight$")
 _MLP_NORM = ".mlp.linear_fc1.layer_norm_weight"

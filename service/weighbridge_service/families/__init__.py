@@ -6,6 +6,7 @@ May import: `weighbridge.errors`; nothing of the service.
 - `family`: what a family has to say.
 - `rules`: rules that relate tensors of both sides.
 - `shapes`: shapes by a model's config.
+- `decoders`: rules of a decoder as most models have it.
 - `from_mbridge`: families that mbridge describes.
 - `dense`: llama, qwen2, qwen3.
 - `moe`: mixtral, qwen2_moe, qwen3_moe.
@@ -14,6 +15,7 @@ May import: `weighbridge.errors`; nothing of the service.
 - `mimo`: mimo.
 - `gemma3`: gemma3, gemma3_text.
 - `qwen2_5_vl`: qwen2_5_vl.
+- `qwen3_vl`: qwen3_vl, qwen3_vl_moe.
 - `llama4`: llama4, llama4_text.
 """
 
@@ -46,6 +48,8 @@ _BUILT_IN = {
     "gemma3": "gemma3:Gemma3",
     "gemma3_text": "gemma3:Gemma3Text",
     "qwen2_5_vl": "qwen2_5_vl:Qwen25VL",
+    "qwen3_vl": "qwen3_vl:Qwen3VL",
+    "qwen3_vl_moe": "qwen3_vl:Qwen3VLMoe",
     "llama4_text": "llama4:Llama4",
     "llama4": "llama4:Llama4",
 }

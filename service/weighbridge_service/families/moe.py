@@ -40,16 +40,23 @@ class Qwen3Moe(MBridgeFamily):
     further_names = _NAMES
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        if "num_experts" not in config and "num_local_experts" in config:
-            # as transformers 5 writes it, and transformers 4 does not read it
-            config = {**config, "num_experts": config["num_local_experts"]}
-        super().__init__(config)
+        super().__init__(with_num_experts(config))
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """The shapes that transformers knows, with a layer's router in front of its experts, where transformers 5 has it behind them."""
-        shapes: dict[str, Shape] = {}
-        for in_mlp, run in itertools.groupby(
-            super().hugging_face_shapes().items(), lambda item: ".mlp." in item[0]
-        ):
-            shapes |= sorted(run, key=lambda item: in_mlp and ".experts." in item[0])
-        return shapes
+        """The shapes that transformers knows, with a layer's router in front of its experts."""
+        return routers_first(super().hugging_face_shapes())
+
+
+def routers_first(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The same tensors with each layer's router in front of its experts, where transformers 5 has it behind them."""
+    found: dict[str, Shape] = {}
+    for in_mlp, run in itertools.groupby(shapes.items(), lambda item: ".mlp." in item[0]):
+        found |= sorted(run, key=lambda item: in_mlp and ".experts." in item[0])
+    return found
+
+
+def with_num_experts(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a language model's config with ``num_experts`` where transformers 5 writes ``num_local_experts``."""
+    if "num_experts" in fields or "num_local_experts" not in fields:
+        return fields
+    return {**fields, "num_experts": fields["num_local_experts"]}

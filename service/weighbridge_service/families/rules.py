@@ -154,3 +154,24 @@ class GroupedQKV:
         grouped = tensor.reshape(self.kv_heads, per_group + 2, head_dim, *rest)
         parts = (grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1])
         return [part.reshape(math.prod(part.shape) // math.prod(rest), *rest) for part in parts]
+
+
+@dataclass(frozen=True)
+class MergedQKV:
+    """One projection of query, key and value on both sides, of as many heads each: Megatron-core interleaves them by head.
+
+    Attributes:
+        heads: attention heads.
+    """
+
+    heads: int
+
+    def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
+        return shapes[0]
+
+    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The Hugging Face tensors, in the order in which the rule names them."""
+        import torch
+
+        return [torch.cat(list(GroupedQKV(self.heads, self.heads).split(tensor)))]

@@ -21,7 +21,7 @@ from weighbridge_service.families.rules import Shape
 from weighbridge_service.models.bridges import Bridge, MegatronTensor
 from weighbridge_service.plan.relations import Link, WeightMap
 
-_LAYERS = re.compile(r"^(.*\blayers\.)(?!\d)(.+)$")
+_LAYERS = re.compile(r"^(.*\b(?:layers|deepstack_merger_list)\.)(?!\d)(.+)$")
 _EXPERTS = re.compile(r"^(.*\.experts\.experts\.)(?!\d)(.+)$")
 _MOST_PADDING, _PADDING = 2, 1 << 20
 """Padding that is believed: the vocabulary may double, and a small one grow to a million rows."""

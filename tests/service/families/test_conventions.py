@@ -10,7 +10,8 @@ Megatron-core's own constructor. The conventions are:
 - of mbridge 0.15.1's models for Gemma 3 and Qwen2.5-VL: `language_model.` and `vision_model.`, the latter cut like the former
   and all of it on the first stage;
 - of Megatron-core's `GPTModel` for Llama 4's language model: fc1 and fc2 of an expert are transformers' matrices transposed.
-  The vision tower stays as transformers has it, on every rank of the first stage.
+  The vision tower stays as transformers has it, on every rank of the first stage;
+- of Megatron-Bridge for the families of `tests.support.published_families`.
 
 Nothing here is computed by Weighbridge or mbridge: query, key and value are interleaved by hand.
 """
@@ -19,95 +20,37 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from tests.support.held_tensors import (
+    DENSE,
+    EXPERTS,
+    TEXT,
+    VISION,
+    Grid,
+    Held,
+    Weights,
+    by_projection,
+    ends,
+    gate_up,
+    interleaved,
+    shards_of,
+)
+from tests.support.published_families import PUBLISHED
 from tests.support.reference import make_random
 from tests.support.services import FamilyService, family_service
 from weighbridge import EngineClient, TrainerClient
 
 pytestmark = pytest.mark.xdist_group("conventions")
-
-Cut = Literal["whole", "rows", "columns", "halves"]
-Weights = Mapping[str, Tensor]
-TEXT: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-}
-VISION = {"hidden_size": 32, "intermediate_size": 64}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A training job: how many ways it is cut. Ranks are numbered tensor first, then data, then pipeline."""
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    etp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
-
-
-@dataclass(frozen=True)
-class Held:
-    """A whole tensor as Megatron-core would hold it without any parallelism.
-
-    Attributes:
-        key: with `{}` in the place of the layer's number, if it is in a layer.
-        data: the tensor.
-        cut: how tensor parallelism cuts it; "halves" cuts the upper and the lower half of the rows each.
-        layer: which decoder layer (or block of the vision tower) it is in, and how many of these there are.
-        expert: which expert of its layer it is of, and how many there are.
-        stage: where it is, if that is not its layer's business.
-        stacked: whether its layers are under one key.
-        copy: whether it is a copy of the main replica that another stage has.
-    """
-
-    key: str
-    data: Tensor
-    cut: Cut = "whole"
-    layer: tuple[int, int] | None = None
-    expert: tuple[int, int] | None = None
-    stage: Literal["by layer", "first", "last"] = "by layer"
-    stacked: bool = True
-    copy: bool = False
-
-
-def interleaved(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
-    """For each key-value head its query heads, its key and its value; of weights or biases."""
-    found = []
-    for group in range(groups):
-        found += [tensor.chunk(groups)[group] for tensor in (q, k, v)]
-    return torch.cat(found)
-
-
-def by_projection(weights: Weights, prefix: str, kind: str, groups: int) -> Tensor:
-    q, k, v = (weights[f"{prefix}.{p}_proj.{kind}"] for p in "qkv")
-    return interleaved(q, k, v, groups)
-
-
-def gate_up(weights: Weights, prefix: str, kind: str = "weight") -> Tensor:
-    return torch.cat([weights[f"{prefix}.{p}_proj.{kind}"] for p in ("gate", "up")])
-
-
 # -- families ------------------------------------------------------------------------------------------------------------
 
 
@@ -301,83 +244,6 @@ def llama4_text(weights: Weights, prefix: str = "") -> Iterator[Held]:
             yield replace(common, key=f"{here}.{name}", data=data, cut=cut)
 
 
-def ends(
-    weights: Weights, embedding: str, norm: str, head: str, prefix: str = "language_model."
-) -> Iterator[Held]:
-    """The embedding, the last norm, and the output layer, which may be the embedding."""
-    name = f"{prefix}embedding.word_embeddings.weight"
-    yield Held(name, weights[embedding], "rows", stage="first")
-    yield Held(f"{prefix}decoder.final_layernorm.weight", weights[norm], stage="last")
-    if head in weights:
-        yield Held(f"{prefix}output_layer.weight", weights[head], "rows", stage="last")
-    else:
-        yield Held(name, weights[embedding], "rows", stage="last", copy=True)
-
-
-# -- what a rank holds ---------------------------------------------------------------------------------------------------
-
-
-def shards_of(held: Sequence[Held], grid: Grid, rank: int) -> dict[str, list[ShardedTensor]]:
-    """The sharded state dict of one rank: its parts of what it holds."""
-    stage, within = divmod(rank, grid.tp * grid.dp)
-    found: dict[str, list[ShardedTensor]] = {}
-    for item in held:
-        if item.copy and grid.pp == 1:
-            continue  # one stage has the embedding once
-        if stage != stage_of(item, grid):
-            continue
-        index, size, replica = within % grid.tp, grid.tp, within // grid.tp
-        if item.expert is not None:
-            index, size = within % grid.etp, grid.etp
-            replica = within // (grid.etp * grid.ep)
-            expert, experts = item.expert
-            if expert // (experts // grid.ep) != within // grid.etp % grid.ep:
-                continue
-        replica_id = (int(item.copy), index if item.cut == "whole" else 0, replica)
-        leading = []
-        if item.layer is not None and item.stacked:
-            leading.append(item.layer)
-        if item.expert is not None:
-            leading.append(item.expert)
-        number = "" if item.layer is None or item.stacked else str(item.layer[0])
-        key = item.key.replace("{}.", f"{number}." if number else "")
-        found.setdefault(key, [])
-        for axis, part, parts, data in parts_of(item, index, size):
-            found[key].append(
-                ShardedTensor.from_rank_offsets(
-                    key,
-                    data.clone(),
-                    *((a, i, n) for a, (i, n) in enumerate(leading)),
-                    (len(leading) + axis, part, parts),
-                    replica_id=replica_id,
-                    prepend_axis_num=len(leading),
-                )
-            )
-    return found
-
-
-def stage_of(item: Held, grid: Grid) -> int:
-    if item.stage == "by layer":
-        assert item.layer is not None
-        layer, layers = item.layer
-        return layer * grid.pp // layers
-    return 0 if item.stage == "first" else grid.pp - 1
-
-
-def parts_of(item: Held, index: int, size: int) -> Iterator[tuple[int, int, int, Tensor]]:
-    """Axis, which part along it of how many, and the part."""
-    match item.cut:
-        case "whole":
-            yield 0, 0, 1, item.data
-        case "rows":
-            yield 0, index, size, item.data.chunk(size, dim=0)[index]
-        case "columns":
-            yield 1, index, size, item.data.chunk(size, dim=1)[index]
-        case "halves":
-            for half in (index, size + index):
-                yield 0, half, 2 * size, item.data.chunk(2 * size, dim=0)[half]
-
-
 # -- tests ---------------------------------------------------------------------------------------------------------------
 
 
@@ -431,21 +297,22 @@ def saved(model: Any, folder: Path) -> Weights:
     """The weights of the folder that transformers writes."""
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
+    published = dict(weights)
     if any(name.startswith("vision_tower.embeddings.") for name in weights):
         # transformers 5 has not loaded this model, and so does not know the prefix that published files have
-        weights = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", n): t for n, t in weights.items()}
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return weights
+        published = {
+            re.sub(r"^vision_tower\.", "vision_tower.vision_model.", n): t for n, t in weights.items()
+        }
+    for name, tensor in weights.items():
+        if name.endswith(".experts.gate_up_proj") and tensor.shape[1] != TEXT["hidden_size"]:
+            # nor which way round these have the experts
+            down = name.replace("gate_up_proj", "down_proj")
+            published |= {n: weights[n].transpose(1, 2).contiguous() for n in (name, down)}
+    if published.keys() != weights.keys() or any(published[n] is not t for n, t in weights.items()):
+        save_file(published, folder / "model.safetensors", {"format": "pt"})
+    return published
 
 
-DENSE = [Grid(), Grid(tp=2), Grid(pp=2), Grid(tp=2, pp=2, dp=2)]
-EXPERTS = [
-    Grid(),
-    Grid(tp=2, etp=2),
-    Grid(pp=2, dp=2, ep=2),
-    Grid(tp=2, ep=2),
-    Grid(tp=2, pp=2, dp=2, ep=2, etp=2),
-]
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[Weights], Iterator[Held]], list[Grid]]] = {
     "gemma3": (lambda: gemma3_model(tied=True), gemma3, DENSE),
     "gemma3-untied": (lambda: gemma3_model(tied=False), gemma3, DENSE),
@@ -457,6 +324,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[Weights], Iterator[Held]], 
     "llama4_text-interleaved": (lambda: llama4_text_model(every=2), llama4_text, EXPERTS),
     "llama4": (lambda: llama4_model(every=1), llama4, EXPERTS),
     "llama4-interleaved": (lambda: llama4_model(every=2), llama4, EXPERTS),
+    **PUBLISHED,
 }
 
 

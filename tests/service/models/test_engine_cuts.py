@@ -22,6 +22,7 @@ from tests.service.models.engine_models import (
     same,
     weights_of,
 )
+from tests.support.published_families import PUBLISHED
 from tests.support.raw_clients import mapped_files
 from tests.support.reference import tiny_config
 from weighbridge import ExpertParallel, TensorParallel
@@ -116,6 +117,29 @@ def test_stacked_experts_are_spread_and_cut_between_gate_and_up(tmp_path: Path, 
             with safe_open(path, "pt") as file:
                 assert torch.equal(file.get_tensor(prefix + "gate_up_proj"), torch.cat([gate, up], dim=2))
                 assert torch.equal(file.get_tensor(prefix + "down_proj"), expected[-1])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_a_language_model_is_cut_beside_a_tower_that_comes_whole(family: str) -> None:
+    make, _, _ = PUBLISHED[family]
+    bridge = real_bridge(make().config)
+    state = {name: torch.randn(shape) for name, shape in bridge.hugging_face.items()}
+    source = Source(bridge, state)
+    cut = {name: whole for name, whole in state.items() if not name.startswith(("model.visual.", "lm_head."))}
+    stacked = {name for name in state if ".experts." in name}
+    assert len(stacked) == (8 if family.endswith("moe") else 0)
+    for rank in range(2):
+        found: dict[str, list[Tensor]] = {}
+        for name, part in source.slices(TensorParallel(2, rank)):
+            found.setdefault(name, []).append(part)
+        wanted = {name: [part] for name, part in by_hand(cut, 4, 2, rank).items()}
+        for name in stacked:
+            gate_and_up = state[name].chunk(2, dim=2) if name.endswith("gate_up_proj") else ()
+            halves = [half.chunk(2, dim=2)[rank] for half in gate_and_up]
+            wanted[name] = halves or [state[name].chunk(2, dim=1)[rank]]
+        for name, whole in state.items():
+            for one, other in zip(found[name], wanted.get(name, [whole]), strict=True):
+                assert torch.equal(one, other), name
 
 
 def test_stacked_experts_that_are_not_spread_are_cut_by_the_tensor_parallel_size() -> None:

@@ -1,0 +1,104 @@
+"""Rules of a decoder as most models have it, for families that are written down rule by rule.
+
+A rule applies where its Hugging Face tensors exist, so one list serves models with and without biases, norms of queries and keys,
+experts and shared experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weighbridge_service.families.rules import WHOLE, GroupedQKV, Halves, Rule, Transposed
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder, by where its tensors are and what its modules are called.
+
+    Attributes:
+        heads: attention heads and key-value heads.
+        ours: prefix of Megatron-core's names, such as ``language_model.``.
+        theirs: prefix of Hugging Face's, such as ``model.language_model.``.
+        output_layer: Hugging Face's name of the output layer.
+        mlp: Hugging Face's module of the MLP or the experts in a layer.
+        router: in that, the module that says which expert a token goes to.
+        shared: in that, the module of the shared experts.
+    """
+
+    heads: tuple[int, int]
+    ours: str = ""
+    theirs: str = "model."
+    output_layer: str = "lm_head.weight"
+    mlp: str = "mlp"
+    router: str = "gate"
+    shared: str = "shared_experts"
+
+    @property
+    def _here(self) -> str:
+        return f"{self.ours}decoder.layers.{{layer}}"
+
+    @property
+    def _there(self) -> str:
+        return f"{self.theirs}layers.{{layer}}"
+
+    def rules(self) -> Iterator[Rule]:
+        """All but the routed experts."""
+        here, there = self._here, self._there
+        attention, mlp = f"{there}.self_attn", f"{there}.{self.mlp}"
+        yield Rule(
+            f"{self.ours}embedding.word_embeddings.weight",
+            (f"{self.theirs}embed_tokens.weight",),
+            WHOLE,
+            vocabulary=True,
+        )
+        yield Rule(f"{self.ours}decoder.final_layernorm.weight", (f"{self.theirs}norm.weight",), WHOLE)
+        yield Rule(f"{self.ours}output_layer.weight", (self.output_layer,), WHOLE, vocabulary=True)
+        for kind in ("weight", "bias"):
+            projections = tuple(f"{attention}.{p}_proj.{kind}" for p in "qkv")
+            yield Rule(f"{here}.self_attention.linear_qkv.{kind}", projections, GroupedQKV(*self.heads))
+            yield Rule(f"{here}.self_attention.linear_proj.{kind}", (f"{attention}.o_proj.{kind}",), WHOLE)
+        for part in "qk":
+            yield Rule(
+                f"{here}.self_attention.{part}_layernorm.weight", (f"{attention}.{part}_norm.weight",), WHOLE
+            )
+        yield Rule(
+            f"{here}.self_attention.linear_qkv.layer_norm_weight", (f"{there}.input_layernorm.weight",), WHOLE
+        )
+        yield Rule(f"{here}.pre_mlp_layernorm.weight", (f"{there}.post_attention_layernorm.weight",), WHOLE)
+        yield from self._gated(f"{here}.mlp", mlp)
+        yield Rule(f"{here}.mlp.router.weight", (f"{mlp}.{self.router}.weight",), WHOLE)
+        yield from self._gated(f"{here}.mlp.shared_experts", f"{mlp}.{self.shared}")
+
+    def experts(self) -> Iterator[Rule]:
+        """The routed experts, where Hugging Face has tensors of each."""
+        yield from self._gated(
+            f"{self._here}.mlp.experts.experts.{{expert}}", f"{self._there}.{self.mlp}.experts.{{expert}}"
+        )
+
+    def stacked_experts(self) -> Iterator[Rule]:
+        """The routed experts, where Hugging Face stacks those of a layer, ``[experts, inputs, outputs]``."""
+        here, there = f"{self._here}.mlp.experts.experts.{{expert}}", f"{self._there}.{self.mlp}.experts"
+        yield Rule(
+            f"{here}.linear_fc1.weight", (f"{there}.gate_up_proj[{{expert}}]",), Transposed(), halves=True
+        )
+        yield Rule(f"{here}.linear_fc2.weight", (f"{there}.down_proj[{{expert}}]",), Transposed())
+
+    def parallel_plan(self) -> dict[str, str]:
+        """How engines cut attention and dense layers, where transformers' plan is silent; in its form."""
+        there = f"{self.theirs}layers.*"
+        modules = {f"{there}.self_attn.{p}_proj": "colwise" for p in "qkv"}
+        modules |= {f"{there}.{self.mlp}.{p}_proj": "colwise" for p in ("gate", "up")}
+        return {
+            **modules,
+            f"{there}.self_attn.o_proj": "rowwise",
+            f"{there}.{self.mlp}.down_proj": "rowwise",
+        }
+
+    @staticmethod
+    def _gated(ours: str, theirs: str) -> Iterator[Rule]:
+        """An MLP with a gate."""
+        for kind in ("weight", "bias"):
+            gate_and_up = f"{theirs}.gate_proj.{kind}", f"{theirs}.up_proj.{kind}"
+            yield Rule(f"{ours}.linear_fc1.{kind}", gate_and_up, Halves(), halves=True)
+            yield Rule(f"{ours}.linear_fc2.{kind}", (f"{theirs}.down_proj.{kind}",), WHOLE)

@@ -1,0 +1,185 @@
+"""Families whose models exist in Megatron-Bridge alone: what ranks hold of them, by its published conventions.
+
+Of Megatron-Bridge (``src/megatron/bridge/models``) this follows the names of modules and what becomes of each of Hugging Face's
+tensors; of megatron-core 0.16 the cuts. A model of transformers stands beside each family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.support.held_tensors import (
+    DENSE,
+    EXPERTS,
+    TEXT,
+    VISION,
+    Cut,
+    Grid,
+    Held,
+    Weights,
+    by_projection,
+    ends,
+    gate_up,
+    interleaved,
+)
+
+OfLayer = Mapping[str, tuple[Tensor, Cut]]
+NO_NUMBER = Held("", torch.empty(0))
+
+
+def attention(weights: Weights, there: str, groups: int = 4) -> dict[str, tuple[Tensor, Cut]]:
+    """Attention and the norm in front of it, with the biases and norms that there are."""
+    found: dict[str, tuple[Tensor, Cut]] = {
+        "self_attention.linear_qkv.weight": (
+            by_projection(weights, f"{there}.self_attn", "weight", groups),
+            "rows",
+        ),
+        "self_attention.linear_proj.weight": (weights[f"{there}.self_attn.o_proj.weight"], "columns"),
+        "self_attention.linear_qkv.layer_norm_weight": (weights[f"{there}.input_layernorm.weight"], "whole"),
+    }
+    if f"{there}.self_attn.q_proj.bias" in weights:
+        bias = by_projection(weights, f"{there}.self_attn", "bias", groups)
+        found["self_attention.linear_qkv.bias"] = bias, "rows"
+    if f"{there}.self_attn.o_proj.bias" in weights:
+        found["self_attention.linear_proj.bias"] = weights[f"{there}.self_attn.o_proj.bias"], "whole"
+    for part in "qk":
+        if f"{there}.self_attn.{part}_norm.weight" in weights:
+            norm = weights[f"{there}.self_attn.{part}_norm.weight"]
+            found[f"self_attention.{part}_layernorm.weight"] = norm, "whole"
+    return found
+
+
+def dense_mlp(weights: Weights, there: str) -> dict[str, tuple[Tensor, Cut]]:
+    """An MLP with a gate, and the norm in front of it."""
+    return {
+        "mlp.linear_fc1.layer_norm_weight": (weights[f"{there}.post_attention_layernorm.weight"], "whole"),
+        "mlp.linear_fc1.weight": (gate_up(weights, f"{there}.mlp"), "halves"),
+        "mlp.linear_fc2.weight": (weights[f"{there}.mlp.down_proj.weight"], "columns"),
+    }
+
+
+def under(prefix: str, of_layer: OfLayer, common: Held) -> Iterator[Held]:
+    for name, (data, cut) in of_layer.items():
+        yield replace(common, key=f"{prefix}{name}", data=data, cut=cut)
+
+
+# -- Qwen3-VL ------------------------------------------------------------------------------------------------------------
+
+
+def qwen3_vl(weights: Weights) -> Iterator[Held]:
+    """The dense one."""
+    there = "model.language_model"
+    yield from ends(weights, f"{there}.embed_tokens.weight", f"{there}.norm.weight", "lm_head.weight")
+    for layer in range(4):
+        of_layer = attention(weights, f"{there}.layers.{layer}") | dense_mlp(
+            weights, f"{there}.layers.{layer}"
+        )
+        yield from under("language_model.decoder.layers.{}.", of_layer, replace(NO_NUMBER, layer=(layer, 4)))
+    yield from qwen3_tower(weights)
+
+
+def qwen3_vl_moe(weights: Weights) -> Iterator[Held]:
+    """The mixture of experts; layers without experts make Megatron-core give each layer its own key."""
+    there = "model.language_model"
+    yield from ends(weights, f"{there}.embed_tokens.weight", f"{there}.norm.weight", "lm_head.weight")
+    routers = [f"{there}.layers.{layer}.mlp.gate.weight" for layer in range(4)]
+    for layer, router in enumerate(routers):
+        of_layer = f"{there}.layers.{layer}"
+        common = replace(NO_NUMBER, layer=(layer, 4), stacked=all(router in weights for router in routers))
+        here = "language_model.decoder.layers.{}."
+        if router not in weights:
+            yield from under(here, attention(weights, of_layer) | dense_mlp(weights, of_layer), common)
+            continue
+        moe: OfLayer = {
+            "pre_mlp_layernorm.weight": (weights[f"{of_layer}.post_attention_layernorm.weight"], "whole"),
+            "mlp.router.weight": (weights[router], "whole"),
+        }
+        yield from under(here, {**attention(weights, of_layer), **moe}, common)
+        stacks = [weights[f"{of_layer}.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj")]
+        for expert, (fc1, fc2) in enumerate(zip(*stacks, strict=True)):
+            matrices: OfLayer = {
+                "linear_fc1.weight": (fc1.t(), "halves"),
+                "linear_fc2.weight": (fc2.t(), "columns"),
+            }
+            one = replace(common, expert=(expert, len(stacks[0])))
+            yield from under(f"{here}mlp.experts.experts.", matrices, one)
+    yield from qwen3_tower(weights)
+
+
+def qwen3_tower(weights: Weights) -> Iterator[Held]:
+    first = replace(NO_NUMBER, stage="first")
+    here, there = "vision_model.", "model.visual."
+    parts = ("patch_embed.proj.weight", "patch_embed.proj.bias", "pos_embed.weight")
+    yield from under(here, {part: (weights[there + part], "whole") for part in parts}, first)
+    yield from under(f"{here}merger.", qwen3_merger(weights, f"{there}merger"), first)
+    for index in range(2):
+        merger = qwen3_merger(weights, f"{there}deepstack_merger_list.{index}")
+        yield from under(
+            f"{here}decoder.deepstack_merger_list.{{}}.", merger, replace(first, layer=(index, 2))
+        )
+    for block in range(3):
+        of_block: dict[str, tuple[Tensor, Cut]] = {}
+        in_block = f"{there}blocks.{block}"
+        for kind in ("weight", "bias"):
+            qkv = weights[f"{in_block}.attn.qkv.{kind}"].chunk(3)
+            weight = kind == "weight"
+            of_block |= {
+                f"self_attention.linear_qkv.{kind}": (interleaved(*qkv, 4), "rows"),
+                f"self_attention.linear_proj.{kind}": (
+                    weights[f"{in_block}.attn.proj.{kind}"],
+                    "columns" if weight else "whole",
+                ),
+                f"self_attention.linear_qkv.layer_norm_{kind}": (
+                    weights[f"{in_block}.norm1.{kind}"],
+                    "whole",
+                ),
+                f"mlp.linear_fc1.layer_norm_{kind}": (weights[f"{in_block}.norm2.{kind}"], "whole"),
+                f"mlp.linear_fc1.{kind}": (weights[f"{in_block}.mlp.linear_fc1.{kind}"], "rows"),
+                f"mlp.linear_fc2.{kind}": (
+                    weights[f"{in_block}.mlp.linear_fc2.{kind}"],
+                    "columns" if weight else "whole",
+                ),
+            }
+        yield from under(f"{here}decoder.layers.{{}}.", of_block, replace(first, layer=(block, 3)))
+
+
+def qwen3_merger(weights: Weights, there: str) -> OfLayer:
+    return {
+        "patch_norm.weight": (weights[f"{there}.norm.weight"], "whole"),
+        "patch_norm.bias": (weights[f"{there}.norm.bias"], "whole"),
+        "linear_fc1.weight": (weights[f"{there}.linear_fc1.weight"], "rows"),
+        "linear_fc1.bias": (weights[f"{there}.linear_fc1.bias"], "rows"),
+        "linear_fc2.weight": (weights[f"{there}.linear_fc2.weight"], "columns"),
+        "linear_fc2.bias": (weights[f"{there}.linear_fc2.bias"], "whole"),
+    }
+
+
+def qwen3_vl_model(kind: str, tied: bool = False, **text: Any) -> Any:
+    pictures = {"depth": 3, "num_heads": 4, "out_hidden_size": 64, "num_position_embeddings": 16}
+    vision = {**VISION, **pictures, "deepstack_visual_indexes": [0, 1]}
+    rope = {"rope_type": "default", "mrope_section": [4, 2, 2]}
+    fields = {**TEXT, "head_dim": 16, "tie_word_embeddings": tied, "rope_scaling": rope, **text}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=fields, vision_config=vision, tie_word_embeddings=tied
+    )
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+QWEN3_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+PUBLISHED: dict[str, tuple[Callable[[], Any], Callable[[Weights], Iterator[Held]], list[Grid]]] = {
+    "qwen3_vl": (lambda: qwen3_vl_model("Qwen3VL"), qwen3_vl, DENSE),
+    "qwen3_vl-tied": (lambda: qwen3_vl_model("Qwen3VL", tied=True), qwen3_vl, DENSE),
+    "qwen3_vl_moe": (lambda: qwen3_vl_model("Qwen3VLMoe", **QWEN3_EXPERTS), qwen3_vl_moe, EXPERTS),
+    "qwen3_vl_moe-sparse": (
+        lambda: qwen3_vl_model("Qwen3VLMoe", **QWEN3_EXPERTS, mlp_only_layers=[1]),
+        qwen3_vl_moe,
+        EXPERTS,
+    ),
+}
