@@ -5,7 +5,8 @@ command's module is imported when the command is named, and what does the work (
 comes at once.
 
 - `looking`: models, versions, refs, tags; verification.
-- `moving`: import, push, pull, restore, export.
+- `pushing`: import, push.
+- `pulling`: pull, restore, export.
 - `keeping`: retention, collection, memory ahead of a push.
 - `gating`: which versions are held, and approval.
 - `removing`: deletion of versions and models, pushes that are given up.
@@ -34,11 +35,11 @@ from weighbridge import __version__
 
 _MODULE_OF = {
     "serve": "serving",
-    "import": "moving",
-    "push": "moving",
-    "pull": "moving",
-    "restore": "moving",
-    "export": "moving",
+    "import": "pushing",
+    "push": "pushing",
+    "pull": "pulling",
+    "restore": "pulling",
+    "export": "pulling",
     "convert": "converting",
     "models": "looking",
     "versions": "looking",

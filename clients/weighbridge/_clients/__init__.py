@@ -4,6 +4,7 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 
 - `client`: models, versions, refs.
 - `trainer`: the client of a trainer rank.
+- `restorer`: its base, which restores.
 - `engine`: the client of an engine rank.
 - `connection`: control calls with retries and failover.
 - `transport`: what carries one client's weights.

@@ -1,36 +1,31 @@
-"""Client of a trainer rank: pushes the shards it holds, and restores shards of any version."""
+"""Client of a trainer rank: pushes the shards it holds; restores are its base's."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from weighbridge._clients import push_calls, restoring
-from weighbridge._clients.client import Client
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, say
 from weighbridge._clients.pushing import Pusher
+from weighbridge._clients.restorer import RestoringClient
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout, TensorSpec
-from weighbridge._core.megatron_rank import MegatronRank
-from weighbridge._core.references import Reference
-from weighbridge._core.resources import REF_LATEST, Model, Version
+from weighbridge._core.resources import Model
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.folder_weights import FolderWeights
-from weighbridge._formats.memory_forms import ModelTensors
 from weighbridge._formats.push_sources import OpenSource, ShardSource, StagingPool, TensorSource
-from weighbridge.errors import InvalidArgument, NotFound
+from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
 
 
-class TrainerClient(Client):
+class TrainerClient(RestoringClient):
     """The trainer's side of the service; one for each rank.
 
     Args:
@@ -52,7 +47,6 @@ class TrainerClient(Client):
         self.run = run
         self._staging = StagingPool()
         self._pusher = Pusher(self._connection)
-        self._tensors_of: dict[str, ModelTensors] = {}
 
     def register_model(
         self,
@@ -194,19 +188,6 @@ class TrainerClient(Client):
 
         return chosen
 
-    @contextmanager
-    def _tensors(self, model: str) -> Iterator[ModelTensors]:
-        """A model's tensors, which are asked for once; and again after a call that relied on them was refused."""
-        tensors = self._tensors_of.get(model)
-        if tensors is None:
-            tensors = ModelTensors(self._connection.run(push_calls.describe_tensors(model)).tensors)
-            self._tensors_of[model] = tensors
-        try:
-            yield tensors
-        except (InvalidArgument, NotFound):  # the model may have been deleted, and registered with others
-            self._tensors_of.pop(model, None)
-            raise
-
     def import_folder(
         self,
         model: str,
@@ -331,129 +312,3 @@ class TrainerClient(Client):
         """Wait until what was pushed has arrived or failed, then close the connection."""
         self._pusher.close()
         super().close()
-
-    def restore(self, model: str, sharded_state_dict: Any, *, version: str | int | None = None) -> Version:
-        """Fill a sharded state dict in place from any version, whatever parallelism it was pushed with.
-
-        Only this rank's bytes come over the wire.
-
-        Args:
-            model: ``namespace/name``.
-            sharded_state_dict: what Megatron-core's ``model.sharded_state_dict()`` returns.
-            version: a number or a ref; by default the latest.
-
-        Returns:
-            The version that was restored.
-
-        Raises:
-            NotFound: no such model or version.
-            LayoutError: shapes, dtypes or names contradict the model.
-        """
-        import torch
-
-        from weighbridge._formats.megatron_state import sharded_tensors
-
-        shards = sharded_tensors(sharded_state_dict)
-        with torch.no_grad():
-            steps = self.restore_layout(model, shards.layout, shards.tensors.__getitem__, version=version)
-            # a sharded state dict holds at least one shard
-            restored = [version for version, _ in steps][-1]
-            shards.finish_restore()
-        return restored
-
-    def restore_state_dict(
-        self, model: str, state_dict_or_module: Any, *, version: str | int | None = None
-    ) -> Version:
-        """Fill a torch model in place from any version, whatever parallelism it was pushed with.
-
-        Only this rank's bytes come over the wire. Tensors of another floating-point dtype than the model's are cast.
-
-        Args:
-            model: ``namespace/name``.
-            state_dict_or_module: as for `push_state_dict`. What it does not hold is not restored.
-            version: a number or a ref; by default the latest.
-
-        Returns:
-            The version that was restored.
-
-        Raises:
-            NotFound: no such model or version.
-            InvalidArgument: that is no state dict.
-            LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters are not merged; names each tensor.
-        """
-        import torch
-
-        from weighbridge._formats.torch_state import check_not_copied, torch_shards
-
-        meant = Reference.of(model, version, REF_LATEST)
-        with self._tensors(meant.model) as tensors, torch.no_grad():
-            held = torch_shards(state_dict_or_module, tensors, filled=True)
-            if isinstance(state_dict_or_module, torch.nn.Module):
-                check_not_copied(state_dict_or_module, held)
-            return self.restore_shards(meant.model, held.layout, held.tensors, version=meant.version)
-
-    def restore_shards(
-        self, model: str, layout: Layout, tensors: Sequence[torch.Tensor], *, version: str | int | None = None
-    ) -> Version:
-        """Fill the shards of any layout that has Hugging Face's names; what `restore_state_dict` does in the end.
-
-        Args:
-            model: ``namespace/name``.
-            layout: which shards.
-            tensors: one for each of them, of the extent of its box, on any device. One of another floating-point dtype is cast to.
-            version: a number or a ref; by default the latest.
-
-        Returns:
-            The version that was restored.
-
-        Raises:
-            NotFound: no such model, version or tensor.
-            InvalidArgument: the layout contradicts the model.
-        """
-        meant = Reference.of(model, version, REF_LATEST)
-        return restoring.hugging_face_shards(self._connection, meant.model, layout, tensors, meant.version)
-
-    def restore_layout(
-        self,
-        model: str,
-        layout: Layout,
-        tensor_for: Callable[[int], torch.Tensor],
-        *,
-        version: str | int | None = None,
-    ) -> Iterator[tuple[Version, int]]:
-        """Restore the shards of a layout in megatron-core's tensor space, one after the other.
-
-        Args:
-            model: ``namespace/name``.
-            layout: which shards, as a stream.
-            tensor_for: gives the tensor to fill for a placement, by index.
-            version: a number or a ref; by default the latest.
-
-        Yields:
-            The version, and the index of each placement that is complete.
-        """
-        return restoring.megatron_shards(self._connection, model, layout, tensor_for, version)
-
-    def describe_tensors(self, model: str, *, refresh: bool = False) -> Mapping[str, TensorSpec]:
-        """A model's tensors by name. They are asked for once, and again with ``refresh``: the name may stand for another model by now.
-
-        Raises:
-            NotFound: the model is not registered.
-        """
-        known = self._tensors_of.pop(model, None) if refresh else None
-        with self._tensors(model) as tensors:
-            if known == tensors:
-                self._tensors_of[model] = tensors = known  # with what was derived from them
-            return tensors
-
-    def describe_shards(self, model: str, rank: MegatronRank | None = None) -> Layout:
-        """The shards that a Megatron-core rank holds, by per-layer keys.
-
-        Args:
-            model: ``namespace/name``.
-            rank: which rank, of which sizes; by default the only one.
-
-        Raises:
-            InvalidArgument: the sizes do not divide the model.
-        """
-        return self._connection.run(push_calls.describe_shards(model, rank or MegatronRank()))

@@ -1,256 +1,30 @@
-"""Commands that move weights: import, push, pull, restore, export."""
+"""Commands that bring weights out of the service: pull, export, restore."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighbridge._cli.output import print_json, print_left_out, progress_bar
-from weighbridge._cli.parsing import key_values, model_at_version, size
+from weighbridge._cli.output import print_json, progress_bar
+from weighbridge._cli.parsing import model_at_version, size
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, needs_extra
 from weighbridge._core.megatron_rank import MegatronRank
-from weighbridge._core.metadata import Metadata
 from weighbridge._core.references import Reference
-from weighbridge._core.resources import why_held
 from weighbridge._core.text.sizes import readable_size
-from weighbridge.errors import InvalidArgument, WeighbridgeError
 
 if TYPE_CHECKING:
     from weighbridge._clients.engine import EngineClient
-    from weighbridge._clients.push_handle import PushHandle
-    from weighbridge._clients.push_options import PushOptions
     from weighbridge._clients.trainer import TrainerClient
     from weighbridge._core.layouts import Layout
     from weighbridge._core.resources import Version
     from weighbridge._core.slices import TensorParallel
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _SIZE = click.IntRange(min=1)
 _RANK = click.IntRange(min=0)
-
-
-def _push_options(function: F) -> F:
-    """Add what is said of a version that is pushed."""
-    for option in (
-        click.option(
-            "--metadata",
-            multiple=True,
-            metavar="KEY=VALUE",
-            callback=key_values,
-            help="Keep this with the version; can be given several times.",
-        ),
-        click.option(
-            "--candidate", is_flag=True, help="Hold the version: live and latest pass it by until approved."
-        ),
-        click.option(
-            "--allow-nonfinite",
-            is_flag=True,
-            help="Do not hold the version if elements of it are NaN or infinite.",
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-# -- into the service ----------------------------------------------------------------------------------------------------
-
-
-@click.command("import", cls=Command)
-@click.argument("folder", type=_FOLDER)
-@click.argument("model")
-@click.option(
-    "--config",
-    type=_FOLDER,
-    help="Hugging Face folder with the config.json, tokenizer and so on of a torch_dist FOLDER.  "
-    "[default: FOLDER/hf, or FOLDER itself]",
-)
-@click.option(
-    "--dtype",
-    help="The dtype that all weights must have, such as bf16.  [default: each tensor keeps the one it has]",
-)
-@click.option(
-    "--dequantize",
-    metavar="DTYPE",
-    help="Turn block-quantised fp8 weights into this dtype, such as bf16.  [default: keep them as they are]",
-)
-@click.option(
-    "--step", type=click.IntRange(min=0), default=0, show_default=True, help="Recorded with the version."
-)
-@click.option(
-    "--no-weight-map",
-    is_flag=True,
-    help="Register the model by its tensors alone, although there may be a weight map for its model type.",
-)
-@_push_options
-@client_options
-def import_command(
-    folder: Path,
-    model: str,
-    config: Path | None,
-    dtype: str | None,
-    dequantize: str | None,
-    step: int,
-    no_weight_map: bool,
-    allow_nonfinite: bool,
-    candidate: bool,
-    metadata: Metadata,
-    server: str,
-    as_json: bool,
-) -> None:
-    """Register a model and push its first weights.
-
-    FOLDER is a folder that save_pretrained() has written, or a torch_dist checkpoint of Megatron-core; its config.json,
-    tokenizer and so on become MODEL's. If MODEL is registered already, its files are replaced and the weights become a
-    further version.
-    """
-    options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
-    if (folder / ".metadata").exists():
-        if dequantize or no_weight_map:
-            option = "--dequantize" if dequantize else "--no-weight-map"
-            raise InvalidArgument(f"{option} is for Hugging Face folders: leave it out")
-        version = _import_checkpoint(folder, model, config, dtype, step, server, options)
-    else:
-        if config is not None:
-            raise InvalidArgument(
-                f"--config is for torch_dist checkpoints, and {folder} is none",
-                fix="leave it out: a Hugging Face folder has its own config.json",
-            )
-        # before anything is registered: a model keeps the dtypes that it was registered with
-        if dtype is not None:
-            _check_dtype(folder, dtype)
-        with _trainer(server) as client:
-            handle = client.import_folder(
-                model,
-                folder,
-                dequantize=dequantize or "",
-                step=step,
-                run="import",
-                weight_map=not no_weight_map,
-                **options,
-            )
-            version = _finish(client, handle, model)
-    _report_pushed(version, as_json)
-
-
-def _import_checkpoint(
-    folder: Path,
-    model: str,
-    config: Path | None,
-    dtype: str | None,
-    step: int,
-    server: str,
-    options: PushOptions,
-) -> Version:
-    from weighbridge._core import dtypes
-
-    with needs_extra("service"):
-        from weighbridge_service.converting.pushing import CheckpointToPush
-
-    checkpoint = CheckpointToPush.read(folder, config)
-    found = sorted({spec.dtype.short for spec in checkpoint.tensors})
-    if dtype is not None and found != [dtypes.parse(dtype).short]:
-        raise InvalidArgument(
-            f"the weights in {folder} are in {' and '.join(found)}, not all in {dtype}",
-            fix="weights are kept as they are: leave --dtype out",
-        )
-    print_left_out(checkpoint.left_out, err=True)
-    with _trainer(server) as client:
-        handle = checkpoint.push(client, model, step=step, run="import", **options)
-        return _finish(client, handle, model)
-
-
-@click.command("push", cls=Command)
-@click.argument("hf_dir", type=_FOLDER)
-@click.argument("model")
-@click.option("--step", type=click.IntRange(min=0), required=True, help="Recorded with the version.")
-@click.option(
-    "--run", default="default", show_default=True, help="Name of the training run, recorded as well."
-)
-@click.option(
-    "--cast",
-    type=click.Choice(["allow", "exact", "never"]),
-    default="allow",
-    show_default=True,
-    help="Whether floating-point tensors of another dtype than the model's are cast: exact only to a wider one.",
-)
-@_push_options
-@client_options
-def push_command(
-    hf_dir: Path,
-    model: str,
-    step: int,
-    run: str,
-    cast: str,
-    allow_nonfinite: bool,
-    candidate: bool,
-    metadata: Metadata,
-    server: str,
-    as_json: bool,
-) -> None:
-    """Push a Hugging Face folder as a new version.
-
-    Waits until the version is in the object store.
-    """
-    options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
-    with _trainer(server) as client:
-        handle = client.push_folder(model, hf_dir, step=step, run=run, cast=cast, **options)
-        version = _finish(client, handle, model)
-    report = handle.report()
-    if report.cast_tensors:
-        exact = "exact" if report.widened_tensors == report.cast_tensors else "rounded"
-        click.echo(f"{report.cast_tensors} tensors were cast to the model's dtype ({exact})", err=True)
-    _report_pushed(version, as_json)
-
-
-def _trainer(server: str) -> TrainerClient:
-    from weighbridge._clients.trainer import TrainerClient
-
-    return TrainerClient(server, retry_seconds=RETRY_SECONDS)
-
-
-def _check_dtype(hf_dir: Path, wanted: str) -> None:
-    """Refuse a folder whose weights are not all in one dtype."""
-    from weighbridge._core import dtypes
-    from weighbridge._formats.safetensors_files import layout_of_files, map_folder
-
-    files = layout_of_files({name: data.data for name, data in map_folder(hf_dir).items()})
-    found = sorted({spec.dtype.short for spec in files.layout.tensors.values()})
-    if found != [dtypes.parse(wanted).short]:
-        raise InvalidArgument(
-            f"the weights in {hf_dir} are in {' and '.join(found)}, not all in {wanted}",
-            fix="weights are kept as they are: cast them before, and save the folder again",
-        )
-
-
-def _finish(client: TrainerClient, handle: PushHandle, model: str) -> Version:
-    """Wait until a push is durable; one that fails or is interrupted is given up at once."""
-    try:
-        with progress_bar(f"pushing {model}@{handle.number}") as update:
-            return handle.wait(
-                on_progress=lambda version: update(version.received_bytes, version.tensor_bytes)
-            )
-    except (KeyboardInterrupt, WeighbridgeError) as error:
-        with contextlib.suppress(WeighbridgeError):  # it has failed already, or is complete
-            client.abort(model, handle.number, str(error) or "interrupted")
-        raise
-
-
-def _report_pushed(version: Version, as_json: bool) -> None:
-    if as_json:
-        print_json(version.to_json())
-    else:
-        click.echo(f"{version}: {readable_size(version.tensor_bytes)}")
-    if version.held:
-        click.echo(why_held(version), err=True)
-
-
-# -- out of the service --------------------------------------------------------------------------------------------------
 
 
 def _layer_range(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, int] | None:
@@ -446,6 +220,12 @@ def _check_together(**options: int | None) -> None:
     missing = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is None]
     if len(missing) == 1:
         raise click.UsageError(f"{missing[0]} is missing: a size and a rank go together")
+
+
+def _trainer(server: str) -> TrainerClient:
+    from weighbridge._clients.trainer import TrainerClient
+
+    return TrainerClient(server, retry_seconds=RETRY_SECONDS)
 
 
 def _engine(server: str) -> EngineClient:
