@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from weighbridge._core.tensor_spaces import TensorSpace
     from weighbridge._formats.host_slices import HostSlices, Slices
     from weighbridge._formats.push_sources import ShardSource, StreamSource
+    from weighbridge._transport.credentials import Credentials
     from weighbridge.aio.client import AsyncEngineClient
     from weighbridge.aio.pulls import AsyncPull
     from weighbridge.errors import (
@@ -69,7 +70,9 @@ if TYPE_CHECKING:
         InvalidArgument,
         LayoutError,
         NotFound,
+        PermissionDenied,
         ResourceExhausted,
+        Unauthenticated,
         Unavailable,
         VersionFailed,
         WeighbridgeError,
@@ -85,6 +88,7 @@ __all__ = [
     "Client",
     "Collection",
     "Conflict",
+    "Credentials",
     "DType",
     "DataLoss",
     "DeadlineExceeded",
@@ -105,6 +109,7 @@ __all__ = [
     "MegatronRank",
     "Model",
     "NotFound",
+    "PermissionDenied",
     "Placement",
     "Pull",
     "PushHandle",
@@ -121,6 +126,7 @@ __all__ = [
     "TensorSpace",
     "TensorSpec",
     "TrainerClient",
+    "Unauthenticated",
     "Unavailable",
     "Verification",
     "Version",
@@ -186,6 +192,7 @@ _MODULES = {
         "ShardSource",
         "StreamSource",
     ),
+    "_transport.credentials": ("Credentials",),
     "aio.client": ("AsyncEngineClient",),
     "aio.pulls": ("AsyncPull",),
     "errors": (
@@ -197,7 +204,9 @@ _MODULES = {
         "InvalidArgument",
         "LayoutError",
         "NotFound",
+        "PermissionDenied",
         "ResourceExhausted",
+        "Unauthenticated",
         "Unavailable",
         "VersionFailed",
         "WeighbridgeError",

@@ -5,6 +5,8 @@
     WeighbridgeError
     |-- InvalidArgument         the request itself is wrong: change it
     |   `-- LayoutError         a layout contradicts the model or itself; names tensors and boxes
+    |-- Unauthenticated         nobody knows who asks: show a token or a certificate that is known
+    |-- PermissionDenied        whoever asks may not do this
     |-- NotFound                no such model, version, ref or job
     |-- AlreadyExists           someone else has that name, rank or number
     |-- FailedPrecondition      right request, wrong state (sealed, failed, not yet ready)
@@ -70,6 +72,22 @@ class LayoutError(InvalidArgument):
     """A layout contradicts the model or itself: a gap, an overlap, a wrong shape or dtype, an unknown tensor."""
 
     reason = "LAYOUT_INVALID"
+
+
+class Unauthenticated(WeighbridgeError):
+    """Who asks has shown nothing that says who it is, or something that is not known or has expired."""
+
+    reason = "UNAUTHENTICATED"
+    grpc_code = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class PermissionDenied(WeighbridgeError):
+    """Who asks may not do this. The message names the scope that is missing."""
+
+    reason = "PERMISSION_DENIED"
+    grpc_code = "PERMISSION_DENIED"
+    http_status = 403
 
 
 class NotFound(WeighbridgeError):
@@ -162,6 +180,8 @@ BY_REASON: dict[str, type[WeighbridgeError]] = {
         WeighbridgeError,
         InvalidArgument,
         LayoutError,
+        Unauthenticated,
+        PermissionDenied,
         NotFound,
         AlreadyExists,
         FailedPrecondition,

@@ -20,6 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.api.grpc.server import GrpcListener, GrpcServer
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.api.http.connections import connections
@@ -61,14 +62,26 @@ class HttpServer:
         address: ``host:port``; port 0 takes a free one.
         most: connections at one time.
         request_seconds: how long a client may take to say what it wants.
+        certificates: of the service; None to answer without TLS.
 
     Raises:
         InvalidArgument: that is no address.
         Unavailable: the address cannot be bound.
+
+    Attributes:
+        address: ``host:port`` as it was bound.
+        url: the same with its scheme.
     """
 
-    def __init__(self, address: str, most: int, request_seconds: float = _REQUEST_SECONDS) -> None:
+    def __init__(
+        self,
+        address: str,
+        most: int,
+        request_seconds: float = _REQUEST_SECONDS,
+        certificates: Certificates | None = None,
+    ) -> None:
         self._most = most
+        self._certificates = certificates
         self._request_seconds = request_seconds
         host, port = _host_and_port(address)
         try:
@@ -86,12 +99,15 @@ class HttpServer:
                 f"the HTTP address {address} cannot be bound: {error.strerror}",
                 fix="is another service running? name another --http",
             ) from error
+        scheme = "http" if certificates is None else "https"
         self.address = _with_port(address, self._socket.getsockname()[1])
+        self.url = f"{scheme}://{self.address}"
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, app: ASGIApp) -> None:
         """Begin to answer; returns once it does."""
+        certificates = self._certificates
         config = uvicorn.Config(
             app,
             http=connections(self._most, self._request_seconds),
@@ -102,6 +118,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_HTTP_GRACE_SECONDS,
+            ssl_context_factory=None if certificates is None else lambda *_: certificates.for_http(),
         )
         server = uvicorn.Server(config)
         # not in the main thread: there uvicorn would put its own signal handlers in place of ours
@@ -127,6 +144,22 @@ def _host_and_port(address: str) -> tuple[str, int]:
             f"{address[:80]!r} is no address", fix="write it as host:port, e.g. 127.0.0.1:8080"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _check_private(host: str, config: ServiceConfig) -> None:
+    """Refuse to speak without TLS where others may listen."""
+    if config.tls is not None or config.insecure:
+        return
+    try:
+        addresses = {found[4][0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return  # it cannot be bound, which says why
+    others = [each for each in addresses if not ipaddress.ip_address(str(each).partition("%")[0]).is_loopback]
+    if others:
+        raise InvalidArgument(
+            f"{host} is an address that other machines reach, and all that passes there could be read and changed on its way",
+            fix="name a certificate with --tls-cert and --tls-key, or say --insecure in a network that you trust",
+        )
 
 
 def _check_advertised(address: str) -> None:
@@ -167,7 +200,9 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
     sys.setswitchinterval(_SWITCH_SECONDS)
     with _first_signal() as wait_for_signal, contextlib.ExitStack() as stack:
         try:
-            _host_and_port(grpc)
+            for address in (grpc, http):
+                _check_private(_host_and_port(address)[0], config)
+            certificates = None if config.tls is None else Certificates(config.tls)
             if config.advertise:
                 _check_advertised(config.advertise)
             bridges = BridgeProcess()
@@ -176,9 +211,9 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             if elsewhere:
                 stack.enter_context(made_by(bridges.bridge))
             stack.callback(bridges.close)
-            http_server = HttpServer(http, shares.http)
+            http_server = HttpServer(http, shares.http, certificates=certificates)
             stack.callback(http_server.stop)
-            listener = GrpcListener(grpc, shares.grpc, config.bulk_port)
+            listener = GrpcListener(grpc, shares.grpc, config.bulk_port, certificates)
             stack.callback(listener.stop, 0.0)
             service = Weighbridge(config, listener.port)
             stack.callback(service.close)
@@ -202,7 +237,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
         grpc_server.start()
         http_server.start(create_app(service, exports, metrics, health))
         sys.stdout.write(
-            f"weighbridge serving gRPC on {_with_port(grpc, grpc_server.port)}, HTTP on http://{http_server.address}, "
+            f"weighbridge serving gRPC on {_with_port(grpc, grpc_server.port)}, HTTP on {http_server.url}, "
             f"store {config.store_shown}\n"
         )
         sys.stdout.flush()

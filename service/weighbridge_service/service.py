@@ -8,7 +8,11 @@ import threading
 import uuid
 
 from weighbridge._core.checks import CheckStatus
+from weighbridge._transport.credentials import Credentials
+from weighbridge_service.access.access import Access
+from weighbridge_service.access.audit import Audit
 from weighbridge_service.admission.byte_budget import ByteBudget
+from weighbridge_service.admission.tickets import ticket_key
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.collection_loop import Collecting
 from weighbridge_service.catalog.gate import Gates
@@ -33,6 +37,7 @@ from weighbridge_service.runtime.memory_plan import (
     choose_budget,
     room_for_images,
 )
+from weighbridge_service.runtime.tls_files import TlsFiles
 from weighbridge_storage.cache.block_cache import BlockCache
 from weighbridge_storage.cache.block_file import check_holes
 from weighbridge_storage.documents.names import ModelName
@@ -82,6 +87,9 @@ class Weighbridge:
         peer_files: files of these that are read from other replicas.
         directory: which other replicas there are.
         takeovers: takes versions over from those that leave.
+        key: secret that all replicas over the store share.
+        access: knows who calls.
+        audit: where it is written down who did what.
     """
 
     def __init__(self, config: ServiceConfig, port: int) -> None:
@@ -96,6 +104,7 @@ class Weighbridge:
         self._cache_in_memory = self._uses_cache and read_disk(scratch).in_memory
         if self._uses_cache:
             check_holes(scratch)
+        self.audit = Audit(config.audit)
         self._store = open_store(config.store)
         try:
             probe(self._store)
@@ -121,10 +130,13 @@ class Weighbridge:
         hasty = self._store.with_time_limit(config.store_patience)
         self._guarded = GuardedStore(hasty, config.store_patience)
         self.catalog = Catalog(self._store, grace, self._guarded)
+        self.key = ticket_key(self.catalog.store)
+        asks_clients = config.tls is not None and config.tls.client_ca is not None
+        self.access = access = Access(config.policy, self.key, certificates=asks_clients)
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
         news = threading.Event()
         registry = self._registry = Registry(self.catalog.snapshots, news)
-        self._links = links = Links(home)
+        self._links = links = Links(home, _proofs(config.tls, access))
         self.directory = Directory(self._store, home, lambda other: links.exchange(other, ()))
         successors = KnownReplicas(self.directory, self._links)
         self.intake = Intake(self.catalog, registry, self.images, self.mappings, config, home, successors)
@@ -193,6 +205,7 @@ class Weighbridge:
         self.read_cache.close()
         self._guarded.close()
         self._store.close()
+        self.audit.close()
 
     def _stop(self) -> None:
         self.catalog.stopping.set()
@@ -202,6 +215,15 @@ class Weighbridge:
             self.directory.close()
         self.intake.stop()
         self.collecting.join()
+
+
+def _proofs(tls: TlsFiles | None, access: Access) -> Credentials:
+    """What this service shows to other replicas, which have certificates of the same authorities."""
+    token = None if access.open else access.replica_token
+    if tls is None:
+        return Credentials(token=token, insecure=True)
+    authority = Credentials.from_environment().ca or str(tls.client_ca or tls.certificate)
+    return Credentials(authority, str(tls.certificate), str(tls.key), token=token)
 
 
 def _address(advertise: str, port: int) -> str:

@@ -25,7 +25,7 @@ def connected(server: str, client_id: str = CLIENT_ID) -> LaneConnection:
     """A connection to a service's socket, for requests that no well-behaved client makes."""
     found = find_lane(server)
     return LaneConnection(
-        found.socket, False, found.service_id, client_id, lambda _key: None, lambda _connection: None
+        found.socket, False, found.service_id, client_id, "", lambda _key: None, lambda _connection: None
     )
 
 

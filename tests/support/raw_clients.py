@@ -21,6 +21,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._transport import rpc, wire
+from weighbridge._transport.credentials import NONE, Credentials
 from weighbridge._transport.request_parts import parts
 from weighbridge.errors import Unavailable
 from weighbridge.v1 import (
@@ -143,10 +144,11 @@ def mapped_files(arrays: Mapping[str, np.ndarray]) -> dict[str, FileBytes]:
 class RawClient:
     """Calls as a trainer makes them, one by one. Raises the service's errors; tries again only where another replica has not begun."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials = NONE) -> None:
         self.address = address
+        self._credentials = credentials
         self.client_id = str(uuid.uuid4())
-        self.channel = rpc.open_channel(address)
+        self.channel = rpc.open_channel(address, credentials)
         self.models = model_service_pb2_grpc.ModelServiceStub(self.channel)
         self.checkpoints = checkpoint_service_pb2_grpc.CheckpointServiceStub(self.channel)
         self.weights = weight_service_pb2_grpc.WeightServiceStub(self.channel)
@@ -240,7 +242,7 @@ class RawClient:
             pb.PushHeader(model=model, number=number, rank=rank, client_id=self.client_id),
         )
         if address:
-            channel = self._others.setdefault(address, rpc.open_channel(address))
+            channel = self._others.setdefault(address, rpc.open_channel(address, self._credentials))
             stub = checkpoint_service_pb2_grpc.CheckpointServiceStub(channel)
             header = pb.PushHeader(model=model, number=number, rank=rank, claim=claim)
         patience = rpc.Patience(20.0)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.support.raw_clients import TinyModel
 from weighbridge import TrainerClient
+from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.api.grpc.server import GrpcListener, GrpcServer
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.lane.server import OFF, LaneServer
@@ -37,7 +38,8 @@ class RunningService:
             "bulk_port": OFF,
         }
         config = ServiceConfig(store, **{**defaults, **settings})
-        listener = GrpcListener("127.0.0.1:0", 4096, config.bulk_port)
+        certificates = None if config.tls is None else Certificates(config.tls)
+        listener = GrpcListener("127.0.0.1:0", 4096, config.bulk_port, certificates)
         try:
             self.service = Weighbridge(config, listener.port)
         except BaseException:

@@ -12,6 +12,7 @@ comes at once.
 - `removing`: deletion of versions and models, pushes that are given up.
 - `following`: an agent beside a running engine.
 - `serving`: the service, and the demonstration.
+- `identifying`: new tokens.
 - `examining`: doctor.
 - `maintaining`: fsck and migration of a store.
 - `converting`: conversion of folders.
@@ -35,6 +36,7 @@ from weighbridge import __version__
 
 _MODULE_OF = {
     "serve": "serving",
+    "token": "identifying",
     "import": "pushing",
     "push": "pushing",
     "pull": "pulling",

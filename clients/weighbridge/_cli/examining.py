@@ -16,7 +16,7 @@ from weighbridge._cli.output import print_json
 from weighbridge._cli.parsing import size_or
 from weighbridge._cli.running import Command
 from weighbridge._core.checks import Check, CheckStatus
-from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge.errors import InvalidArgument, PermissionDenied, Unavailable
 
 _DEFAULT_HTTP = "127.0.0.1:8080"
 _SECONDS = 60.0
@@ -83,18 +83,32 @@ def _ask(address: str) -> list[Check]:
         InvalidArgument: that is no address.
         Unavailable: none answers there, or what answers is none.
     """
-    url = address if "://" in address else f"http://{address}"
+    from weighbridge._transport.credentials import Credentials
+
+    credentials = Credentials.from_environment()
+    url = address if "://" in address else f"{'http' if credentials.ca is None else 'https'}://{address}"
     if not url.startswith(("http://", "https://")):
         raise InvalidArgument(f"{address[:80]!r} is no HTTP address", fix="write it like 127.0.0.1:8080")
-    url = f"{url.rstrip('/')}/v1/checks"
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/checks")  # noqa: S310  # checked above
+    url = request.full_url
+    if credentials.has_token:
+        if url.startswith("http://"):
+            credentials.check_address(request.host)
+        request.add_header(*credentials.bearer())
+    tls = credentials.for_https() if url.startswith("https://") else None
     try:
-        with urllib.request.urlopen(url, timeout=_SECONDS) as response:  # noqa: S310  # checked above
+        with urllib.request.urlopen(request, timeout=_SECONDS, context=tls) as response:  # noqa: S310  # likewise
             found: Any = json.load(response)
         checks = [
             Check(each["name"], CheckStatus(each["status"]), each["what"], each["fix"])
             for each in found["checks"]
         ]
     except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise PermissionDenied(
+                f"{url} answers {error.code}: it does not let you look",
+                fix="show a token that has the scope observe, in WEIGHBRIDGE_TOKEN",
+            ) from error
         raise Unavailable(
             f"{url} answers {error.code} {error.reason}", fix="is it a service of this release?"
         ) from error

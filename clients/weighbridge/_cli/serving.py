@@ -158,6 +158,28 @@ from weighbridge._cli.running import Command, needs_extra
     "that end in .local, .internal, .svc or .cluster.local are allowed in any case.",
 )
 @click.option(
+    "--tls-cert",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The service's certificate and what leads to its authority (PEM): all ports speak TLS. Renewed files are read while the service runs.",
+)
+@click.option("--tls-key", type=click.Path(dir_okay=False, path_type=Path), help="Its private key (PEM).")
+@click.option(
+    "--client-ca",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Authorities whose certificates clients must show (PEM): over gRPC at once, over HTTP for all but probes, or else a token.",
+)
+@click.option(
+    "--policy",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Who may do what (TOML; docs/access.md). Read again when it changes.  [default: whoever reaches the service may do everything]",
+)
+@click.option(
+    "--audit",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to which is appended who did what to which model, and who was refused; lines of JSON.",
+)
+@click.option("--insecure", is_flag=True, help="Answer without TLS at addresses that other machines reach.")
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -185,11 +207,22 @@ def serve_command(
     exports: Path | None,
     redirect_downloads: bool,
     http_hosts: tuple[str, ...],
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    client_ca: Path | None,
+    policy: Path | None,
+    audit: Path | None,
+    insecure: bool,
     log_level: str,
 ) -> None:
     """Run the service."""
+    if (tls_cert is None) != (tls_key is None):
+        raise click.UsageError("--tls-cert and --tls-key are named together")
+    if client_ca is not None and tls_cert is None:
+        raise click.UsageError("--client-ca needs --tls-cert and --tls-key")
     with needs_extra("service"):
         from weighbridge_service.runtime.config import ServiceConfig
+        from weighbridge_service.runtime.tls_files import TlsFiles
         from weighbridge_service.server import run
 
     config = ServiceConfig(
@@ -210,6 +243,10 @@ def serve_command(
         grace_seconds=grace_seconds,
         redirect_downloads=redirect_downloads,
         http_hosts=http_hosts,
+        policy=policy,
+        audit=audit,
+        tls=TlsFiles(tls_cert, tls_key, client_ca) if tls_cert and tls_key else None,
+        insecure=insecure,
     )
     ctx.exit(run(config, grpc, http, log_level))
 

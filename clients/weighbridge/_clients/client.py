@@ -25,6 +25,7 @@ from weighbridge._core.resources import (
     VersionState,
     WarmMemory,
 )
+from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Client:
             ``auto``.
         connections: over how many connections a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
             machine with fewer than four processors. All other calls have a connection of their own.
+        credentials: certificates and token; by default what the environment says: ``WEIGHBRIDGE_CA``, ``WEIGHBRIDGE_TOKEN`` and others
+            (`Credentials`).
 
     Raises:
         InvalidArgument: there is no such port or lane, or there cannot be so many connections.
@@ -58,8 +61,15 @@ class Client:
         retry_seconds: float = 60.0,
         lane: str | None = None,
         connections: int | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        self._connection = Connection(server, retry_seconds=retry_seconds, lane=lane, connections=connections)
+        self._connection = Connection(
+            server,
+            retry_seconds=retry_seconds,
+            lane=lane,
+            connections=connections,
+            credentials=credentials,
+        )
 
     @property
     def server(self) -> str:

@@ -14,6 +14,7 @@ from weighbridge._clients.steps import Call, Steps, take
 from weighbridge._clients.transport import Transport
 from weighbridge._transport import rpc
 from weighbridge._transport.backoff import Backoff
+from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import ResourceExhausted, Unavailable
 
 T = TypeVar("T")
@@ -33,9 +34,16 @@ class Connection(Transport):
         retry_seconds: float = 60.0,
         lane: str | None = None,
         connections: int | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(server, retry_seconds=retry_seconds, lane=lane, connections=connections)
-        self._channels: dict[str, grpc.Channel] = {}
+        super().__init__(
+            server,
+            retry_seconds=retry_seconds,
+            lane=lane,
+            connections=connections,
+            credentials=credentials,
+        )
+        self._channels: dict[tuple[str, tuple[int, ...]], grpc.Channel] = {}
         self._closed = False
 
     @property
@@ -91,9 +99,10 @@ class Connection(Transport):
         with self._lock:
             if self._closed:
                 raise Unavailable("the client has been closed")
-            channel = self._channels.get(address)
+            key = address, self.credentials.stamp()
+            channel = self._channels.get(key)
             if channel is None:
-                channel = self._channels[address] = rpc.open_channel(address)
+                channel = self._channels[key] = rpc.open_channel(address, self.credentials)
             return channel
 
     def _call(self, call: Call, at: str | None, seconds: float) -> bytes:

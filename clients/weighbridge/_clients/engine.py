@@ -137,7 +137,7 @@ class EngineClient(Client):
 
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        retry_seconds, lane, connections: as for `Client`.
+        retry_seconds, lane, connections, credentials: as for `Client`.
     """
 
     @cached_property

@@ -13,6 +13,7 @@ from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._formats.memory_forms import ModelTensors
+from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class RestoringClient(Client):
     """The half of a trainer's client that brings weights back.
 
     Args:
-        server, retry_seconds, lane, connections: as for `Client`.
+        server, retry_seconds, lane, connections, credentials: as for `Client`.
     """
 
     def __init__(
@@ -33,8 +34,15 @@ class RestoringClient(Client):
         retry_seconds: float = 60.0,
         lane: str | None = None,
         connections: int | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(server, retry_seconds=retry_seconds, lane=lane, connections=connections)
+        super().__init__(
+            server,
+            retry_seconds=retry_seconds,
+            lane=lane,
+            connections=connections,
+            credentials=credentials,
+        )
         self._tensors_of: dict[str, ModelTensors] = {}
 
     def restore(self, model: str, sharded_state_dict: Any, *, version: str | int | None = None) -> Version:

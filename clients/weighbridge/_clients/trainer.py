@@ -18,6 +18,7 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.folder_weights import FolderWeights
 from weighbridge._formats.push_sources import OpenSource, ShardSource, StagingPool, TensorSource
+from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
@@ -31,7 +32,7 @@ class TrainerClient(RestoringClient):
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         run: name of the training run, the same on all ranks; part of the version's lineage.
-        retry_seconds, lane, connections: as for `Client`.
+        retry_seconds, lane, connections, credentials: as for `Client`.
     """
 
     def __init__(
@@ -42,8 +43,15 @@ class TrainerClient(RestoringClient):
         retry_seconds: float = 60.0,
         lane: str | None = None,
         connections: int | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(server, retry_seconds=retry_seconds, lane=lane, connections=connections)
+        super().__init__(
+            server,
+            retry_seconds=retry_seconds,
+            lane=lane,
+            connections=connections,
+            credentials=credentials,
+        )
         self.run = run
         self._staging = StagingPool()
         self._pusher = Pusher(self._connection)

@@ -10,6 +10,7 @@ from weighbridge._core.striping import default_connections
 from weighbridge._lane.local_lane import LocalLane, lane_wanted
 from weighbridge._transport import bulk, rpc
 from weighbridge._transport.addresses import Addresses
+from weighbridge._transport.credentials import NONE, Credentials
 from weighbridge.errors import Unavailable
 from weighbridge.v1 import local_lane_pb2, local_lane_pb2_grpc
 
@@ -24,11 +25,13 @@ class Transport:
         retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
         lane: ``local``, ``grpc``, ``auto``, or None for the default.
         connections: for a large stream, 1 to 16; None for the default.
+        credentials: of all connections; None for those of the environment.
 
     Attributes:
         addresses: where the service is reached, and which address is in use.
         retry_seconds: as given.
         client_id: the name of this client in its requests.
+        credentials: of all connections.
         lane: the local lane.
         streams: connections for streams from whichever address is in use.
 
@@ -37,14 +40,21 @@ class Transport:
     """
 
     def __init__(
-        self, server: str | None, *, retry_seconds: float, lane: str | None, connections: int | None
+        self,
+        server: str | None,
+        *,
+        retry_seconds: float,
+        lane: str | None,
+        connections: int | None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.addresses = addresses = Addresses.of(server)
+        self.credentials = proofs = Credentials.from_environment() if credentials is None else credentials
         self.retry_seconds = retry_seconds
         self.client_id = str(uuid.uuid4())
-        self.lane = LocalLane(lane_wanted(lane), self.client_id, lambda: find_lane(addresses.current))
+        self.lane = LocalLane(lane_wanted(lane), self.client_id, lambda: find_lane(addresses.current, proofs))
         most = default_connections() if connections is None else connections
-        self.streams = bulk.Connections(addresses, most)
+        self.streams = bulk.Connections(addresses, most, proofs)
         self._lock = threading.Lock()
         self._streams_to: dict[str, bulk.Connections] = {}
         weakref.finalize(self, self.lane.close).atexit = False
@@ -58,7 +68,8 @@ class Transport:
                 raise Unavailable("the client has been closed")
             made = self._streams_to.get(address)
             if made is None:
-                made = self._streams_to[address] = bulk.Connections(Addresses([address]), self.streams.most)
+                made = bulk.Connections(Addresses([address]), self.streams.most, self.credentials)
+                self._streams_to[address] = made
             return made
 
     def close(self) -> None:
@@ -71,8 +82,8 @@ class Transport:
             connections.close()
 
 
-def find_lane(address: str) -> local_lane_pb2.GetLocalLaneResponse:
+def find_lane(address: str, credentials: Credentials = NONE) -> local_lane_pb2.GetLocalLaneResponse:
     """Where the service's socket is, as the service at an address says."""
-    with rpc.open_channel(address) as channel, rpc.translated_errors(address):
+    with rpc.open_channel(address, credentials) as channel, rpc.translated_errors(address):
         stub = local_lane_pb2_grpc.LocalLaneServiceStub(channel)
         return stub.GetLocalLane(local_lane_pb2.GetLocalLaneRequest(), timeout=_LANE_SECONDS)

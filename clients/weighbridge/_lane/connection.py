@@ -35,6 +35,7 @@ class LaneConnection:
         own_user: whether it must be a process of this user that answers.
         service_id: of the process that it must belong to.
         client_id: who asks; the one that layouts are declared with.
+        ticket: says who that is, as the service has given it.
         on_recall: is called with the key of memory that the service wants back.
         on_end: is called once, when the connection has ended, from whichever side.
 
@@ -51,6 +52,7 @@ class LaneConnection:
         own_user: bool,
         service_id: str,
         client_id: str,
+        ticket: str,
         on_recall: Callable[[str], None],
         on_end: Callable[[LaneConnection], None],
     ) -> None:
@@ -91,7 +93,7 @@ class LaneConnection:
         self._speaker = threading.Thread(target=self._speak, name="local-lane-ends", daemon=True)
         self._speaker.start()
         try:
-            hello = pb.LaneRequest(hello=pb.LaneHello(client_id=client_id))
+            hello = pb.LaneRequest(hello=pb.LaneHello(client_id=client_id, ticket=ticket))
             found = self.ask(hello, seconds=_HELLO_SECONDS)[0].hello
             if found.service_id != service_id:
                 raise FailedPrecondition(f"the socket {path} belongs to another service")

@@ -257,6 +257,7 @@ class LocalLane:
             found.private and not named,
             found.service_id,
             self._client_id,
+            found.ticket,
             self._recalled,
             self._lost,
         )

@@ -3,6 +3,7 @@
 May import: `_core`, `weighbridge.errors`, `weighbridge.v1`.
 
 - `addresses`: addresses of a service's replicas, and the one in use.
+- `credentials`: by what a client knows the service, and is known.
 - `rpc`: channels, deadlines, and errors as they were raised on the other side.
 - `backoff`: pauses between tries.
 - `wire`: the vocabulary as protobuf messages and back.

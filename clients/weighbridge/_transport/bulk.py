@@ -20,6 +20,7 @@ from weighbridge._core.striping import MOST_CALLS, STRIPE_BYTES, WHOLE, Striping
 from weighbridge._transport import bulk_entry, rpc
 from weighbridge._transport.addresses import Addresses
 from weighbridge._transport.backoff import Backoff
+from weighbridge._transport.credentials import NONE, Credentials
 from weighbridge._transport.pieces import Carried
 from weighbridge.errors import DataLoss, DeadlineExceeded, InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
@@ -57,22 +58,24 @@ class Connections:
     Args:
         addresses: the service's; connections go to the one in use.
         most: how many there may be to one of them; 1 to 16.
+        credentials: of all connections.
 
     Raises:
         InvalidArgument: there cannot be so many.
     """
 
-    def __init__(self, addresses: Addresses, most: int) -> None:
+    def __init__(self, addresses: Addresses, most: int, credentials: Credentials = NONE) -> None:
         if not 0 < most <= MOST_CALLS:
             raise InvalidArgument(f"{most} connections cannot be", fix=f"ask for 1 to {MOST_CALLS}")
         self.addresses = addresses
         self.most = most
+        self.credentials = credentials
         self._lock = threading.Lock()
         self._asking = threading.Lock()
         self._entry: bulk_entry.BulkEntry | None = None
         self._broken = 0  # streams, one after another
         self.closed = False
-        self._channels: dict[tuple[str, int | None], grpc.Channel] = {}
+        self._channels: dict[tuple[str, int | None, tuple[int, ...]], grpc.Channel] = {}
 
     def control(self, server: str) -> grpc.Channel:
         """A channel for calls that carry no weights, to one of the addresses."""
@@ -99,9 +102,10 @@ class Connections:
         with self._lock:
             if self.closed:
                 raise Unavailable("the client has been closed")
-            channel = self._channels.get((address, index))
+            key = address, index, self.credentials.stamp()
+            channel = self._channels.get(key)
             if channel is None:
-                channel = self._channels[address, index] = rpc.open_channel(address, shared=False)
+                channel = self._channels[key] = rpc.open_channel(address, self.credentials, shared=False)
             return channel
 
     def _ask(self, server: str) -> bulk_entry.BulkEntry:

@@ -16,6 +16,16 @@ from grpc_status import rpc_status
 from weighbridge._core.striping import STRIPE_BYTES
 from weighbridge._transport.addresses import SERVER_VARIABLE
 from weighbridge._transport.backoff import Backoff, Retry
+from weighbridge._transport.credentials import (
+    CA_VARIABLE,
+    CERTIFICATE_VARIABLE,
+    KEY_VARIABLE,
+    NONE,
+    SYSTEM,
+    Credentials,
+    async_token,
+    with_token,
+)
 from weighbridge._transport.pieces import Carried
 from weighbridge.errors import (
     BY_REASON,
@@ -61,6 +71,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 _HTTP1 = ("http1.x server", "Failed parsing HTTP/2")
 """What gRPC says of a port that answers in HTTP/1."""
+_TLS = (("handshake failed",), ("failed to connect", "Socket closed"))
+"""What gRPC says where one side speaks TLS and the other does not, or one does not trust the other."""
 _HEALTH = "/grpc.health.v1.Health/Check"
 
 T = TypeVar("T")
@@ -74,20 +86,34 @@ P = TypeVar(
 )
 
 
-def open_channel(server: str, *, shared: bool = True) -> grpc.Channel:
+def open_channel(server: str, credentials: Credentials = NONE, *, shared: bool = True) -> grpc.Channel:
     """A channel to the service; connects when first used.
 
     Args:
         server: its address.
+        credentials: what the service is known by, and what its calls show.
         shared: whether it may share a connection with other channels to this address.
+
+    Raises:
+        InvalidArgument: the credentials cannot be read, or must not be shown there.
     """
+    credentials.check_address(server)
     options = CHANNEL_OPTIONS if shared else (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-    return grpc.insecure_channel(server, options=options)
+    tls = credentials.tls()
+    if tls is None:
+        channel = grpc.insecure_channel(server, options=options)
+    else:
+        channel = grpc.secure_channel(server, tls, options=options)
+    return with_token(channel, credentials)
 
 
-def open_async_channel(server: str) -> grpc.aio.Channel:
+def open_async_channel(server: str, credentials: Credentials = NONE) -> grpc.aio.Channel:
     """The same for asyncio; belongs to the event loop that runs now."""
-    return grpc.aio.insecure_channel(server, options=CHANNEL_OPTIONS)
+    credentials.check_address(server)
+    tls, interceptors = credentials.tls(), async_token(credentials)
+    if tls is None:
+        return grpc.aio.insecure_channel(server, options=CHANNEL_OPTIONS, interceptors=interceptors)
+    return grpc.aio.secure_channel(server, tls, options=CHANNEL_OPTIONS, interceptors=interceptors)
 
 
 def in_parts(channel: Any, path: str) -> Callable[..., Any]:
@@ -144,6 +170,12 @@ def _translate(error: Any, server: str) -> WeighbridgeError:
         return Unavailable(
             f"what answers at {server} speaks HTTP, not gRPC",
             fix="name the service's gRPC port, which is 50051 if --grpc has not set another; its first line names both",
+        )
+    if code is grpc.StatusCode.UNAVAILABLE and any(all(s in text for s in signs) for signs in _TLS):
+        return Unavailable(
+            f"the service at {server} cannot be reached: the two sides do not agree on TLS: {text}",
+            fix=f"say who has issued its certificate with {CA_VARIABLE}, a file or {SYSTEM}, if it speaks TLS, and unset that if not; "
+            f"if it asks for a certificate, show one ({CERTIFICATE_VARIABLE}, {KEY_VARIABLE})",
         )
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(

@@ -17,6 +17,7 @@ from weighbridge._clients.transport import Transport
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LIVE, Model, Version, VersionState
 from weighbridge._core.slices import LayoutRequest
+from weighbridge._transport.credentials import Credentials
 from weighbridge.aio.connection import AsyncConnection
 from weighbridge.aio.pulls import AsyncPull, Carrier
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
@@ -32,7 +33,7 @@ class AsyncEngineClient:
 
     Args:
         server: ``host:port`` of the gRPC face, or several, as for `weighbridge.Client`.
-        retry_seconds, lane, connections: as for `weighbridge.Client`.
+        retry_seconds, lane, connections, credentials: as for `weighbridge.Client`.
 
     Raises:
         InvalidArgument: there is no such lane, or there cannot be so many connections.
@@ -45,11 +46,20 @@ class AsyncEngineClient:
         retry_seconds: float = 60.0,
         lane: str | None = None,
         connections: int | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        transport = Transport(server, retry_seconds=retry_seconds, lane=lane, connections=connections)
+        transport = Transport(
+            server,
+            retry_seconds=retry_seconds,
+            lane=lane,
+            connections=connections,
+            credentials=credentials,
+        )
         self._layouts = KnownLayouts()
         self._carrier = Carrier(transport)
-        self._connection = AsyncConnection(transport.addresses, retry_seconds, self._carrier.threads)
+        self._connection = AsyncConnection(
+            transport.addresses, transport.credentials, retry_seconds, self._carrier.threads
+        )
 
     @property
     def server(self) -> str:

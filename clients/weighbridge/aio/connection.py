@@ -15,6 +15,7 @@ from weighbridge._clients.steps import Call, Pause, Step, Steps, Work
 from weighbridge._transport import rpc
 from weighbridge._transport.addresses import Addresses
 from weighbridge._transport.backoff import Backoff
+from weighbridge._transport.credentials import Credentials
 from weighbridge.aio.threads import Threads
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
@@ -26,16 +27,20 @@ class AsyncConnection:
 
     Args:
         addresses: the service's.
+        credentials: of all connections.
         retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
         threads: for arithmetic that would hold up the loop.
     """
 
-    def __init__(self, addresses: Addresses, retry_seconds: float, threads: Threads) -> None:
+    def __init__(
+        self, addresses: Addresses, credentials: Credentials, retry_seconds: float, threads: Threads
+    ) -> None:
         self.addresses = addresses
+        self._credentials = credentials
         self.retry_seconds = retry_seconds
         self.closed = False
         self._threads = threads
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, tuple[int, ...]], grpc.aio.Channel] = {}
         self._calls: set[Any] = set()
 
     async def run(self, steps: Steps[T]) -> T:
@@ -91,9 +96,10 @@ class AsyncConnection:
         if self.closed:
             raise Unavailable("the client has been closed")
         # made when first used: it belongs to the event loop that runs then
-        channel = self._channels.get(address)
+        key = address, self._credentials.stamp()
+        channel = self._channels.get(key)
         if channel is None:
-            channel = self._channels[address] = rpc.open_async_channel(address)
+            channel = self._channels[key] = rpc.open_async_channel(address, self._credentials)
         return channel
 
     async def _take(self, step: Step) -> Any:

@@ -48,6 +48,7 @@ class GetLocalLaneResponse(_message.Message):
     SERVICE_ID_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_FIELD_NUMBER: _builtins.int
     PRIVATE_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     socket: _builtins.str
     """Path of the socket, on the service's machine and as it is mounted there; empty if there is none."""
     service_id: _builtins.str
@@ -58,6 +59,10 @@ class GetLocalLaneResponse(_message.Message):
     """Whether only processes of the service's own user can get at it, so that who answers there must be the client's own user. Otherwise
     it lies where the operator has put it, in a folder that says who can.
     """
+    ticket: _builtins.str
+    """Says on the lane who the client is, as this call has said; empty where everybody may do everything. Whose process a client is counts where
+    it shows none.
+    """
     def __init__(
         self,
         *,
@@ -65,10 +70,11 @@ class GetLocalLaneResponse(_message.Message):
         service_id: _builtins.str = ...,
         unavailable: _builtins.str = ...,
         private: _builtins.bool = ...,
+        ticket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["private", b"private", "service_id", b"service_id", "socket", b"socket", "unavailable", b"unavailable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["private", b"private", "service_id", b"service_id", "socket", b"socket", "ticket", b"ticket", "unavailable", b"unavailable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -192,16 +198,20 @@ class LaneHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CLIENT_ID_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
     """As in DeclareLayout."""
+    ticket: _builtins.str
+    """As in GetLocalLaneResponse."""
     def __init__(
         self,
         *,
         client_id: _builtins.str = ...,
+        ticket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

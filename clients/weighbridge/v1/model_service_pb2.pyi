@@ -773,7 +773,7 @@ class ApproveVersionRequest(_message.Message):
     note: _builtins.str
     """Printable, 256 characters at most."""
     by: _builtins.str
-    """Who approves it, in their own words; empty is the address of the caller."""
+    """Who approves it, in their own words; empty is the address of the caller. A service with a policy writes down who the caller is known to be."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """For which of the reasons it is held for; empty is all of them. Who repeats a call names them: others may have been found since."""

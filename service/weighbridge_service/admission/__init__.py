@@ -1,8 +1,8 @@
 """Admission: who asks, what they may have, and whose turn it is, before any work is done for them.
 
-May import: `runtime`, `weighbridge_storage`, `weighbridge`; nothing here knows of gRPC or HTTP.
+May import: `access`, `runtime`, `weighbridge_storage`, `weighbridge`; nothing here knows of gRPC or HTTP.
 
-- `peer`: who asks, and what they may: the place of access control.
+- `peer`: who asks, and whether they may: the place where every face asks.
 - `quotas`: quotas of hosts in what is limited.
 - `turns`: whose turn is next.
 - `rates`: calls that a host may begin in a second.

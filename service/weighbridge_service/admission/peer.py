@@ -5,9 +5,12 @@ What a client says of itself (`client_id`) tells its processes apart, and is pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, field
 from urllib.parse import unquote
+
+from weighbridge.errors import PermissionDenied, Unauthenticated
+from weighbridge_service.access.identities import EVERYBODY, Identity
+from weighbridge_service.access.scopes import ALL, Scope, Verb
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,19 +20,33 @@ class Peer:
     Attributes:
         host: its address; ``local`` for processes of this machine that come by a Unix socket.
         connection: tells the connections of one host apart.
+        identity: who it is, by what it has shown.
     """
 
     host: str
     connection: str = ""
+    identity: Identity = field(default=EVERYBODY, compare=False)
 
     @staticmethod
-    def of_grpc(text: str) -> Peer:
+    def of_grpc(text: str, identity: Identity = EVERYBODY) -> Peer:
         """As gRPC names it: ``ipv4:10.0.0.7:41234``, ``ipv6:%5B::1%5D:41234``, ``unix:``."""
         kind, _, rest = text.partition(":")
         if kind not in ("ipv4", "ipv6"):
-            return Peer(LOCAL, rest)
+            return Peer(LOCAL, rest, identity)
         host, _, port = unquote(rest).rpartition(":")
-        return Peer(host.removeprefix("[").removesuffix("]"), port)
+        return Peer(host.removeprefix("[").removesuffix("]"), port, identity)
+
+    def sees(self, model: str) -> bool:
+        """Whether it may know that there is a model of this name."""
+        return self.identity.may(Verb.LOOK, model)
+
+    def called(self, said: str) -> str:
+        """The name under which something that it does is written down.
+
+        Args:
+            said: what it calls itself; counts where nobody knows better.
+        """
+        return self.identity.name if self.identity is not EVERYBODY else said or self.host
 
     def __str__(self) -> str:
         return f"{self.host}:{self.connection}"
@@ -38,29 +55,29 @@ class Peer:
 LOCAL = "local"
 
 
-class Verb(StrEnum):
-    """What a peer wants to do."""
-
-    READ = "read"
-    """Look at models, versions and refs, and pull them."""
-    PUSH = "push"
-    """Bring a version, or give one up."""
-    APPROVE = "approve"
-    """Hold versions no longer that are held."""
-    MANAGE = "manage"
-    """Register models, move tags, and say what is kept and what is held."""
-    REPLICATE = "replicate"
-    """Take part in the service as a replica."""
-
-
 def authorize(peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:
-    """Access control: allows everything today. Every face asks here before it does what it was asked for.
-
-    Whoever reaches the service may do everything: it belongs in a network of its own.
+    """Access control. Every face asks here before it does what it was asked for.
 
     Args:
         peer: who asks.
         verb: what it wants to do.
         model: to which model; empty for all of them.
         ref: to which ref or version; empty for all of them.
+
+    Raises:
+        Unauthenticated: nobody knows who asks.
+        PermissionDenied: who asks may not do this.
     """
+    identity = peer.identity
+    if identity.may(verb, model, ref):
+        return
+    if identity.problem:
+        raise Unauthenticated(
+            identity.problem,
+            fix="show a token (WEIGHBRIDGE_TOKEN; over HTTP `Authorization: Bearer ...`) or a certificate that the service's policy knows",
+        )
+    what = f"{verb} {model}{f'@{ref}' if ref and verb is Verb.TAG else ''}".strip()
+    raise PermissionDenied(
+        f"{identity.name} may not {what}",
+        fix=f"let the service's policy give {identity.name} the scope {Scope(verb, model or ALL, ref if ref and verb is Verb.TAG else ALL)}",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -159,8 +159,15 @@ class Catalog:
             raise NotFound(f"{error.message}{self._alike(model_name)}", fix=error.fix) from error
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
-    def list_models(self, after: str = "", limit: int = 100) -> list[Model]:
+    def list_models(
+        self, after: str = "", limit: int = 100, shown: Callable[[str], bool] = lambda _name: True
+    ) -> list[Model]:
         """Up to ``limit`` models by namespace and name, from the one behind ``after`` on. Only their heads are read.
+
+        Args:
+            after: name of a model.
+            limit: most of them.
+            shown: whether a model is among those that are wanted.
 
         Raises:
             DataLoss, FailedPrecondition: there are some, and none of them can be read, as in a store of an earlier format.
@@ -170,6 +177,8 @@ class Catalog:
         for name in self.heads.models(after):
             if len(found) >= limit:
                 break
+            if not shown(str(name)):
+                continue
             try:
                 head = self.head(name)
                 found.append(summary_from_head(name, head, self.refs_of(name, head)))

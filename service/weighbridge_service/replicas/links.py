@@ -9,6 +9,7 @@ from typing import Any
 
 from weighbridge._transport import bulk, rpc
 from weighbridge._transport.addresses import Addresses
+from weighbridge._transport.credentials import NONE, Credentials
 from weighbridge._transport.pieces import decoder
 from weighbridge._transport.request_parts import parts
 from weighbridge.errors import DataLoss, Unavailable
@@ -34,10 +35,12 @@ class Links:
 
     Args:
         home: this process.
+        credentials: what it shows to others.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, credentials: Credentials = NONE) -> None:
         self.home = home
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._connections: dict[str, bulk.Connections] = {}
 
@@ -127,7 +130,9 @@ class Links:
     def _to(self, address: str) -> bulk.Connections:
         with self._lock:
             # a heartbeat must not queue behind a megabyte, so streams have a connection of their own
-            return self._connections.setdefault(address, bulk.Connections(Addresses([address]), 1))
+            return self._connections.setdefault(
+                address, bulk.Connections(Addresses([address]), 1, self._credentials)
+            )
 
 
 def refuses(address: str) -> bool:

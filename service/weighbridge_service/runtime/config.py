@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from weighbridge_service.runtime.tls_files import TlsFiles
 from weighbridge_storage.head.leases import Grace
 from weighbridge_storage.opening import is_remote, shown
 from weighbridge_storage.stores.guarded import DEFAULT_PATIENCE
@@ -52,6 +53,10 @@ class ServiceConfig:
         grace_seconds: how long a version can still be read after it was taken out of history; the same for all replicas.
         http_hosts: names by which the HTTP face may be asked, besides addresses, this machine's own name, and names that no public DNS server
             answers for; ``*`` for any.
+        policy: file that says who may do what (`weighbridge_service.access.policy`); None if whoever reaches the service may do everything.
+        audit: file to which is appended who did what (`weighbridge_service.access.audit`); None for none.
+        tls: certificate of both faces; None to answer without TLS.
+        insecure: whether to answer without TLS at addresses that other machines reach.
         most_streams: most pushes, pulls and restores over gRPC at one time, each of which takes a thread; what replicas read from each other
             may be as many again.
     """
@@ -79,6 +84,10 @@ class ServiceConfig:
     collect_every: float = 600.0
     grace_seconds: float = 900.0
     http_hosts: tuple[str, ...] = ()
+    policy: Path | None = None
+    audit: Path | None = None
+    tls: TlsFiles | None = None
+    insecure: bool = False
     most_streams: int = 1024
 
     @property

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.support.heads import stored
+from tests.support.identities import Authority, identity, policy_file
 from tests.support.raw_clients import (
     Arrays,
     RawClient,
@@ -31,7 +32,7 @@ from tests.support.raw_clients import (
 )
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
-from weighbridge import EngineClient, TrainerClient
+from weighbridge import Credentials, EngineClient, TrainerClient, Unauthenticated
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
@@ -76,7 +77,12 @@ def sources(tmp_path: Path) -> list[TinyModel]:
 
 @contextmanager
 def replicas(
-    location: str | Path, count: int, sources: list[TinyModel], **settings: Any
+    location: str | Path,
+    count: int,
+    sources: list[TinyModel],
+    *,
+    credentials: Credentials | None = None,
+    **settings: Any,
 ) -> Iterator[list[RunningService]]:
     """Services over one store, with the model registered."""
     with ExitStack() as stack:
@@ -84,7 +90,7 @@ def replicas(
             stack.enter_context(running_service(location, **{"advertise": "127.0.0.1:0", **settings}))
             for _ in range(count)
         ]
-        with TrainerClient(running[0].address) as trainer:
+        with TrainerClient(running[0].address, credentials=credentials) as trainer:
             trainer.register_files(MODEL, sources[0].files)
         yield running
 
@@ -193,6 +199,27 @@ def test_ranks_spread_over_three_replicas_make_one_version(
             assert all(not trainer.verify(MODEL, number).problems for number in numbers)
         eventually(lambda: not list(store.list(f"{NAME.prefix}incoming/")))
         assert_published_once(store, *numbers)
+
+
+def test_replicas_that_ask_for_certificates_and_tokens_make_one_version_of_ranks_at_both(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    authority = Authority(tmp_path / "ca")
+    policy = policy_file(tmp_path, identity("trainer", ["push", "pull"], token="trainers"))
+    shown = authority.client("trainer.test", token="trainers")
+    settings = {"tls": authority.tls(asks_clients=True), "policy": policy, "bulk_port": "auto"}
+    with (
+        replicas(tmp_path / "store", 2, sources, credentials=shown, **settings) as running,
+        ExitStack() as stack,
+    ):
+        clients = [stack.enter_context(RawClient(running[rank % 2].address, shown)) for rank in range(4)]
+        engines = [stack.enter_context(EngineClient(each.address, credentials=shown)) for each in running]
+        number = push_all(clients, sources[1].arrays, columns_layout, 4, "r/1")
+        for engine in engines:
+            engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=60)
+            assert_equal(engine, MODEL, number, sources[1].arrays)
+        with pytest.raises(Unauthenticated):
+            RawClient(running[0].address, authority.client("stranger.test")).open(MODEL)
 
 
 @pytest.mark.parametrize("layout_of", [pipeline_layout, copies_layout])

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from weighbridge_service.admission.peer import Peer, Verb, authorize
+from google.protobuf.descriptor import MethodDescriptor
+
+from weighbridge_service.access.audit import Audit
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.admission.peer import Peer, authorize
+from weighbridge_service.api.grpc.call import Call
 
 VERBS = {
     "CheckpointService": {
@@ -15,24 +20,24 @@ VERBS = {
         "GetPushState": Verb.PUSH,
         "SealRank": Verb.PUSH,
         "AbortVersion": Verb.PUSH,
-        "Restore": Verb.READ,
-        "DescribeShards": Verb.READ,
+        "Restore": Verb.PULL,
+        "DescribeShards": Verb.LOOK,
     },
     "ModelService": {
-        "RegisterModel": Verb.MANAGE,
-        "GetModel": Verb.READ,
-        "ListModels": Verb.READ,
-        "GetModelFiles": Verb.READ,
-        "GetVersion": Verb.READ,
-        "ListVersions": Verb.READ,
-        "WatchRefs": Verb.READ,
-        "SetRef": Verb.MANAGE,
-        "DeleteRef": Verb.MANAGE,
-        "ListRefs": Verb.READ,
-        "VerifyVersion": Verb.READ,
-        "GetRetention": Verb.READ,
+        "RegisterModel": Verb.PUSH,
+        "GetModel": Verb.LOOK,
+        "ListModels": Verb.LOOK,
+        "GetModelFiles": Verb.LOOK,
+        "GetVersion": Verb.LOOK,
+        "ListVersions": Verb.LOOK,
+        "WatchRefs": Verb.LOOK,
+        "SetRef": Verb.TAG,
+        "DeleteRef": Verb.TAG,
+        "ListRefs": Verb.LOOK,
+        "VerifyVersion": Verb.PULL,
+        "GetRetention": Verb.LOOK,
         "SetRetention": Verb.MANAGE,
-        "GetGate": Verb.READ,
+        "GetGate": Verb.LOOK,
         "SetGate": Verb.MANAGE,
         "ApproveVersion": Verb.APPROVE,
         "DeleteVersion": Verb.MANAGE,
@@ -40,27 +45,43 @@ VERBS = {
         "CollectVersions": Verb.MANAGE,
         "WarmModel": Verb.PUSH,
     },
-    "WeightService": {"PlanPull": Verb.READ, "Pull": Verb.READ},
-    "BulkService": {"GetTicket": Verb.READ},
-    "LocalLaneService": {"GetLocalLane": Verb.READ},
+    "WeightService": {"PlanPull": Verb.PULL, "Pull": Verb.PULL},
+    "BulkService": {"GetTicket": Verb.LOOK},
+    "LocalLaneService": {"GetLocalLane": Verb.LOOK},
     "ReplicaService": {
         "Exchange": Verb.REPLICATE,
         "ReadFile": Verb.REPLICATE,
         "TakeOver": Verb.REPLICATE,
     },
-    "Health": {"Check": Verb.READ, "List": Verb.READ, "Watch": Verb.READ},
-    "ServerReflection": {"ServerReflectionInfo": Verb.READ},
+    "Health": {"Check": Verb.PROBE, "List": Verb.PROBE, "Watch": Verb.PROBE},
+    "ServerReflection": {"ServerReflectionInfo": Verb.OBSERVE},
 }
 """By service and method of the contract."""
 
 
 def check_allowed(peer: Peer, verb: Verb, request: Any) -> None:
     """Raise if a peer may not do what a request asks for. See `authorize`."""
-    for model, ref in _named(request):
+    for model, ref in named(request):
         authorize(peer, verb, model, ref)
 
 
-def _named(request: Any) -> Iterator[tuple[str, str]]:
+def record(audit: Audit, call: Call, method: MethodDescriptor, code: str) -> None:
+    """Write down how a call has ended."""
+    verb = VERBS[method.containing_service.name][method.name]
+    for model, ref in call.named or (("", ""),):
+        audit.record(
+            face="grpc",
+            host=call.peer.host,
+            identity=call.peer.identity.name,
+            action=method.name,
+            verb=verb,
+            model=model,
+            ref=ref,
+            result=code,
+        )
+
+
+def named(request: Any) -> Iterator[tuple[str, str]]:
     """The models and refs that a request is about."""
     message = getattr(request, "message", request)  # of one that carries weights
     header = getattr(message, "header", message)  # which names the model for all that follow

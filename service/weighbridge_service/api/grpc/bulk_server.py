@@ -19,10 +19,13 @@ from google.protobuf.message_factory import GetMessageClass
 from weighbridge._transport import bulk_entry, pieces
 from weighbridge._transport.request_parts import MAX_REQUEST_BYTES
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge_service.access.access import Access
+from weighbridge_service.access.audit import Audit
+from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.tickets import Tickets
-from weighbridge_service.api.grpc.asking import VERBS, check_allowed
+from weighbridge_service.api.grpc.asking import VERBS, check_allowed, named, record
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.errors import to_status
 from weighbridge_service.api.grpc.methods import (
@@ -47,6 +50,7 @@ class BulkListener:
         address: ``host:port``; port 0 takes a free one.
         options: of the server.
         count: is told how each call ends.
+        certificates: of the service; None to answer without TLS.
 
     Raises:
         Unavailable: the address cannot be bound.
@@ -55,7 +59,13 @@ class BulkListener:
         port: the bound port.
     """
 
-    def __init__(self, address: str, options: Iterable[tuple[str, int]], count: Count) -> None:
+    def __init__(
+        self,
+        address: str,
+        options: Iterable[tuple[str, int]],
+        count: Count,
+        certificates: Certificates | None = None,
+    ) -> None:
         self._count = count
         # for refusals alone: they must not wait for those who have a thread
         self._refusing = ThreadPoolExecutor(_REFUSING_THREADS, thread_name_prefix="bulk-refuse")
@@ -63,7 +73,10 @@ class BulkListener:
         self._threads = _Threads(self._refusing)
         self._server = grpc.server(self._threads, interceptors=[self._gate], options=tuple(options))
         try:
-            self.port: int = self._server.add_insecure_port(address)
+            if certificates is None:
+                self.port: int = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, certificates.for_grpc())
         except RuntimeError as error:
             raise Unavailable(
                 f"the address {address} for streams of weights cannot be bound",
@@ -76,6 +89,8 @@ class BulkListener:
         tickets: Tickets,
         workers: Workers,
         waits: MessageWaits,
+        access: Access,
+        audit: Audit,
     ) -> None:
         """Begin to answer those methods of the contract that carry weights.
 
@@ -84,8 +99,12 @@ class BulkListener:
             tickets: checks what calls show.
             workers: threads for streams.
             waits: ends waits for messages that take too long.
+            access: knows who calls.
+            audit: where it is written down how each call ends.
         """
         self._waits = waits
+        self._access = access
+        self._audit = audit
         self._gate.tickets = tickets
         self._threads.workers = workers
         self._server.add_generic_rpc_handlers(
@@ -104,32 +123,34 @@ class BulkListener:
             handler = getattr(handlers, method.name)
             if carries_weights(handler):
                 answer = (_taking if hasattr(handler, "streamed") else _giving)(handler, method)
-                found[method.name] = grpc.stream_stream_rpc_method_handler(
-                    self._behaviour(method.name, answer)
-                )
+                found[method.name] = grpc.stream_stream_rpc_method_handler(self._behaviour(method, answer))
         return grpc.method_handlers_generic_handler(service.full_name, found)
 
-    def _behaviour(self, name: str, answer: _Answer) -> Callable[..., Iterator[bytes]]:
+    def _behaviour(self, method: MethodDescriptor, answer: _Answer) -> Callable[..., Iterator[bytes]]:
         def behave(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            call = Call(context, context.cancel)
+            call = Call(context, self._access, context.cancel)
             if not context.add_callback(call.end):
                 call.end()
             code = "OK"
             try:
                 self._threads.check()
-                yield from answer(self._waited_for(requests, call), call)
+                for response in answer(self._waited_for(requests, call), call):
+                    call.check_standing()
+                    yield response
+                    del response
             except GeneratorExit:
                 code = "CANCELLED"
                 raise
             except Exception as error:
                 # a caller that has gone is told nothing; neither is one whose own stream broke while it was being read
                 gone = not context.is_active() or isinstance(error, grpc.RpcError)
-                known = known_error(name, error) if not gone else _gone(error)
+                known = known_error(method.name, error) if not gone else _gone(error)
                 code, status = "CANCELLED" if gone else known.grpc_code, to_status(known)
                 del known  # its traceback leads back here
                 context.abort_with_status(status)
             finally:
-                self._count(name, code)
+                self._count(method.name, code)
+                record(self._audit, call, method, code)
 
         return behave
 
@@ -141,6 +162,7 @@ class BulkListener:
             if message is None:
                 return
             seconds = PAUSE_SECONDS
+            call.check_standing()
             yield message
             del message
 
@@ -160,6 +182,7 @@ def _taking(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
         for i, raw in enumerate(requests):
             message = decoded(decode, raw)
             if not i:  # it names the model for all that follow
+                call.named = tuple(named(message))
                 check_allowed(call.peer, verb, message)
             yield message
             del raw, message
@@ -192,6 +215,7 @@ def _giving(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
 
     def answer(requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
         request = decoded(kind.FromString, _joined(requests))
+        call.named = tuple(named(request))
         check_allowed(call.peer, verb, request)
         with closing(handler(request, call)) as responses:
             for response in responses:

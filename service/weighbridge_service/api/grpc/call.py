@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from weighbridge._transport.credentials import AUTHORIZATION
+from weighbridge.errors import Unavailable
+from weighbridge_service.access.access import Access
+from weighbridge_service.access.certificates import names_from_grpc
+from weighbridge_service.access.identities import EVERYBODY, Evidence, Identity
 from weighbridge_service.admission.peer import Peer
 
 T = TypeVar("T")
 
+STANDING_SECONDS = 5.0
+"""Between two questions whether a long call may go on."""
 _MARGIN = 0.25
 """Seconds by which a wait ends before the caller's deadline, so that the answer says what was missing."""
 
 
 class Context(Protocol):
     """What is the same in gRPC's contexts of threads and of event loops."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """What the call has brought along."""
+
+    def auth_context(self) -> Mapping[str, Any]:
+        """What TLS has proved of the caller."""
 
     def time_remaining(self) -> float | None:
         """Seconds until the deadline; None without one."""
@@ -30,16 +44,23 @@ class Call:
 
     Args:
         context: gRPC's.
+        access: knows who calls.
         cancel: ends the call, from any thread; what its handler is at breaks off.
 
     Attributes:
         peer: who has called.
         cancel: as given.
+        evidence: what it has shown; None where that is not asked for.
+        named: the models and refs that its request names, once it has come.
     """
 
-    def __init__(self, context: Context, cancel: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, context: Context, access: Access, cancel: Callable[[], object] = lambda: None) -> None:
         self.cancel = cancel
-        self.peer = Peer.of_grpc(context.peer())
+        self._access = access
+        self.evidence = None if access.open else _evidence(context)
+        self.peer = Peer.of_grpc(context.peer(), self._identity())
+        self._stood = time.monotonic()
+        self.named: tuple[tuple[str, str], ...] = ()
         self._context = context
         self._lock = threading.Lock()
         self._ended = False
@@ -50,6 +71,24 @@ class Call:
         """How many seconds the call may wait now: almost until its deadline, and at most ``without``."""
         left = self._context.time_remaining()
         return without if left is None or left > without else max(left - _MARGIN, 0.0)
+
+    def check_standing(self) -> None:
+        """Raise Unavailable if what let the call in does so no longer, as a token that has expired; asked now and then in a long call.
+
+        It is no refusal: whoever calls again with a new token goes on where the call has ended.
+        """
+        now = time.monotonic()
+        if self.evidence is None or now - self._stood < STANDING_SECONDS:
+            return
+        self._stood = now
+        if self._identity() != self.peer.identity:
+            raise Unavailable(
+                "what the call has shown counts no longer: its token has expired, or the policy has changed",
+                fix="call again, with a token that is valid",
+            )
+
+    def _identity(self) -> Identity:
+        return EVERYBODY if self.evidence is None else self._access.identify(self.evidence)
 
     def is_active(self) -> bool:
         """Whether the caller still waits for an answer."""
@@ -84,3 +123,11 @@ class Call:
             awaited.cancel()
         for callback in callbacks:
             callback()
+
+
+def _evidence(context: Context) -> Evidence:
+    """What a call shows. Of several tokens none counts."""
+    shown = [value for key, value in context.invocation_metadata() or () if key == AUTHORIZATION]
+    token = shown[0] if len(shown) == 1 else "several" if shown else ""
+    text = token if isinstance(token, str) else token.decode("ascii", "replace")
+    return Evidence(text, names_from_grpc(context.auth_context()))

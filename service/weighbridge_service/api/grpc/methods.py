@@ -25,12 +25,14 @@ from google.protobuf.message_factory import GetMessageClass
 
 from weighbridge._transport import pieces
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge_service.access.access import Access
+from weighbridge_service.access.audit import Audit
+from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.message_waits import MessageWaits
-from weighbridge_service.admission.peer import Verb
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.admission.rates import Rates
-from weighbridge_service.api.grpc.asking import VERBS, check_allowed
-from weighbridge_service.api.grpc.call import Call
+from weighbridge_service.api.grpc.asking import VERBS, check_allowed, named, record
+from weighbridge_service.api.grpc.call import STANDING_SECONDS, Call
 from weighbridge_service.api.grpc.errors import to_status
 from weighbridge_service.api.grpc.requests import Requests
 from weighbridge_service.api.grpc.workers import Workers
@@ -113,6 +115,8 @@ class Methods:
         streams: threads for streams of weights.
         count: is told how each call ends.
         waits: ends waits for messages that take too long.
+        access: knows who calls.
+        audit: where it is written down how each call ends.
     """
 
     def __init__(
@@ -124,8 +128,12 @@ class Methods:
         streams: Workers,
         count: Count,
         waits: MessageWaits,
+        access: Access,
+        audit: Audit,
     ) -> None:
         self._loop = loop
+        self._access = access
+        self._audit = audit
         self._quick = quick
         self._long = long
         self._replicas = replicas
@@ -164,48 +172,76 @@ class Methods:
     def _method(self, method: MethodDescriptor, handler: Callable[..., Any]) -> Callable[..., Any]:
         answer = self._answer_with(method, handler)
 
+        def ended(call: Call, code: str) -> None:
+            self._count(method.name, code)
+            record(self._audit, call, method, code)
+
         async def behaviour(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             task = cast("asyncio.Task[Any]", asyncio.current_task())
-            evicted = False
+            evicted: WeighbridgeError | None = None
 
-            def evict() -> None:
+            def evict(why: WeighbridgeError = _STUCK) -> None:
                 nonlocal evicted
-                evicted = True
+                evicted = why
                 with suppress(RuntimeError):  # the loop has just been closed
                     self._loop.call_soon_threadsafe(task.cancel)
 
-            call = Call(context, evict)
+            call = Call(context, self._access, evict)
+            watched = self._watched(call, evict)
             try:
                 self._rates.count(call.peer.host)
                 with self._calls.taking(call.peer.host):
                     try:
                         await answer(call, context)
                     except asyncio.CancelledError:
-                        if not evicted:
+                        if evicted is None:
                             raise
                         task.uncancel()
                         call.end()  # its thread may wait for the same
-                        self._count(method.name, _STUCK.grpc_code)
+                        ended(call, evicted.grpc_code)
                         # counted as a call until its client has read or gone
-                        await _refuse(context, to_status(_STUCK))
+                        await _refuse(context, to_status(evicted))
                     else:
-                        self._count(method.name, "OK")
+                        ended(call, "OK")
             except asyncio.CancelledError:
-                if not evicted:
-                    self._count(method.name, "CANCELLED")
+                if evicted is None:
+                    ended(call, "CANCELLED")
                 raise
             except _BROKEN:
-                self._count(method.name, "CANCELLED")
+                ended(call, "CANCELLED")
                 await _refuse(context, to_status(_GONE))
             except Exception as error:
                 status = to_status(known := known_error(method.name, error))
-                self._count(method.name, known.grpc_code)
+                ended(call, known.grpc_code)
                 del known  # its traceback leads back here
                 await _refuse(context, status)
             finally:
+                watched()
                 call.end()
 
         return behaviour
+
+    def _watched(self, call: Call, evict: Callable[[WeighbridgeError], None]) -> Callable[[], None]:
+        """Evict a call once it may not go on; returns what ends the watching."""
+        if self._access.open:
+            return lambda: None
+
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer
+            try:
+                call.check_standing()
+            except Unavailable as error:
+                evict(error.anew())
+            else:
+                timer = self._loop.call_later(STANDING_SECONDS, look)
+
+        def end() -> None:
+            timer.cancel()
+
+        timer = self._loop.call_later(STANDING_SECONDS, look)
+        return end
 
     def _answer_with(self, method: MethodDescriptor, handler: Callable[..., Any]) -> Callable[..., Any]:
         """What answers a call of a method, given the call and its context."""
@@ -213,6 +249,7 @@ class Methods:
         verb = VERBS[method.containing_service.name][method.name]
 
         def allowed(call: Call, request: T) -> T:
+            call.named = tuple(named(request))
             check_allowed(call.peer, verb, request)
             return request
 

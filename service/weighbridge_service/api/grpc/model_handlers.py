@@ -84,7 +84,7 @@ class ModelHandlers:
         self, request: model_service_pb2.ListModelsRequest, call: Call
     ) -> model_service_pb2.ListModelsResponse:
         size = _page(request.page_size)
-        models = self._catalog.list_models(request.page_token, size)
+        models = self._catalog.list_models(request.page_token, size, call.peer.sees)
         return model_service_pb2.ListModelsResponse(
             models=map(wire.model_to_proto, models),
             next_page_token=models[-1].name if len(models) == size else "",
@@ -194,7 +194,7 @@ class ModelHandlers:
     def ApproveVersion(
         self, request: model_service_pb2.ApproveVersionRequest, call: Call
     ) -> model_service_pb2.ApproveVersionResponse:
-        by = request.by or call.peer.host
+        by = call.peer.called(request.by)
         version = self._gates.approve(
             request.model, request.number, by=by, note=request.note, reasons=request.reasons
         )

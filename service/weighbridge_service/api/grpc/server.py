@@ -20,8 +20,9 @@ from weighbridge.v1 import (
     replica_service_pb2,
     weight_service_pb2,
 )
+from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.admission.message_waits import MessageWaits
-from weighbridge_service.admission.tickets import Tickets, ticket_key
+from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.api.grpc.bulk_server import BulkListener
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams
 from weighbridge_service.api.grpc.checkpoint_handlers import CheckpointHandlers
@@ -95,6 +96,7 @@ class GrpcListener:
         address: ``host:port``; port 0 takes a free one.
         connections: most at one time, at each port.
         bulk: see `bulk_ports`.
+        certificates: of the service; None to answer without TLS.
 
     Raises:
         InvalidArgument: there cannot be such a port.
@@ -107,7 +109,9 @@ class GrpcListener:
         loop: on which control calls are answered.
     """
 
-    def __init__(self, address: str, connections: int, bulk: str = OFF) -> None:
+    def __init__(
+        self, address: str, connections: int, bulk: str = OFF, certificates: Certificates | None = None
+    ) -> None:
         self.calls = Counter(
             "weighbridge_grpc_calls", "gRPC calls that have ended.", ["method", "code"], registry=None
         )
@@ -116,12 +120,12 @@ class GrpcListener:
         logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
         self.loop = EventLoop("grpc")
         try:
-            self._server, self.port = self.loop.run(_bound(address, options))
+            self._server, self.port = self.loop.run(_bound(address, options, certificates))
             ports = bulk_ports(bulk, self.port)
             for i, port in enumerate(ports):
                 try:
                     where = f"{address.rpartition(':')[0]}:{port}"
-                    self.bulk = BulkListener(where, options, self.count)
+                    self.bulk = BulkListener(where, options, self.count, certificates)
                     break
                 except Unavailable:
                     if i + 1 == len(ports):
@@ -160,10 +164,14 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not isinstance(error, grpc.aio.InternalError)
 
 
-async def _bound(address: str, options: Iterable[tuple[str, int]]) -> tuple[grpc.aio.Server, int]:
+async def _bound(
+    address: str, options: Iterable[tuple[str, int]], certificates: Certificates | None
+) -> tuple[grpc.aio.Server, int]:
     server = grpc.aio.server(options=tuple(options))
     try:
-        return server, server.add_insecure_port(address)
+        if certificates is None:
+            return server, server.add_insecure_port(address)
+        return server, server.add_secure_port(address, certificates.for_grpc())
     except RuntimeError as error:
         raise Unavailable(
             f"the gRPC address {address} cannot be bound",
@@ -195,21 +203,24 @@ class GrpcServer:
         quick, long, replicas, streams, planners = self._workers
         budget = service.byte_budget
         self._waits = MessageWaits(lambda: sum(budget.in_flight.nbytes.values()))
-        methods = Methods(loop, quick, long, replicas, streams, listener.count, self._waits)
+        methods = Methods(
+            loop, quick, long, replicas, streams, listener.count, self._waits, service.access, service.audit
+        )
         self._streams = streams
         self._stack = ExitStack()
         watches = Watches(service.catalog, quick)
         self._stack.enter_context(watches.listening(loop))
         bulk = BulkStreams(service.byte_budget, most, service.config.budget_wait, planners)
         self._health = HealthHandlers()
-        self._tickets = Tickets(ticket_key(service.catalog.store))
+        self._tickets = Tickets(service.key)
+        self._access, self._audit = service.access, service.audit
         bulk_port = listener.bulk.port if listener.bulk else 0
         found: list[tuple[Any, str, object]] = [
             (bulk_service_pb2, "BulkService", BulkHandlers(self._tickets, bulk_port)),
             (model_service_pb2, "ModelService", ModelHandlers(service, methods, watches)),
             (checkpoint_service_pb2, "CheckpointService", CheckpointHandlers(service, methods, bulk)),
             (weight_service_pb2, "WeightService", WeightHandlers(service, bulk)),
-            (local_lane_pb2, "LocalLaneService", LocalLaneHandlers(lane)),
+            (local_lane_pb2, "LocalLaneService", LocalLaneHandlers(lane, service.access)),
             (
                 replica_service_pb2,
                 "ReplicaService",
@@ -236,7 +247,9 @@ class GrpcServer:
         """Begin to answer."""
         self._listener.answer(self._handlers)
         if self._listener.bulk is not None:
-            self._listener.bulk.answer(self._contract, self._tickets, self._streams, self._waits)
+            self._listener.bulk.answer(
+                self._contract, self._tickets, self._streams, self._waits, self._access, self._audit
+            )
 
     def refuse(self) -> None:
         """Tell health checks that no new work should come; calls are still answered."""

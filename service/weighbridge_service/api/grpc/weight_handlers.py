@@ -8,6 +8,7 @@ from functools import partial
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._transport import wire
 from weighbridge.v1 import bulk_service_pb2, local_lane_pb2, weight_service_pb2
+from weighbridge_service.access.access import Access
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.admission.tickets import VALID_SECONDS, Tickets
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams, sent
@@ -51,10 +52,16 @@ class WeightHandlers:
 
 
 class LocalLaneHandlers:
-    """`LocalLaneService`."""
+    """`LocalLaneService`.
 
-    def __init__(self, lane: LaneServer) -> None:
+    Args:
+        lane: what is told of.
+        access: gives tickets for it.
+    """
+
+    def __init__(self, lane: LaneServer, access: Access) -> None:
         self._lane = lane
+        self._access = access
 
     def GetLocalLane(
         self, request: local_lane_pb2.GetLocalLaneRequest, call: Call
@@ -64,6 +71,7 @@ class LocalLaneHandlers:
             service_id=self._lane.service_id,
             unavailable=self._lane.unavailable,
             private=self._lane.private,
+            ticket="" if call.evidence is None else self._access.lane_ticket(call.evidence),
         )
 
 

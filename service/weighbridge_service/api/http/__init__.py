@@ -8,6 +8,7 @@ May import: `api.lane`, `service`, and folders below.
 - `operations`: probes, checks, memory, metrics.
 - `metrics`: what Prometheus is told.
 - `ranges`: ranges of a file (RFC 9110).
+- `callers`: who has sent a request.
 - `connections`: limits of connections.
 - `guard`: refusal of requests that other sites' pages send.
 - `threads`: threads of handlers that wait for the store.

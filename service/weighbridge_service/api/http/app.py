@@ -21,7 +21,8 @@ from starlette.exceptions import HTTPException
 from weighbridge._core.metadata import conditions
 from weighbridge._core.resources import Gate, Retention
 from weighbridge.errors import InvalidArgument, WeighbridgeError
-from weighbridge_service.admission.peer import LOCAL, Peer, Verb, authorize
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.api.http.callers import Recorder, ask, peer_of
 from weighbridge_service.api.http.guard import Guard, HostNames
 from weighbridge_service.api.http.hub_documents import HubNotFound
 from weighbridge_service.api.http.hub_reading import Hub
@@ -51,7 +52,7 @@ from weighbridge_service.api.http.resources import (
     VersionsOut,
 )
 from weighbridge_service.api.http.threads import in_threads
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports import ExportJob, Exports
 from weighbridge_service.health import Health
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.documents.names import MAX_VERSION, MODEL_PART_PATTERN, REF_PATTERN
@@ -61,11 +62,42 @@ _LARGEST_PAGE = 1000
 _DOCUMENTATION = "/docs"
 _VERIFYING = 8
 """Versions that are verified at one time."""
-_READING = frozenset({"GET", "HEAD", "OPTIONS"})
-_READING_POSTS = frozenset({"verify_version", "paths_info"})
-"""Routes that only read, though they are asked by POST."""
-_VERBS = {"approve_version": Verb.APPROVE}
-"""What routes ask for that change something, and are not for those who manage models."""
+_VERBS = {
+    "liveness": Verb.PROBE,
+    "readiness": Verb.PROBE,
+    "readiness_of": Verb.PROBE,
+    "get_memory": Verb.OBSERVE,
+    "list_checks": Verb.OBSERVE,
+    "read_metrics": Verb.OBSERVE,
+    "list_models": Verb.LOOK,
+    "get_model": Verb.LOOK,
+    "delete_model": Verb.MANAGE,
+    "list_versions": Verb.LOOK,
+    "get_version": Verb.LOOK,
+    "verify_version": Verb.PULL,
+    "approve_version": Verb.APPROVE,
+    "delete_version": Verb.MANAGE,
+    "get_gate": Verb.LOOK,
+    "set_gate": Verb.MANAGE,
+    "get_retention": Verb.LOOK,
+    "set_retention": Verb.MANAGE,
+    "collect_versions": Verb.MANAGE,
+    "list_refs": Verb.LOOK,
+    "set_ref": Verb.TAG,
+    "delete_ref": Verb.TAG,
+    "list_exports": Verb.LOOK,
+    "model_info": Verb.LOOK,
+    "tree": Verb.LOOK,
+    "paths_info": Verb.LOOK,
+    "refs": Verb.LOOK,
+    "whoami": Verb.LOOK,
+    "file_metadata": Verb.PULL,
+    "file": Verb.PULL,
+    "no_namespace": Verb.LOOK,
+}
+"""What each route asks for, by its name."""
+_ASKING = frozenset({"start_export", "get_export", "cancel_export", "follow_export"})
+"""Routes that ask themselves: only they know the model that they are about."""
 _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
 
@@ -90,11 +122,14 @@ def _models_router(service: Weighbridge) -> APIRouter:
 
     @router.get("", tags=["models"])
     def list_models(
+        request: Request,
         after: Annotated[str, Query(description="Begin behind the model of this name.")] = "",
         limit: Annotated[int, Query(ge=1, le=_LARGEST_PAGE, description="Largest number of models.")] = _PAGE,
     ) -> ModelsOut:
         """Models by name. Give the last name of a page as `after` to get the next one."""
-        return ModelsOut.model_validate({"models": service.catalog.list_models(after, limit)})
+        return ModelsOut.model_validate(
+            {"models": service.catalog.list_models(after, limit, peer_of(request).sees)}
+        )
 
     @router.get("/{namespace}/{name}", tags=["models"])
     def get_model(namespace: Namespace, name: Name) -> ModelOut:
@@ -170,7 +205,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
     ) -> VersionOut:
         """Hold a version no longer: `live` and `latest` may name it, if it is newer than what they name. Approving one that is not held
         changes nothing."""
-        by = body.by or _peer(request).host
+        by = peer_of(request).called(body.by)
         return VersionOut.model_validate(
             service.gates.approve(f"{namespace}/{name}", version, by=by, note=body.note, reasons=body.reasons)
         )
@@ -230,13 +265,20 @@ def _models_router(service: Weighbridge) -> APIRouter:
 def _exports_router(exports: Exports) -> APIRouter:
     router = APIRouter(prefix="/v1/exports", tags=["exports"])
 
+    def asked(request: Request, verb: Verb, job_id: str) -> ExportJob:
+        """An export, of a model for which the caller may do this."""
+        ask(request, Verb.LOOK)
+        job = exports.get(job_id)
+        ask(request, verb, job.model)
+        return job
+
     @router.post("", status_code=202)
     def start_export(body: ExportIn, request: Request, response: Response) -> ExportOut:
         """Begin to write a version as a Hugging Face folder on the service's side.
 
         The job runs in the background: `Location` says where to look at it, and `/events` there how to follow it.
         """
-        authorize(_peer(request), Verb.MANAGE, body.model, str(body.version))
+        ask(request, Verb.MANAGE, body.model, str(body.version))
         job = exports.start(
             body.model,
             body.version,
@@ -248,18 +290,20 @@ def _exports_router(exports: Exports) -> APIRouter:
         return ExportOut.model_validate(job)
 
     @router.get("")
-    def list_exports() -> ExportsOut:
+    def list_exports(request: Request) -> ExportsOut:
         """Exports that wait, run, or ended not long ago, newest first."""
-        return ExportsOut.model_validate({"exports": exports.list()})
+        sees = peer_of(request).sees
+        return ExportsOut.model_validate({"exports": [job for job in exports.list() if sees(job.model)]})
 
     @router.get("/{job_id}")
-    def get_export(job_id: JobId) -> ExportOut:
+    def get_export(job_id: JobId, request: Request) -> ExportOut:
         """One export."""
-        return ExportOut.model_validate(exports.get(job_id))
+        return ExportOut.model_validate(asked(request, Verb.LOOK, job_id))
 
     @router.delete("/{job_id}")
-    def cancel_export(job_id: JobId) -> ExportOut:
+    def cancel_export(job_id: JobId, request: Request) -> ExportOut:
         """Stop an export and remove what it has written. One that has ended stays as it is."""
+        asked(request, Verb.MANAGE, job_id)
         return ExportOut.model_validate(exports.cancel(job_id))
 
     @router.get(
@@ -273,9 +317,9 @@ def _exports_router(exports: Exports) -> APIRouter:
             }
         },
     )
-    async def follow_export(job_id: JobId) -> EventSourceResponse:
+    async def follow_export(job_id: JobId, request: Request) -> EventSourceResponse:
         """Follow an export until it ends."""
-        exports.get(job_id)  # not found is a problem document, not a stream that breaks
+        asked(request, Verb.LOOK, job_id)  # not found is a problem document, not a stream that breaks
 
         async def events() -> AsyncIterator[ServerSentEvent]:
             async for job in exports.changes(job_id):
@@ -288,22 +332,15 @@ def _exports_router(exports: Exports) -> APIRouter:
 
 
 async def _ask(request: Request) -> None:
-    """Refuse what the caller may not do; every route asks this first, but for the one whose body names the model."""
+    """Refuse what the caller may not do; every route asks this first, but for those in `_ASKING`."""
     route = request.scope["route"].name
-    if route == "start_export":
+    if route in _ASKING:
         return
     there = request.path_params
     model = f"{there['namespace']}/{there['name']}" if "namespace" in there and "name" in there else ""
     of_hub = str(there.get("rest", "")).partition("/")[0]
     ref = str(there.get("ref") or there.get("version") or there.get("number") or of_hub)
-    reads = request.method in _READING or route in _READING_POSTS
-    verb = Verb.READ if reads else _VERBS.get(route, Verb.MANAGE)
-    authorize(_peer(request), verb, model, ref)
-
-
-def _peer(request: Request) -> Peer:
-    client = request.client
-    return Peer(client.host, str(client.port)) if client else Peer(LOCAL)
+    ask(request, _VERBS[route], model, ref)
 
 
 def _operation_id(route: APIRoute) -> str:
@@ -342,6 +379,8 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
             Exception: on_error,
         },
     )
+    app.state.access = service.access
+    app.add_middleware(Recorder, service.audit)
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, HostNames.of(service.config.http_hosts), _DOCUMENTATION)
     app.include_router(_models_router(service))

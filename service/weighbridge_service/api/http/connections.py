@@ -10,7 +10,9 @@ import logging
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from weighbridge_service.access.certificates import names_from_tls
 from weighbridge_service.admission.quotas import HostQuota
+from weighbridge_service.api.http.callers import CERTIFICATE
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,9 @@ def connections(most: int, seconds: float) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            tls = transport.get_extra_info("ssl_object")
+            if tls is not None:
+                self.app_state = {**self.app_state, CERTIFICATE: names_from_tls(tls.getpeercert)}
             host = str((transport.get_extra_info("peername") or ("",))[0])
             if quota.try_take(host):
                 self._host = host

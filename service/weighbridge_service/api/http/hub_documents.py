@@ -287,14 +287,18 @@ def _refs(kind: str, refs: Mapping[str, int], commits: Mapping[int, str]) -> lis
     ]
 
 
-def whoami() -> dict[str, Any]:
-    """What `HfApi.whoami` reads. There are no accounts: whoever asks may read."""
+def whoami(name: str) -> dict[str, Any]:
+    """What `HfApi.whoami` reads.
+
+    Args:
+        name: of who asks; ``anonymous`` where everybody may do everything.
+    """
     return {
         "type": "user",
-        "name": "anonymous",
-        "fullname": "anonymous",
+        "name": name,
+        "fullname": name,
         "orgs": [],
-        "auth": {"type": "access_token", "accessToken": {"displayName": "anonymous", "role": "read"}},
+        "auth": {"type": "access_token", "accessToken": {"displayName": name, "role": "read"}},
     }
 
 

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.api.http import hub_documents as documents
+from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.hub_documents import Asked, HubNotFound, HubVersion, RepoNotFound, etag_of
 from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.problems import ProblemResponse
@@ -91,9 +92,9 @@ def hub_router(hub: Hub, *, redirect: bool) -> APIRouter:
         return JSONResponse(hub.refs(asked.model))
 
     @router.get("/api/whoami-v2")
-    def whoami() -> Response:
+    def whoami(request: Request) -> Response:
         """Who asks."""
-        return JSONResponse(documents.whoami())
+        return JSONResponse(documents.whoami(peer_of(request).identity.name))
 
     @router.head("/{namespace}/{name}/resolve/{rest:path}")
     @threaded

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weighbridge.errors import DeadlineExceeded, InvalidArgument, NotFound, WeighbridgeError
+from weighbridge.errors import DeadlineExceeded, InvalidArgument, NotFound, Unauthenticated, WeighbridgeError
 from weighbridge_service.admission.quotas import HostQuota
 
 MAX_BODY_BYTES = 1 << 20
@@ -91,7 +91,12 @@ async def on_error(request: Request, error: Exception) -> Response:
     """What is raised on purpose says what is wrong; anything else says nothing of the service's inside."""
     if isinstance(error, WeighbridgeError):
         return ProblemResponse(
-            error.reason, error.http_status, error.message, fix=error.fix, details=error.details
+            error.reason,
+            error.http_status,
+            error.message,
+            fix=error.fix,
+            details=error.details,
+            headers={"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else None,
         )
     if isinstance(error, RequestValidationError):
         lines = [

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 from weighbridge.errors import InvalidArgument, Unavailable
-from weighbridge_service.admission.peer import LOCAL, Peer
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.api.lane.session import LaneSession
 from weighbridge_service.api.lane.trust import Writers
@@ -138,11 +137,10 @@ class LaneServer:
                 connection.close()
                 continue
             uid = _uid(connection)
-            peer = Peer(LOCAL, f"uid {uid}")
-            room = _RoomOf(self._pending, peer.connection)
+            room = _RoomOf(self._pending, f"uid {uid}")
             check_writer = partial(self._writers.check, uid)
             session = LaneSession(
-                self._service, connection, self.service_id, room, peer, check_writer, self._hello_seconds
+                self._service, connection, self.service_id, room, uid, check_writer, self._hello_seconds
             )
             thread = threading.Thread(
                 target=self._run, args=(session,), name="local-lane-client", daemon=True

@@ -18,7 +18,9 @@ from weighbridge._lane import protocol
 from weighbridge._transport import wire
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.v1 import local_lane_pb2 as pb
-from weighbridge_service.admission.peer import Peer, Verb, authorize
+from weighbridge_service.access.identities import Evidence
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.admission.peer import LOCAL, Peer, authorize
 from weighbridge_service.api.lane.peer_process import PeerProcess
 from weighbridge_service.api.lane.plans import fill_plan
 from weighbridge_service.pull.serving import LentVersion
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _VERBS = {
     "begin_write": Verb.PUSH,
-    "begin_read": Verb.READ,
+    "begin_read": Verb.PULL,
 }
 _MESSAGE_SECONDS = 10.0
 """How long a client may take from the beginning of a request to its end."""
@@ -50,7 +52,7 @@ class LaneSession:
         connection: the client's; closed in the end.
         service_id: tells this process from others.
         room: for long messages that are coming.
-        peer: whose process the client is.
+        user: id of the user whose process the client is.
         check_writer: raises if the client is lent no memory for writing.
         hello_seconds: how long the client may take to say who it is.
 
@@ -64,7 +66,7 @@ class LaneSession:
         connection: socket.socket,
         service_id: str,
         room: protocol.Room,
-        peer: Peer,
+        user: int,
         check_writer: Callable[[], None],
         hello_seconds: float,
     ) -> None:
@@ -72,7 +74,8 @@ class LaneSession:
         self._connection = connection
         self._service_id = service_id
         self._room = room
-        self._peer = peer
+        self._user = user
+        self._evidence = Evidence(user=user)
         self._check_writer = check_writer
         self._hello_seconds = hello_seconds
         self.client_id = ""
@@ -158,10 +161,11 @@ class LaneSession:
         if kind in _VERBS:
             asked = getattr(request, kind)
             ref = getattr(asked, "version", "") or getattr(asked, "number", "")
-            authorize(self._peer, _VERBS[kind], asked.model, str(ref))
+            self._authorize(kind, asked.model, str(ref))
             if _VERBS[kind] is Verb.PUSH:
                 self._check_writer()
         if kind == "hello":
+            self._evidence = self._service.access.shown_by(request.hello.ticket, self._user)
             self.client_id = request.hello.client_id
             response.hello.service_id = self._service_id
             response.hello.keeps_mappings = True
@@ -179,6 +183,26 @@ class LaneSession:
             self._end_read(request.end_read)
         else:
             raise InvalidArgument("this service does not know that request of the local lane")
+
+    def _authorize(self, action: str, model: str, ref: str) -> None:
+        verb, result = _VERBS[action], "OK"
+        peer = Peer(LOCAL, f"uid {self._user}", self._service.access.identify(self._evidence))
+        try:
+            authorize(peer, verb, model, ref)
+        except WeighbridgeError as error:
+            result = error.reason
+            raise
+        finally:
+            self._service.audit.record(
+                face="lane",
+                host=str(peer),
+                identity=peer.identity.name,
+                action=action,
+                verb=verb,
+                model=model,
+                ref=ref,
+                result=result,
+            )
 
     def _begin_write(self, asked: pb.BeginWrite, reply: pb.WriteLoan, attach: _Attach) -> None:
         grant = self._service.intake.grant_image(asked.model, asked.number, asked.rank, self.client_id)

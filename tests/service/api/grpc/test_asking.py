@@ -16,7 +16,8 @@ from weighbridge.v1 import (
     replica_service_pb2,
     weight_service_pb2,
 )
-from weighbridge_service.admission.peer import Peer, Verb
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.grpc import asking
 from weighbridge_service.api.grpc.health_handlers import HEALTH, REFLECTION
 
@@ -60,7 +61,7 @@ def test_what_changes_something_needs_more_than_to_read() -> None:
         f"{service}.{method}"
         for service, methods in asking.VERBS.items()
         for method, verb in methods.items()
-        if verb is Verb.READ
+        if verb in (Verb.LOOK, Verb.PULL, Verb.PROBE, Verb.OBSERVE)
     }
     assert asking.VERBS["ModelService"]["ApproveVersion"] is Verb.APPROVE
     changing = (
@@ -115,8 +116,8 @@ def test_what_changes_something_needs_more_than_to_read() -> None:
 def test_a_request_is_asked_for_the_models_and_refs_that_it_names(
     request_: Any, named: list[tuple[str, str]], asked: list[tuple[Peer, Verb, str, str]]
 ) -> None:
-    asking.check_allowed(PEER, Verb.READ, request_)
-    assert asked == [(PEER, Verb.READ, *each) for each in named]
+    asking.check_allowed(PEER, Verb.PULL, request_)
+    assert asked == [(PEER, Verb.PULL, *each) for each in named]
 
 
 def test_the_header_of_a_push_names_the_model_for_all_that_follow(
@@ -154,4 +155,4 @@ def test_an_answer_of_no_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(asking, "authorize", refuse)
     refs = [models.WatchedRef(model=name, ref="live") for name in ("a/b", "c/d")]
     with pytest.raises(PermissionError):
-        asking.check_allowed(PEER, Verb.READ, models.WatchRefsRequest(refs=refs))
+        asking.check_allowed(PEER, Verb.PULL, models.WatchRefsRequest(refs=refs))

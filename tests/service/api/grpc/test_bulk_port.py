@@ -21,7 +21,7 @@ from weighbridge._transport.addresses import Addresses
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound, Unavailable
 from weighbridge.v1 import bulk_service_pb2 as pb
 from weighbridge.v1 import bulk_service_pb2_grpc, weight_service_pb2
-from weighbridge_service.admission.peer import Verb
+from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.tickets import VALID_SECONDS, Tickets, ticket_key
 from weighbridge_service.api.grpc import asking, bulk_server, server
 from weighbridge_service.api.grpc.server import bulk_ports
@@ -288,7 +288,7 @@ def test_the_port_for_weights_asks_whether_a_peer_may(
     channel, metadata = ways(service)
     with channel:
         assert pulled(channel, metadata, 30.0) > 0
-    assert ("127.0.0.1", Verb.READ, MODEL, "latest") in asked
+    assert ("127.0.0.1", Verb.PULL, MODEL, "latest") in asked
     asked.clear()
     with TrainerClient(service.address, lane="grpc") as trainer:
         trainer.push_folder(MODEL, model.folder, step=2).wait(timeout=60)

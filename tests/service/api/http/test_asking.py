@@ -8,10 +8,11 @@ import pytest
 
 from tests.service.api.http.web import MODEL, MODEL_URL, Web
 from weighbridge.errors import NotFound
-from weighbridge_service.admission.peer import Peer, Verb
-from weighbridge_service.api.http import app
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.admission.peer import Peer
+from weighbridge_service.api.http import callers
 
-READ, MANAGE = Verb.READ, Verb.MANAGE
+LOOK, PULL, TAG, MANAGE = Verb.LOOK, Verb.PULL, Verb.TAG, Verb.MANAGE
 
 
 @pytest.fixture
@@ -23,29 +24,29 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Verb, str, str]]:
         found.append((verb, model, ref))
         raise NotFound("nothing is allowed")
 
-    monkeypatch.setattr(app, "authorize", refuse)
+    monkeypatch.setattr(callers, "authorize", refuse)
     return found
 
 
 @pytest.mark.parametrize(
     ("method", "path", "body", "expected"),
     [
-        ("GET", "/v1/models", None, (READ, "", "")),
-        ("GET", MODEL_URL, None, (READ, MODEL, "")),
-        ("GET", f"{MODEL_URL}/versions/latest", None, (READ, MODEL, "latest")),
-        ("POST", f"{MODEL_URL}/versions/1/verify", None, (READ, MODEL, "1")),
+        ("GET", "/v1/models", None, (LOOK, "", "")),
+        ("GET", MODEL_URL, None, (LOOK, MODEL, "")),
+        ("GET", f"{MODEL_URL}/versions/latest", None, (LOOK, MODEL, "latest")),
+        ("POST", f"{MODEL_URL}/versions/1/verify", None, (PULL, MODEL, "1")),
         ("DELETE", f"{MODEL_URL}/versions/1", None, (MANAGE, MODEL, "1")),
         ("POST", f"{MODEL_URL}/versions/1/approve", {}, (Verb.APPROVE, MODEL, "1")),
         ("PUT", f"{MODEL_URL}/gate", {}, (MANAGE, MODEL, "")),
         ("DELETE", MODEL_URL, None, (MANAGE, MODEL, "")),
-        ("PUT", f"{MODEL_URL}/refs/prod", {"version": 1}, (MANAGE, MODEL, "prod")),
+        ("PUT", f"{MODEL_URL}/refs/prod", {"version": 1}, (TAG, MODEL, "prod")),
         ("PUT", f"{MODEL_URL}/retention", {"keep_last": 1}, (MANAGE, MODEL, "")),
         ("POST", "/v1/exports", {"model": MODEL, "version": 2}, (MANAGE, MODEL, "2")),
-        ("GET", "/v1/exports", None, (READ, "", "")),
-        ("GET", f"/api/models/{MODEL}/revision/prod", None, (READ, MODEL, "prod")),
-        ("POST", f"/api/models/{MODEL}/paths-info/prod", None, (READ, MODEL, "prod")),
-        ("GET", f"/{MODEL}/resolve/latest/config.json", None, (READ, MODEL, "latest")),
-        ("GET", "/metrics", None, (READ, "", "")),
+        ("GET", "/v1/exports", None, (LOOK, "", "")),
+        ("GET", f"/api/models/{MODEL}/revision/prod", None, (LOOK, MODEL, "prod")),
+        ("POST", f"/api/models/{MODEL}/paths-info/prod", None, (LOOK, MODEL, "prod")),
+        ("GET", f"/{MODEL}/resolve/latest/config.json", None, (PULL, MODEL, "latest")),
+        ("GET", "/metrics", None, (Verb.OBSERVE, "", "")),
     ],
 )
 def test_a_request_is_asked_for_what_it_does_to_which_model_and_ref(

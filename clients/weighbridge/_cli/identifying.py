@@ -1,0 +1,25 @@
+"""Command for those who say who may do what: token."""
+
+from __future__ import annotations
+
+import click
+
+from weighbridge._cli.output import print_json
+from weighbridge._cli.running import Command, needs_extra
+
+
+@click.command("token", cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, also for errors.")
+def token_command(as_json: bool) -> None:
+    """Make a token that nobody knows yet.
+
+    The token goes to whoever is to be known by it (WEIGHBRIDGE_TOKEN), the digest into the policy of the service (--policy).
+    """
+    with needs_extra("service"):
+        from weighbridge_service.access.tokens import digest, new_token
+
+    token = new_token()
+    if as_json:
+        print_json({"token": token, "digest": digest(token)})
+    else:
+        click.echo(f"token   {token}\ndigest  {digest(token)}")

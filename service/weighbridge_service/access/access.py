@@ -1,0 +1,201 @@
+"""Access: which identity a piece of evidence proves, now."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weighbridge._core.lru import Cache
+from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge_service.access import issuers, tokens
+from weighbridge_service.access.identities import EVERYBODY, REPLICA, Evidence, Identity
+from weighbridge_service.access.issuers import KeyRing
+from weighbridge_service.access.policy import Policy
+
+log = logging.getLogger(__name__)
+
+_BEARER = "bearer "
+_LOOK_SECONDS = 1.0
+"""Between two looks at whether the policy's file has changed."""
+_MOST_PROVED = 4096
+_REPLICA_SECONDS = 600
+_MOST_TICKETS = 8192
+_TICKET_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A policy, and what was found out under it: another one begins anew."""
+
+    policy: Policy | None = None
+    rings: Mapping[str, KeyRing] = field(default_factory=dict)
+    proved: Cache[Identity] = field(default_factory=lambda: Cache(_MOST_PROVED))
+
+
+class Access:
+    """Recognises who calls. Thread-safe, and never waits.
+
+    Args:
+        policy: file that says who may do what; None if whoever reaches the service may do everything.
+        replica_key: secret that all replicas over one store share.
+        certificates: whether, without a policy, only those may who have shown a certificate.
+        clock: seconds since 1970.
+
+    Raises:
+        InvalidArgument: the policy cannot be read, or is wrong.
+    """
+
+    def __init__(
+        self,
+        policy: Path | None = None,
+        replica_key: bytes = b"",
+        *,
+        certificates: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = policy
+        self._replica_key = replica_key
+        self._certificates = certificates
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._changed = 0
+        self._looked = time.monotonic()
+        self._tickets: Cache[Evidence] = Cache(_MOST_TICKETS)
+        self._known = _Known()
+        if policy is not None:
+            self._read(policy)
+
+    @property
+    def open(self) -> bool:
+        """Whether whoever reaches the service may do everything."""
+        return self._path is None and not self._certificates
+
+    def identify(self, evidence: Evidence) -> Identity:
+        """Who has shown this. What is shown decides: a wrong token is not mended by a good certificate."""
+        if self.open:
+            return EVERYBODY
+        self._read_if_changed()
+        known = self._known
+        if evidence.authorization:
+            return self._of_authorization(evidence.authorization, known)
+        policy = known.policy
+        if policy is None:
+            return EVERYBODY if evidence.certificate else Identity.nobody("the call shows no certificate")
+        found = None
+        if evidence.certificate:
+            found = policy.of_certificate(evidence.certificate)
+        elif evidence.user is not None:
+            found = policy.by_user.get(evidence.user)
+        found = found or policy.anybody
+        if found is not None:
+            return found
+        if evidence.certificate:
+            return Identity.nobody(f"the policy knows nobody called {evidence.certificate[0][:100]}")
+        if evidence.user is not None:
+            return Identity.nobody(f"the policy does not know user {evidence.user}")
+        return Identity.nobody("the call shows no token")
+
+    def lane_ticket(self, evidence: Evidence) -> str:
+        """What says on the local lane what was shown over gRPC."""
+        ticket = secrets.token_urlsafe(_TICKET_BYTES)
+        self._tickets.put(ticket, evidence)
+        return ticket
+
+    def shown_by(self, ticket: str, user: int) -> Evidence:
+        """What a client of the local lane has shown: by its ticket, or by whose process it is.
+
+        Raises:
+            Unavailable: the ticket is not known any more; the client asks for another one.
+        """
+        if not ticket:
+            return Evidence(user=user)
+        evidence = self._tickets.get(ticket)
+        if evidence is None:
+            raise Unavailable("the ticket for the local lane is not known", fix="ask for another one")
+        return evidence
+
+    def replica_token(self) -> str:
+        """What this service shows to other replicas."""
+        until = int(self._clock()) + _REPLICA_SECONDS
+        return f"replica.{until}.{self._code(until)}"
+
+    def _of_authorization(self, authorization: str, known: _Known) -> Identity:
+        if authorization[: len(_BEARER)].lower() != _BEARER:
+            return Identity.nobody("what the call shows is no bearer token")
+        token = authorization[len(_BEARER) :].strip()
+        if token.startswith("replica."):
+            return self._of_replica(token)
+        if known.policy is None:
+            return Identity.nobody("tokens are not known here")
+        found = known.policy.by_token.get(tokens.digest(token))
+        if found is not None:
+            return found
+        if token.count(".") != 2 or not known.rings:
+            return Identity.nobody("the token is not known")
+        return self._of_web_token(token, known, known.policy)
+
+    def _of_web_token(self, token: str, known: _Known, policy: Policy) -> Identity:
+        key = hashlib.sha256(token.encode()).digest()
+        before = known.proved.get(key)
+        if before is not None and (before.expires or 0.0) > self._clock():
+            return before
+        found = issuers.claims(token, known.rings)
+        if isinstance(found, str):
+            return Identity.nobody(found)
+        entry = policy.of_subject(found.issuer, found.subject)
+        if entry is None:
+            return Identity.nobody(f"the policy knows nobody called {found.subject[:100]}")
+        proved = Identity(entry.name, entry.scopes, expires=found.expires)
+        known.proved.put(key, proved)
+        return proved
+
+    def _of_replica(self, token: str) -> Identity:
+        _, until, code = (*token.split(".", 2), "", "")[:3]
+        if not until.isdecimal() or len(until) > 12 or not self._replica_key:
+            return Identity.nobody("the token is not known")
+        genuine = hmac.compare_digest(self._code(int(until)), code)
+        if not genuine or int(until) < self._clock():
+            return Identity.nobody("the token of a replica is not valid")
+        return Identity(REPLICA.name, REPLICA.scopes, expires=float(until))
+
+    def _code(self, until: int) -> str:
+        return hmac.new(self._replica_key, f"replica.{until}".encode(), hashlib.sha256).hexdigest()
+
+    def _read_if_changed(self) -> None:
+        now = time.monotonic()
+        if self._path is None or now - self._looked < _LOOK_SECONDS:
+            return
+        with self._lock:
+            self._looked = now
+            try:
+                if self._path.stat().st_mtime_ns != self._changed:
+                    self._read(self._path)
+                    log.info("the policy %s was read again", self._path)
+            except (OSError, InvalidArgument) as error:
+                log.error("the policy stays as it was: %s", error)
+
+    def _read(self, path: Path) -> None:
+        try:
+            changed, text = path.stat().st_mtime_ns, path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgument(
+                f"the policy {path} cannot be read: {error}", fix="let the service's user read it"
+            ) from error
+        self._changed = changed  # one that is wrong is told once
+        policy = Policy.parse(text)
+        rings = {}
+        for url, issuer in policy.issuers.items():
+            before = self._known.rings.get(url)
+            if before is not None and before.issuer == issuer:
+                rings[url] = before
+            else:
+                rings[url] = KeyRing(issuer)
+                rings[url].start()
+        self._known = _Known(policy, rings)

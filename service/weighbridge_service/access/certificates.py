@@ -1,0 +1,154 @@
+"""Certificates of the service, read again when their files change, so that they can be renewed while it runs."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from weighbridge.errors import InvalidArgument
+from weighbridge_service.runtime.tls_files import TlsFiles
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    certificate: bytes
+    key: bytes
+    client_ca: bytes | None
+
+
+class Certificates:
+    """The certificate of a service, as its files are now. Thread-safe.
+
+    Args:
+        files: where it lies.
+
+    Raises:
+        InvalidArgument: a file cannot be read, or a key does not belong to its certificate.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._stamp = self._stamped()
+        self._content = self._read()
+        self._context = self._made_context()
+
+    @property
+    def asks_clients(self) -> bool:
+        """Whether clients are asked for certificates of theirs."""
+        return self._files.client_ca is not None
+
+    def for_grpc(self) -> grpc.ServerCredentials:
+        """For a port of gRPC. Clients that are asked for certificates cannot do without."""
+        served = self._content
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            found = self._current()
+            if found is served:
+                return None
+            served = found
+            return _configuration(found)
+
+        fetch: Any = renewed  # None is allowed, whatever its annotation says
+        credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
+            _configuration(served), fetch, require_client_authentication=self.asks_clients
+        )
+        return credentials
+
+    def for_http(self) -> ssl.SSLContext:
+        """For a port of HTTP. Clients may do without a certificate: probes have none."""
+        listening = self._made_context()
+
+        def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            self._current()
+            connection.context = self._context
+
+        listening.sni_callback = renew  # is called for each connection, also without a name
+        return listening
+
+    def _current(self) -> _Content:
+        with self._lock:
+            stamp = self._stamped()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                before = self._content
+                try:
+                    self._content = self._read()
+                    self._context = self._made_context()
+                    log.info("the certificate %s was read again", self._files.certificate)
+                except InvalidArgument as error:  # files are replaced one after the other
+                    self._content = before
+                    log.warning("the certificate stays as it was: %s", error)
+            return self._content
+
+    def _stamped(self) -> tuple[int, ...]:
+        found = []
+        for path in (self._files.certificate, self._files.key, self._files.client_ca):
+            try:
+                found.append(path.stat().st_mtime_ns if path is not None else 0)
+            except OSError:
+                found.append(-1)
+        return tuple(found)
+
+    def _read(self) -> _Content:
+        def read(path: Path) -> bytes:
+            try:
+                return path.read_bytes()
+            except OSError as error:
+                raise InvalidArgument(
+                    f"{path} cannot be read: {error.strerror}", fix="let the service's user read it"
+                ) from error
+
+        ca = self._files.client_ca
+        return _Content(
+            read(self._files.certificate), read(self._files.key), None if ca is None else read(ca)
+        )
+
+    def _made_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        files = self._files
+        try:
+            context.load_cert_chain(files.certificate, files.key)
+            if files.client_ca is not None:
+                context.load_verify_locations(files.client_ca)
+                context.verify_mode = ssl.CERT_OPTIONAL
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidArgument(
+                f"{files.certificate} and {files.key} cannot be used for TLS: {error}",
+                fix="name a certificate and its own private key, both PEM and without a password",
+            ) from error
+        return context
+
+
+def _configuration(content: _Content) -> grpc.ServerCertificateConfiguration:
+    configuration: grpc.ServerCertificateConfiguration = grpc.ssl_server_certificate_configuration(
+        [(content.key, content.certificate)], root_certificates=content.client_ca
+    )
+    return configuration
+
+
+def names_from_grpc(context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
+    """The names in the certificate that a caller of gRPC has shown, from what gRPC says of its connection."""
+    names = context.get("x509_subject_alternative_name") or context.get("x509_common_name") or ()
+    return tuple(name.decode("utf-8", "replace") for name in names)
+
+
+def names_from_tls(peer_certificate: Callable[[], Mapping[str, Any] | None]) -> tuple[str, ...]:
+    """Likewise from what `ssl` says of one."""
+    found = peer_certificate() or {}
+    names = tuple(str(name) for _, name in found.get("subjectAltName", ()))
+    if names:
+        return names
+    parts = (part for group in found.get("subject", ()) for part in group)
+    return tuple(str(value) for key, value in parts if key == "commonName")

@@ -1,0 +1,54 @@
+"""Identities, and the evidence that proves them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weighbridge_service.access.scopes import Scope, Verb
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a connection or a call shows.
+
+    Attributes:
+        authorization: of the call; empty if it has none. ``Bearer TOKEN``.
+        certificate: names in the certificate that TLS has verified: its alternative names, or its common name if it has none of these.
+        user: id of the user whose process it is, as the kernel says; None from other machines.
+    """
+
+    authorization: str = field(default="", repr=False)
+    certificate: tuple[str, ...] = ()
+    user: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Somebody who was recognised, or the reason why not.
+
+    Attributes:
+        name: in the policy; empty for nobody.
+        scopes: what they may do.
+        problem: why nobody was recognised; empty if somebody was.
+        expires: seconds since 1970 at which the evidence ends to prove it; None if it does not.
+    """
+
+    name: str
+    scopes: tuple[Scope, ...] = ()
+    problem: str = ""
+    expires: float | None = field(default=None, compare=False)
+
+    def may(self, verb: Verb, model: str = "", ref: str = "") -> bool:
+        """Whether they may do this; see `Scope.allows`."""
+        return verb is Verb.PROBE or any(scope.allows(verb, model, ref) for scope in self.scopes)
+
+    @staticmethod
+    def nobody(problem: str) -> Identity:
+        """Who has shown nothing that proves anything."""
+        return Identity("", (), problem)
+
+
+EVERYBODY = Identity("anonymous", (Scope(None),))
+"""Whoever reaches a service that was told of no policy."""
+REPLICA = Identity("replica", (Scope(Verb.REPLICATE),))
+"""Another service over the same store."""

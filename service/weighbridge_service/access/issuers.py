@@ -1,0 +1,207 @@
+"""Issuers of JSON web tokens (RFC 7519), as Kubernetes and OpenID providers issue them, and the keys that they sign with.
+
+The algorithm is the policy's, not the token's, and signs with a private key: a shared secret would let whoever checks tokens make them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jwt
+
+from weighbridge.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
+
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+LONGEST_TOKEN = 16 << 10
+_LEEWAY = 30.0
+"""Seconds by which clocks may differ."""
+_REFRESH_SECONDS = 300.0
+_RETRY_SECONDS = 10.0
+"""Between two requests for keys, whatever comes: tokens with invented keys must not make a service ask somebody else without end."""
+_FETCH_SECONDS = 5.0
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Issuer:
+    """An issuer that a policy trusts.
+
+    Attributes:
+        name: by which the policy's identities name it.
+        issuer: of its tokens (``iss``).
+        audience: for whom they must be issued (``aud``).
+        algorithms: with which they may be signed.
+        keys: a file with a JSON web key set (RFC 7517), or an ``https://`` URL of one.
+    """
+
+    name: str
+    issuer: str
+    audience: str
+    algorithms: tuple[str, ...]
+    keys: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What a token proves.
+
+    Attributes:
+        issuer: name of the issuer.
+        subject: whom it is about (``sub``).
+        expires: seconds since 1970.
+    """
+
+    issuer: str
+    subject: str
+    expires: float
+
+
+class KeyRing:
+    """Keys of one issuer. Thread-safe; never waits for the network but in `start`.
+
+    Args:
+        issuer: whose.
+        fetch: gets what is behind a URL.
+        clock: seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        issuer: Issuer,
+        fetch: Callable[[str], bytes] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.issuer = issuer
+        self._fetch = fetch or _fetched
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._keys: Mapping[str, jwt.PyJWK] = {}
+        self._asked = -_REFRESH_SECONDS
+        self._asking = False
+        self._changed = 0
+
+    def start(self) -> None:
+        """Read the keys for the first time.
+
+        Raises:
+            InvalidArgument: the file cannot be read or has no keys. What is behind a URL is asked for again later.
+        """
+        if self._remote:
+            self._refresh()
+        else:
+            self._read_file()
+
+    def key(self, kid: str) -> jwt.PyJWK | None:
+        """The key of that name; None if there is none now, and one that is asked for may be there soon."""
+        if not self._remote:
+            self._read_file_if_changed()
+            return self._keys.get(kid)
+        found, age = self._keys.get(kid), self._clock() - self._asked
+        if age > (_RETRY_SECONDS if found is None else _REFRESH_SECONDS):
+            with self._lock:
+                asking, self._asking = self._asking, True
+            if not asking:
+                threading.Thread(target=self._refresh, name="issuer-keys", daemon=True).start()
+        return found
+
+    @property
+    def _remote(self) -> bool:
+        return "://" in self.issuer.keys
+
+    def _refresh(self) -> None:
+        try:
+            self._keys = _keys_in(self._fetch(self.issuer.keys), self.issuer)
+        except (OSError, ValueError, InvalidArgument) as error:
+            log.warning("keys of %s stay as they are: %s", self.issuer.name, error)
+        finally:
+            self._asked, self._asking = self._clock(), False
+
+    def _read_file_if_changed(self) -> None:
+        try:
+            if Path(self.issuer.keys).stat().st_mtime_ns != self._changed:
+                self._read_file()
+        except (OSError, InvalidArgument) as error:
+            log.warning("keys of %s stay as they are: %s", self.issuer.name, error)
+
+    def _read_file(self) -> None:
+        path = Path(self.issuer.keys)
+        try:
+            changed, raw = path.stat().st_mtime_ns, path.read_bytes()
+        except OSError as error:
+            raise InvalidArgument(
+                f"the keys of {self.issuer.name} cannot be read: {path}: {error.strerror}",
+                fix="name a file with a JSON web key set, or its https:// URL",
+            ) from error
+        self._keys, self._changed = _keys_in(raw, self.issuer), changed
+
+
+def claims(token: str, rings: Mapping[str, KeyRing]) -> Claims | str:
+    """What a token proves, or why it proves nothing.
+
+    Args:
+        token: as it was shown.
+        rings: of the issuers that are trusted, by ``iss``.
+    """
+    if len(token) > LONGEST_TOKEN:
+        return "the token is too long"
+    try:
+        unproved = jwt.decode(token, options={"verify_signature": False})
+        ring = rings.get(str(unproved.get("iss", "")))
+        if ring is None:
+            return "the token comes from an issuer that is not trusted here"
+        issuer = ring.issuer
+        key = ring.key(str(jwt.get_unverified_header(token).get("kid", "")))
+        if key is None:
+            return f"the token is signed with a key that {issuer.name} is not known to have"
+        proved: dict[str, Any] = jwt.decode(
+            token,
+            key,
+            algorithms=list(issuer.algorithms),
+            issuer=issuer.issuer,
+            audience=issuer.audience,
+            leeway=_LEEWAY,
+            options={"require": ["exp", "sub", "iss", "aud"]},
+        )
+    except (jwt.PyJWTError, ValueError, TypeError) as error:
+        return f"the token proves nothing: {error}"
+    return Claims(issuer.name, str(proved["sub"]), float(proved["exp"]) + _LEEWAY)
+
+
+def _keys_in(raw: bytes, issuer: Issuer) -> Mapping[str, jwt.PyJWK]:
+    """Keys by name; those of kinds that cannot be used here are left out."""
+    try:
+        listed = json.loads(raw)["keys"]
+        found = {}
+        for each in listed:
+            try:
+                key = jwt.PyJWK(each)
+            except jwt.PyJWTError:
+                continue
+            if key.algorithm_name in issuer.algorithms:
+                found[str(each.get("kid", ""))] = key
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidArgument(
+            f"the keys of {issuer.name} are no JSON web key set", fix=f"look at {issuer.keys}"
+        ) from error
+    if not found:
+        raise InvalidArgument(
+            f"none of the keys of {issuer.name} is for {', '.join(issuer.algorithms)}",
+            fix="name the algorithms that it signs with",
+        )
+    return found
+
+
+def _fetched(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=_FETCH_SECONDS) as answer:  # noqa: S310  # the policy allows https alone
+        found: bytes = answer.read(_MOST_BYTES)
+    return found

@@ -1,0 +1,198 @@
+"""Policy: the file that says who may do what (TOML).
+
+::
+
+    [[identity]]
+    name = "trainer"
+    may = ["push:acme/*", "pull:acme/*"]
+    tokens = ["sha256:..."]                                # weighbridge token
+    certificates = ["spiffe://cluster/ns/rl/sa/trainer"]   # names in certificates that --client-ca has issued
+    users = [1000]                                         # of processes on this machine, by the local lane
+    subjects = ["cluster|system:serviceaccount:rl:*"]      # of JSON web tokens: issuer and subject
+
+    [[issuer]]
+    name = "cluster"
+    issuer = "https://kubernetes.default.svc.cluster.local"
+    audience = "weighbridge"
+    algorithms = ["RS256"]
+    keys = "/etc/weighbridge/jwks.json"                    # or an https:// URL
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weighbridge.errors import InvalidArgument
+from weighbridge_service.access import issuers, tokens
+from weighbridge_service.access.identities import Identity
+from weighbridge_service.access.issuers import Issuer
+from weighbridge_service.access.scopes import Scope, matches
+
+_IDENTITY = {"name", "may", "tokens", "certificates", "users", "subjects", "anybody"}
+_ISSUER = {"name", "issuer", "audience", "algorithms", "keys"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An identity of a policy, and what proves it.
+
+    Attributes:
+        identity: who it is, and what they may.
+        certificates: patterns of names in certificates.
+        subjects: of JSON web tokens: name of the issuer, and a pattern of the subject.
+    """
+
+    identity: Identity
+    certificates: tuple[str, ...]
+    subjects: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who may do what.
+
+    Attributes:
+        entries: in the order of the file: the first that fits counts.
+        by_token: identities by the digests of their tokens.
+        by_user: likewise by ids of users.
+        issuers: of tokens, by ``iss``.
+        anybody: who shows nothing; None if that is nobody.
+    """
+
+    entries: tuple[Entry, ...]
+    by_token: Mapping[str, Identity]
+    by_user: Mapping[int, Identity]
+    issuers: Mapping[str, Issuer]
+    anybody: Identity | None
+
+    def of_certificate(self, names: tuple[str, ...]) -> Identity | None:
+        """Whose certificate has these names."""
+        for entry in self.entries:
+            if any(matches(pattern, name) for name in names for pattern in entry.certificates):
+                return entry.identity
+        return None
+
+    def of_subject(self, issuer: str, subject: str) -> Identity | None:
+        """Whom a token of an issuer is about."""
+        for entry in self.entries:
+            if any(name == issuer and matches(pattern, subject) for name, pattern in entry.subjects):
+                return entry.identity
+        return None
+
+    @staticmethod
+    def parse(text: str) -> Policy:
+        """A policy from its file's text. Raises InvalidArgument: says in which entry what is wrong."""
+        try:
+            found = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise InvalidArgument(f"the policy is no TOML: {error}", fix="see docs/access.md") from error
+        _check_keys(found, {"identity", "issuer"}, "the policy")
+        trusted = {each.issuer: each for each in map(_issuer, _tables(found, "issuer"))}
+        names = {each.name for each in trusted.values()}
+        entries: list[Entry] = []
+        by_token: dict[str, Identity] = {}
+        by_user: dict[int, Identity] = {}
+        anybody = None
+        for table in _tables(found, "identity"):
+            entry = _entry(table, names)
+            where = f"the identity {entry.identity.name!r}"
+            if any(entry.identity.name == other.identity.name for other in entries):
+                raise InvalidArgument(f"{where} stands there twice", fix="give each a name of its own")
+            for token in map(tokens.check_digest, _texts(table, "tokens", where)):
+                if by_token.setdefault(token, entry.identity) != entry.identity:
+                    raise InvalidArgument(f"a token of {where} is another's, too", fix="make one for each")
+            for user in _users(table, where):
+                if by_user.setdefault(user, entry.identity) != entry.identity:
+                    raise InvalidArgument(f"user {user} of {where} is another's, too", fix="name it once")
+            if table.get("anybody") is True:
+                if anybody is not None:
+                    raise InvalidArgument(f"{where} is a second one for anybody", fix="leave one of them")
+                anybody = entry.identity
+            entries.append(entry)
+        return Policy(tuple(entries), by_token, by_user, trusted, anybody)
+
+
+def _entry(table: Mapping[str, Any], issuer_names: set[str]) -> Entry:
+    name = table.get("name")
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise InvalidArgument("an identity of the policy has no name", fix='write name = "trainer"')
+    where = f"the identity {name!r}"
+    _check_keys(table, _IDENTITY, where)
+    if not isinstance(table.get("anybody", False), bool):
+        raise InvalidArgument(f"anybody of {where} is neither true nor false", fix="write anybody = true")
+    try:
+        scopes = tuple(map(Scope.parse, _texts(table, "may", where)))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{where}: {error.message}", fix=error.fix) from error
+    if not scopes:
+        raise InvalidArgument(f"{where} may do nothing", fix='write may = ["pull:acme/*"]')
+    subjects = []
+    for text in _texts(table, "subjects", where):
+        issuer, bar, subject = text.partition("|")
+        if not bar or issuer not in issuer_names or not subject:
+            raise InvalidArgument(
+                f"the subject {text[:80]!r} of {where} names no issuer of this policy",
+                fix='write "ISSUER|SUBJECT", with the name of an [[issuer]]',
+            )
+        subjects.append((issuer, subject))
+    certificates = _texts(table, "certificates", where)
+    return Entry(Identity(name, scopes), certificates, tuple(subjects))
+
+
+def _issuer(table: Mapping[str, Any]) -> Issuer:
+    name = str(table.get("name", ""))
+    where = f"the issuer {name!r}"
+    _check_keys(table, _ISSUER, where)
+    missing = [
+        key
+        for key in sorted(_ISSUER - {"algorithms"})
+        if not isinstance(table.get(key), str) or not table[key]
+    ]
+    if missing:
+        raise InvalidArgument(f"{where} has no {' and no '.join(missing)}", fix="see docs/access.md")
+    algorithms = _texts(table, "algorithms", where)
+    unknown = [each for each in algorithms if each not in issuers.ALGORITHMS]
+    if unknown or not algorithms:
+        raise InvalidArgument(
+            f"{where} signs with {unknown[0] if unknown else 'nothing'}",
+            fix=f"name what it signs with, of {', '.join(issuers.ALGORITHMS)}",
+        )
+    if "://" in table["keys"] and not table["keys"].startswith("https://"):
+        raise InvalidArgument(
+            f"the keys of {where} do not come over TLS", fix="name an https:// URL, or a file"
+        )
+    return Issuer(name, table["issuer"], table["audience"], algorithms, table["keys"])
+
+
+def _tables(found: Mapping[str, Any], key: str) -> Iterator[Mapping[str, Any]]:
+    tables = found.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        raise InvalidArgument(f"{key} of the policy is no list of tables", fix=f"write [[{key}]]")
+    yield from tables
+
+
+def _texts(table: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    found = table.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise InvalidArgument(f"{key} of {where} is no list of texts", fix=f'write {key} = ["..."]')
+    return tuple(found)
+
+
+def _users(table: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    found = table.get("users", [])
+    if not isinstance(found, list) or not all(type(each) is int and each >= 0 for each in found):
+        raise InvalidArgument(f"users of {where} is no list of user ids", fix="write users = [1000]")
+    return tuple(found)
+
+
+def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
+    """Refuse what would be overlooked: a misspelt key must not make a policy say something else."""
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise InvalidArgument(
+            f"{where} has {unknown[0]!r}, which nothing is known of",
+            fix=f"there are: {', '.join(sorted(known))}",
+        )

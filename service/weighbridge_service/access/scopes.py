@@ -1,0 +1,123 @@
+"""Scopes: a verb, and the models and refs for which somebody may do it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from weighbridge.errors import InvalidArgument
+
+
+class Verb(StrEnum):
+    """What somebody wants to do. Its value is its name in a scope."""
+
+    PROBE = "probe"
+    """Ask whether the service lives; whoever reaches it may."""
+    LOOK = "look"
+    """Look at models, versions and refs. Every scope for a model has it in it, for that model."""
+    PULL = "pull"
+    """Read weights."""
+    PUSH = "push"
+    """Register a model, bring a version, or give one up."""
+    TAG = "tag"
+    """Move and delete tags."""
+    APPROVE = "approve"
+    """Hold versions no longer that are held."""
+    MANAGE = "manage"
+    """Delete models and versions, say what is kept and what is held, and export."""
+    OBSERVE = "observe"
+    """Read metrics and what the service says of its memory."""
+    REPLICATE = "replicate"
+    """Take part in the service as a replica."""
+
+
+ADMIN = "admin"
+"""In place of a verb: all of them."""
+ALL = "*"
+
+_SCOPE = re.compile(
+    r"(?P<verb>[a-z]+)(?::(?P<model>[A-Za-z0-9._*-]+(?:/[A-Za-z0-9._*-]+)?)(?:@(?P<ref>[A-Za-z0-9._*-]+))?)?"
+)
+_WITHOUT_MODEL = frozenset({Verb.OBSERVE, Verb.REPLICATE})
+_WORDS = (*(verb.value for verb in Verb if verb is not Verb.PROBE), ADMIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What an identity may do. In patterns ``*`` stands for any characters.
+
+    Attributes:
+        verb: None for all of them.
+        model: pattern of ``namespace/name``.
+        ref: pattern of refs; of `Verb.TAG` alone, as others see through a ref to the version.
+    """
+
+    verb: Verb | None
+    model: str = ALL
+    ref: str = ALL
+
+    @staticmethod
+    def parse(text: str) -> Scope:
+        """``pull:acme/*``, ``tag:acme/smol@prod``, ``observe``, ``admin``. Raises InvalidArgument."""
+        found = _SCOPE.fullmatch(text)
+        if found is None or found["verb"] not in _WORDS:
+            raise InvalidArgument(
+                f"{text[:80]!r} is no scope",
+                fix=f"write VERB, VERB:MODEL or tag:MODEL@REF, with * for any characters; verbs are {', '.join(_WORDS)}",
+            )
+        verb = None if found["verb"] == ADMIN else Verb(found["verb"])
+        if found["ref"] is not None and verb is not Verb.TAG:
+            raise InvalidArgument(
+                f"the scope {text!r} names a ref, and only tags have their own permission",
+                fix=f"write {text.partition('@')[0]}",
+            )
+        if found["model"] is not None and verb in _WITHOUT_MODEL:
+            raise InvalidArgument(
+                f"the scope {text!r} names a model", fix=f"write {verb}: it is for all models"
+            )
+        return Scope(verb, found["model"] or ALL, found["ref"] or ALL)
+
+    def __str__(self) -> str:
+        model = "" if self.model == ALL else f":{self.model}"
+        return f"{self.verb or ADMIN}{model or (':*' if self.ref != ALL else '')}{'' if self.ref == ALL else f'@{self.ref}'}"
+
+    def allows(self, verb: Verb, model: str, ref: str) -> bool:
+        """Whether it allows this.
+
+        Args:
+            verb: what is to be done.
+            model: to which model; empty for all of them, or none.
+            ref: to which ref; empty for all of them, or none.
+        """
+        if verb is Verb.LOOK and not model:  # what is listed is asked for by name
+            return True
+        if self.verb is not None and verb not in (self.verb, Verb.LOOK):
+            return False
+        if self.verb in _WITHOUT_MODEL and verb is Verb.LOOK:
+            return False
+        if not (matches(self.model, model) if model else self.model == ALL):
+            return False
+        return verb is not Verb.TAG or (matches(self.ref, ref) if ref else self.ref == ALL)
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Whether a text is what a pattern says, in which ``*`` stands for any characters."""
+    if pattern == ALL:
+        return True
+    first, *others = pattern.split("*")
+    if not others:
+        return text == pattern
+    if (
+        not text.startswith(first)
+        or not text.endswith(others[-1])
+        or len(text) < len(first) + len(others[-1])
+    ):
+        return False
+    position, end = len(first), len(text) - len(others[-1])
+    for part in others[:-1]:
+        found = text.find(part, position, end)
+        if found < 0:
+            return False
+        position = found + len(part)
+    return True

@@ -1,0 +1,95 @@
+"""Callers of the HTTP face: what a request shows, whose it is, whether they may, and what becomes of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fastapi import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weighbridge.errors import PermissionDenied, Unauthenticated
+from weighbridge_service.access.audit import Audit
+from weighbridge_service.access.identities import EVERYBODY, Evidence, Identity
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.admission.peer import LOCAL, Peer, authorize
+
+CERTIFICATE = "weighbridge-certificate"
+"""Key of the names in a connection's certificate, in the state of its requests."""
+_HEADER = "authorization"
+_ASKED = "weighbridge-asked"
+"""Key of what a request has asked for, in its scope."""
+_RESULTS = {401: Unauthenticated.reason, 403: PermissionDenied.reason}
+
+
+class _Asked(NamedTuple):
+    """What a request has asked for last."""
+
+    peer: Peer
+    route: str
+    verb: Verb
+    model: str
+    ref: str
+
+
+def ask(request: Request, verb: Verb, model: str = "", ref: str = "") -> None:
+    """Raise if the caller may not do this; see `authorize`. How it ends is written down."""
+    peer = peer_of(request)
+    request.scope[_ASKED] = _Asked(peer, request.scope["route"].name, verb, model, ref)
+    authorize(peer, verb, model, ref)
+
+
+class Recorder:
+    """Writes down how requests end that have asked whether they may.
+
+    Args:
+        app: what answers.
+        audit: where it is written down.
+    """
+
+    def __init__(self, app: ASGIApp, audit: Audit) -> None:
+        self._app = app
+        self._audit = audit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        status = 500
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            asked: _Asked | None = scope.get(_ASKED)
+            if asked is not None:
+                self._audit.record(
+                    face="http",
+                    host=asked.peer.host,
+                    identity=asked.peer.identity.name,
+                    action=asked.route,
+                    verb=asked.verb,
+                    model=asked.model,
+                    ref=asked.ref,
+                    result="OK" if status < 400 else _RESULTS.get(status, f"HTTP {status}"),
+                )
+
+
+def peer_of(request: Request) -> Peer:
+    """Who has sent a request."""
+    client = request.client
+    identity = _identity(request)
+    return Peer(client.host, str(client.port), identity) if client else Peer(LOCAL, "", identity)
+
+
+def _identity(request: Request) -> Identity:
+    access = request.app.state.access
+    if access.open:
+        return EVERYBODY
+    shown = request.headers.getlist(_HEADER)
+    token = shown[0] if len(shown) == 1 else "several" if shown else ""
+    names: tuple[str, ...] = request.scope.get("state", {}).get(CERTIFICATE, ())
+    found: Identity = access.identify(Evidence(token, names))
+    return found
