@@ -42,9 +42,7 @@ def source(tmp_path: Path) -> TinyModel:
 
 @pytest.fixture
 def service(tmp_path: Path, source: TinyModel) -> Iterator[RunningService]:
-    with running_service(tmp_path / "store") as running:
-        with TrainerClient(running.address) as trainer:
-            trainer.register_files(MODEL, source.files)
+    with running_service(tmp_path / "store", {MODEL: source.files}) as running:
         yield running
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +61,16 @@ class RunningService:
 
 
 @contextmanager
-def running_service(store: Path | str, **settings: Any) -> Iterator[RunningService]:
-    """A service over this store, drained and stopped in the end."""
+def running_service(
+    store: Path | str, models: Mapping[str, Mapping[str, bytes]] | None = None, **settings: Any
+) -> Iterator[RunningService]:
+    """A service over this store, with these models registered by their files, drained and stopped in the end."""
     running = RunningService(store, **settings)
     try:
+        if models:
+            with TrainerClient(running.address) as trainer:
+                for name, files in models.items():
+                    trainer.register_files(name, files)
         yield running
     finally:
         running.stop()
@@ -115,7 +121,7 @@ def family_service(store: Path) -> Iterator[FamilyService]:
 @contextmanager
 def lane_service(folder: Path, model: str, source: TinyModel) -> Iterator[RunningService]:
     """A service with a local lane, where a model is registered."""
-    with running_service(folder / "store", local_socket=str(folder / "lane.sock")) as running:
-        with TrainerClient(running.address) as trainer:
-            trainer.register_files(model, source.files)
+    with running_service(
+        folder / "store", {model: source.files}, local_socket=str(folder / "lane.sock")
+    ) as running:
         yield running

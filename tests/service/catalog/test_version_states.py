@@ -40,9 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture
 def running(tmp_path: Path, source: TinyModel) -> Iterator[RunningService]:
-    with running_service(tmp_path / "store", drain_seconds=0.5) as service:
-        with TrainerClient(service.address) as trainer:
-            trainer.register_files(MODEL, source.files)
+    with running_service(tmp_path / "store", {MODEL: source.files}, drain_seconds=0.5) as service:
         yield service
 
 

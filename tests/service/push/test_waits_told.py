@@ -36,9 +36,7 @@ def service(tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch) 
     """One that says every 0.2 s what is waited for."""
     for module in (waits, registry, control_calls):
         monkeypatch.setattr(module, "REMIND_SECONDS", 0.2)
-    with running_service(tmp_path / "store", drain_seconds=0.1) as running:
-        with TrainerClient(running.address) as trainer:
-            trainer.register_files(MODEL, source.files)
+    with running_service(tmp_path / "store", {MODEL: source.files}, drain_seconds=0.1) as running:
         yield running
 
 
