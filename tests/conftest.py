@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import stat
 from collections.abc import Iterator
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             groups = [mark.args[0] for mark in item.iter_markers("xdist_group")]
             if groups and "@" not in item.nodeid:
                 item._id = NodeId.parse(f"{item.nodeid}@{groups[0]}")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported out of garbage collection: full collections go through what tests make, and not all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

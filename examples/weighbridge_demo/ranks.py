@@ -37,6 +37,8 @@ PRELOAD = (
     "transformers.models.llama.modeling_llama",
 )
 """What the server imports before it forks."""
+_AT_LAST = "weighbridge_demo.frozen_heap"
+"""Imported after everything else."""
 
 # BLAS and OpenMP would make pools of threads. megatron-core warns of everything that a CPU machine lacks.
 _SERVER_ENVIRONMENT = {
@@ -187,7 +189,7 @@ def run_ranks(
 
 def start_server(preload: Sequence[str] = PRELOAD) -> None:
     """Start the process that ranks are forked from, if this process has none yet; does not wait for its imports."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, _AT_LAST])
     before = {name: os.environ.get(name) for name in _SERVER_ENVIRONMENT}
     _set_environment(_SERVER_ENVIRONMENT)
     try:
