@@ -10,6 +10,7 @@ import json
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +147,17 @@ def test_ratios_are_those_of_rounds() -> None:
     assert figures.ratio("pull_to_raw") is None
 
 
-def test_two_checkouts_are_measured_in_the_same_rounds(tmp_path: Path) -> None:
+def test_two_checkouts_are_measured_in_the_same_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = processes.python
+
+    def python(*arguments: str, checkout: Path | None = None, **options: Any) -> Any:
+        if checkout is None:  # the half that other tests see started as it is
+            return forked_python(*arguments, **options)
+        return really(*arguments, checkout=checkout, **options)
+
+    monkeypatch.setattr(processes, "python", python)
     case = Case(SIZE, 1, "contiguous", "local")
     ours, theirs = run_in_turn(case, 2, tmp_path, [None, Path(__file__).parents[2]], warm_up=1)
     compared = against.Compared(ours, theirs)
@@ -248,6 +259,7 @@ def test_pushes_of_state_dicts_are_measured_in_the_same_rounds_as_copies(tmp_pat
         assert seconds[f"{name}_ready"] > seconds[name]
 
 
+@pytest.mark.usefixtures("forked")
 def test_history_is_measured_at_both_ends_of_it(tmp_path: Path) -> None:
     model = tiny_folder(tmp_path / "hf", hidden_size=8)
     weights = (model.folder / "model.safetensors").stat().st_size
