@@ -51,10 +51,10 @@ def _slices(model: RegisteredModel, request: LayoutRequest) -> str:
 def configs() -> dict[str, dict[str, Any]]:
     """A small config of every family and of what they may have besides: heads, biases, tied embeddings, other sizes of experts."""
     from tests.service.families.test_conventions import MODELS
-    from tests.support.reference import MORE_TINY_FAMILIES, TINY_FAMILIES, tiny_config
+    from tests.support.reference import MORE_TINY_FAMILIES, TINY_FAMILIES, UNKNOWN_TO_MBRIDGE, tiny_config
 
     found: dict[str, dict[str, Any]] = {}
-    for family in (*TINY_FAMILIES, *MORE_TINY_FAMILIES):
+    for family in (*TINY_FAMILIES, *MORE_TINY_FAMILIES, *UNKNOWN_TO_MBRIDGE):
         for tied in (False, True):
             config = json.loads(tiny_config(family, tied=tied).to_json_string())
             found[f"{family}{'-tied' if tied else ''}"] = config

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.fusions import fused_softmax
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mimo"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"),
 )
 """The `model_type`s that `build_family_model` knows."""
 
@@ -42,6 +44,12 @@ _MLA_NORM_EPSILON = 1e-6
 
 def _nothing() -> None:
     return None
+
+
+def _window(queries: int, keys: int, window: tuple[int, int]) -> Tensor:
+    """What a token may not see, bool `[queries, keys]`: Megatron makes it on CUDA."""
+    behind = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)
+    return (behind > window[0]) | (-behind > window[1])
 
 
 class ValueHead(torch.nn.Linear):
@@ -107,6 +115,7 @@ def build_family_model(
     multi_latent_attention.HAVE_TE = False
     # Only its forward needs the package.
     grouped_gemm_util.assert_grouped_gemm_is_available = _nothing
+    fused_softmax.get_sliding_window_causal_mask = _window
     fields = {
         **common_config(hf_config, parallel, dtype),
         **_attention_fields(hf_config),
@@ -170,10 +179,12 @@ def _attention_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     _refuse(family not in FAMILIES, f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
     _refuse(hf_config.hidden_act != "silu", f"hidden_act {hf_config.hidden_act!r} is not 'silu'")
     _refuse(getattr(hf_config, "use_sliding_window", False), "use_sliding_window is set")
-    _refuse(getattr(hf_config, "sliding_window", None), "sliding_window is set")
     if family == "deepseek_v3":
         return _mla_fields(hf_config)
     _refuse(getattr(hf_config, "rope_scaling", None) is not None, "rope_scaling is not None")
+    if family == "gpt_oss":
+        return _gpt_oss_fields(hf_config)
+    _refuse(getattr(hf_config, "sliding_window", None), "sliding_window is set")
     attention_bias = bool(getattr(hf_config, "attention_bias", False))
     # Those of llama and qwen3 include the output projection's, which is the demo's business.
     _refuse(attention_bias and family != "glm4_moe", "attention_bias is set")
@@ -186,6 +197,26 @@ def _attention_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
         "qk_layernorm": family in ("qwen3", "qwen3_moe") or bool(getattr(hf_config, "use_qk_norm", False)),
         "add_bias_linear": False,
         "add_qkv_bias": qkv_bias.get(family, attention_bias),
+    }
+
+
+def _gpt_oss_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
+    turns = ["sliding_attention", "full_attention"]
+    _refuse(
+        hf_config.layer_types != [turns[i % 2] for i in range(hf_config.num_hidden_layers)],
+        "sliding and full attention do not take turns",
+    )
+    return {
+        "num_query_groups": hf_config.num_key_value_heads,
+        "kv_channels": hf_config.head_dim,
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "softmax_type": "learnable",
+        "window_size": (hf_config.sliding_window - 1, 0),
+        "window_attn_skip_freq": 2,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
     }
 
 
@@ -229,7 +260,7 @@ def _expert_fields(hf_config: PretrainedConfig, parallel: Parallel) -> dict[str,
         "moe_router_topk": getattr(hf_config, "num_experts_per_tok", None),
     }
     match hf_config.model_type:
-        case "mixtral":
+        case "mixtral" | "gpt_oss":
             return {
                 **common,
                 "num_moe_experts": hf_config.num_local_experts,

@@ -35,6 +35,10 @@ real DeepSeek-V3 does; `_mtp` and `mimo` have two layers of multi-token predicti
 """
 
 
+UNKNOWN_TO_MBRIDGE = ("gpt_oss",)
+"""Further families of `tiny_config` that `tests.support.megatron_families` builds: `load_with_mbridge` cannot fill them."""
+
+
 class MimoConfig(Qwen2Config):  # type: ignore[misc]  # transformers is seen as untyped
     """MiMo, which transformers does not have: Qwen2 with layers of multi-token prediction."""
 
@@ -64,13 +68,14 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
     """A configuration of a few hundred kilobytes in float32 that divides by TP 1, 2, 4 and PP 1, 2, 4.
 
     Args:
-        family: one of `TINY_FAMILIES` or `MORE_TINY_FAMILIES`.
+        family: one of `TINY_FAMILIES`, `MORE_TINY_FAMILIES` or `UNKNOWN_TO_MBRIDGE`.
         tied: whether the output layer is the embedding.
         overrides: fields of the configuration to replace.
     """
     from transformers import (
         DeepseekV3Config,
         Glm4MoeConfig,
+        GptOssConfig,
         LlamaConfig,
         MixtralConfig,
         Qwen2MoeConfig,
@@ -118,6 +123,11 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
             return Qwen3MoeConfig(
                 **{**fields, **experts, **sparse, "head_dim": 16, "norm_topk_prob": True, **overrides}
             )
+        case "gpt_oss":
+            experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
+            # a window that is shorter than what tests compute
+            rope = {"rope_scaling": None, "sliding_window": 4, "head_dim": 16}
+            return GptOssConfig(**{**fields, **experts, **rope, **overrides})
         case "glm4_moe" | "glm4_moe_mtp":
             mtp = {"num_nextn_predict_layers": 2} if family == "glm4_moe_mtp" else {}
             return Glm4MoeConfig(
@@ -147,7 +157,7 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
             }
             variant = variants.get(family, {})
             return DeepseekV3Config(**{**fields, **_SIGMOID_EXPERTS, **latent, **variant, **overrides})
-    families = (*TINY_FAMILIES, *MORE_TINY_FAMILIES)
+    families = (*TINY_FAMILIES, *MORE_TINY_FAMILIES, *UNKNOWN_TO_MBRIDGE)
     raise ValueError(f"family {family!r} is not one of {', '.join(families)}")
 
 

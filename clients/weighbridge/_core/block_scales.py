@@ -14,6 +14,8 @@ from weighbridge.errors import InvalidArgument
 
 QUANTIZED = "F8_E4M3"
 """safetensors' name of the dtype of quantised weights."""
+QUANTIZED_WITH_SCALES = "fp8"
+"""What configs call this."""
 SCALE_SUFFIX = "_scale_inv"
 """What the name of a tensor of scales has more than that of the weight."""
 DEFAULT_BLOCK = (128, 128)
@@ -22,8 +24,13 @@ DEFAULT_BLOCK = (128, 128)
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
     """Whether a config says that the model's weights are fp8 with scales."""
+    return quantization_of(config) == QUANTIZED_WITH_SCALES
+
+
+def quantization_of(config: Mapping[str, Any]) -> str:
+    """How a config says that the model's weights are quantised, such as ``fp8`` or ``mxfp4``; empty if it does not."""
     quantization = config.get("quantization_config")
-    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
+    return str(quantization.get("quant_method", ""))[:40] if isinstance(quantization, Mapping) else ""
 
 
 def block_of(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -238,7 +238,7 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
         {name: spec for name, spec in there.tensors.items() if name not in left_out},
         tuple(p for p in there.placements if p.shard.tensor not in left_out),
     )
-    plan = _planned(kept, laid_out.layout, relation.inverse_links, relation)
+    plan = _planned(relation.as_seen(kept), laid_out.layout, relation.inverse_links, relation)
     metadata = laid_out.metadata_files
     return Conversion(
         "hugging_face",
@@ -306,7 +306,7 @@ def _from_torch_dist(source: Path, options: ConvertOptions) -> Conversion:
     files = safetensors_files.lay_out_files(
         list(tensors.values()), options.max_file_bytes or safetensors_files.DEFAULT_SHARD_BYTES
     )
-    plan = _planned(there, files.layout, relation.links, relation, copies=relation.copies)
+    plan = _planned(there, relation.as_seen(files.layout), relation.links, relation, copies=relation.copies)
     index = files.index_json
     return Conversion(
         "torch_dist",

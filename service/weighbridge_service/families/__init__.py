@@ -16,6 +16,7 @@ May import: `weighbridge.errors`; nothing of the service.
 - `gemma3`: gemma3, gemma3_text.
 - `qwen2_5_vl`: qwen2_5_vl.
 - `qwen3_vl`: qwen3_vl, qwen3_vl_moe.
+- `gpt_oss`: gpt_oss.
 - `llama4`: llama4, llama4_text.
 """
 
@@ -50,6 +51,7 @@ _BUILT_IN = {
     "qwen2_5_vl": "qwen2_5_vl:Qwen25VL",
     "qwen3_vl": "qwen3_vl:Qwen3VL",
     "qwen3_vl_moe": "qwen3_vl:Qwen3VLMoe",
+    "gpt_oss": "gpt_oss:GptOss",
     "llama4_text": "llama4:Llama4",
     "llama4": "llama4:Llama4",
 }

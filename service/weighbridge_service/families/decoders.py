@@ -67,7 +67,8 @@ class Decoder:
         )
         yield Rule(f"{here}.pre_mlp_layernorm.weight", (f"{there}.post_attention_layernorm.weight",), WHOLE)
         yield from self._gated(f"{here}.mlp", mlp)
-        yield Rule(f"{here}.mlp.router.weight", (f"{mlp}.{self.router}.weight",), WHOLE)
+        for kind in ("weight", "bias"):
+            yield Rule(f"{here}.mlp.router.{kind}", (f"{mlp}.{self.router}.{kind}",), WHOLE)
         yield from self._gated(f"{here}.mlp.shared_experts", f"{mlp}.{self.shared}")
 
     def experts(self) -> Iterator[Rule]:

@@ -45,6 +45,8 @@ class Rule:
         vocabulary: whether the first axis is the vocabulary, which trainers may pad.
         halves: whether the Megatron-core tensor is two halves above each other (all gate rows, then all up rows), of which
             tensor parallelism cuts each by itself.
+        every: how many rows of Hugging Face's tensors, along their last axis, take turns, such as those of gate and up; the
+            conversion then has that axis as two, the latter of this length.
         part: name of an optional part of the model, such as ``mtp``, that a checkpoint has whole or not at all; empty
             if the tensor belongs to every checkpoint.
     """
@@ -56,7 +58,12 @@ class Rule:
     part_of_copies: str = ""
     vocabulary: bool = False
     halves: bool = False
+    every: int = 1
     part: str = ""
+
+    def seen(self, shape: Shape) -> Shape:
+        """The shape of a Hugging Face tensor with the axes that the conversion has."""
+        return shape if self.every == 1 else (*shape[:-1], shape[-1] // self.every, self.every)
 
 
 class _Whole:
@@ -128,6 +135,24 @@ class Transposed:
     def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """The Hugging Face tensors, in the order in which the rule names them."""
         return [tensor.t()]
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """Two halves above each other that alternate along Hugging Face's last axis, the other axes in reverse order.
+
+    For rules with ``every=2``.
+    """
+
+    def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
+        *others, length, count = shapes[0]
+        return (count * length, *reversed(others))
+
+    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The Hugging Face tensors, in the order in which the rule names them."""
+        halves = tensor.reshape(2, tensor.shape[0] // 2, *tensor.shape[1:])
+        return [halves.permute(*reversed(range(halves.dim())))]
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class Bridge:
             )
             for link in found:
                 target = entry.targets[int(link.target)]
-                shape = self.hugging_face[target.name][len(target.leading) :]
+                shape = entry.rule.seen(self.hugging_face[target.name][len(target.leading) :])
                 if any(end > size for end, size in zip(link.target_box.end, shape, strict=True)):
                     raise LayoutError(f"{entry.name} does not fit into {target.name}{list(shape)}")
             self._links[key] = found
@@ -264,7 +264,7 @@ def _entries(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Iterator[Meg
                 # a family's table also lists what only some of its models have (biases, an untied output layer)
                 continue
             reached.update(targets)
-            of_targets = tuple(shapes[t.name][len(t.leading) :] for t in targets)
+            of_targets = tuple(rule.seen(shapes[t.name][len(t.leading) :]) for t in targets)
             key = (rule.megatron, of_targets)
             if key not in megatron_shapes:
                 megatron_shapes[key] = rule.conversion.megatron_shape(of_targets)

@@ -22,6 +22,7 @@ MAX_BOXES = 1_000_000
 
 _WHOLE, _COLWISE, _ROWWISE = "whole", "colwise", "rowwise"
 _GATE_AND_UP, _STACKED_DOWN = "stacked gate and up", "stacked down"
+_OUTPUTS = "the last axis"
 _CORRECTIONS = tuple(
     (re.compile(pattern), style)
     for pattern, style in (
@@ -39,6 +40,11 @@ _CORRECTIONS = tuple(
         # [experts, inner, hidden]
         (r".*\.experts\.gate_up_proj", _GATE_AND_UP),
         (r".*\.experts\.down_proj", _STACKED_DOWN),
+        # their biases: [experts, gate and up]; that of what is cut along the input axis is not cut
+        (r".*\.experts\.gate_up_proj_bias", _OUTPUTS),
+        (r".*\.experts\.down_proj_bias", _WHOLE),
+        # an offset of the softmax for each head
+        (r".*\.self_attn\.sinks", _COLWISE),
     )
 )
 """How tensors are cut where engines agree and transformers' plan is silent or has another scheme; the first one counts."""
@@ -59,7 +65,9 @@ _LATENT_KIND = " (latent)"
 _DECODER = r"(?:model\.|language_model\.)*"
 _PREDICTING = re.compile("^" + _DECODER + r"mtp([_.]layers\.\d+)?\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..+")
-_STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+_AXES_OF_STACKED = {False: 3, True: 2}
+"""Of tensors that hold all experts of a layer: weights, and biases."""
+_STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
 
 class EngineLayouts:
@@ -154,6 +162,7 @@ class _Facts:
         of_expert: the tensors of one expert, by the name it is under and its number; each with its place in the order.
         common: the other tensors, in the same form.
         stacked: the tensors that hold all experts of a layer.
+        alternating: tensors in which rows of gate and up take turns along the last axis.
         kinds: of which kind each tensor is; those of one kind and shape are cut alike.
         latent: where attention is multi-head latent attention, as the names of its modules.
         block: rows and columns of an fp8 weight that share a scale.
@@ -174,6 +183,7 @@ class _Facts:
     of_expert: Mapping[tuple[str, int], Sequence[tuple[int, str]]]
     common: Sequence[tuple[int, str]]
     stacked: frozenset[str]
+    alternating: frozenset[str]
     kinds: Mapping[str, str]
     latent: frozenset[str]
     block: tuple[int, int]
@@ -208,6 +218,12 @@ def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, 
         of_expert,
         common,
         frozenset(name for _, name in common if _STACKED.fullmatch(name)),
+        frozenset(
+            target.name
+            for entry in bridge.megatron.values()
+            if entry.rule.every > 1
+            for target in entry.targets
+        ),
         {name: kind_of(name) + _LATENT_KIND * (_attention(name) in latent) for name in tensors},
         frozenset(latent),
         block,
@@ -305,7 +321,7 @@ def _slices(facts: _Facts, spec: TensorSpec, request: TensorParallel) -> tuple[t
     if experts is not None and (stacked or _EXPERT.fullmatch(spec.name)):
         size, rank = experts.tp_size, experts.tp_rank
     block = None
-    if stacked and len(spec.shape) == 3 and experts is not None:
+    if stacked and len(spec.shape) == _AXES_OF_STACKED[spec.name.endswith("_bias")] and experts is not None:
         block = _cut(spec, 0, experts.size, experts.rank, what="experts")
     if spec.name in facts.vocabulary and spec.shape[0] == facts.vocab_size:
         return _vocabulary(spec, style, request)
@@ -316,6 +332,8 @@ def _slices(facts: _Facts, spec: TensorSpec, request: TensorParallel) -> tuple[t
         gate = _cut(half, 2, size, rank)
         up = Box((*gate.offset[:2], gate.offset[2] + half.shape[2]), gate.extent)
         return spec.shape, [_common(block, gate), _common(block, up)]
+    if style == _OUTPUTS:
+        return spec.shape, [_common(block, _cut(spec, len(spec.shape) - 1, size, rank))]
     if style == _STACKED_DOWN and len(spec.shape) == 3:
         return spec.shape, [_common(block, _cut(spec, 1, size, rank))]
     return spec.shape, [_common(block, _slice(facts, spec, style, size, rank))]
@@ -326,7 +344,8 @@ def _style(facts: _Facts, spec: TensorSpec) -> str:
         return _WHOLE
     for pattern, style in _CORRECTIONS:
         if pattern.fullmatch(spec.name):
-            return style
+            # what takes turns is cut as it lies
+            return _OUTPUTS if spec.name in facts.alternating else style
     if _attention(spec.name) in facts.latent:
         return _LATENT.get(spec.name.split(".")[-2], _WHOLE)
     # a layer that predicts further tokens is cut like one of the decoder, also where the plan does not speak of it

@@ -29,6 +29,7 @@ _CUTS = {
     "linear_q_up_proj": _ROWS,
     "linear_kv_up_proj": _ROWS,
     "linear_fc1": _ROWS,
+    "core_attention": _ROWS,  # a number for each head
     "eh_proj": _ROWS,
     "linear_proj": _COLUMNS,
     "linear_fc2": _COLUMNS,

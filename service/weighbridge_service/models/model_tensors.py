@@ -12,9 +12,11 @@ from weighbridge._core import dtypes
 from weighbridge._core.block_scales import (
     DEFAULT_BLOCK,
     QUANTIZED,
+    QUANTIZED_WITH_SCALES,
     SCALE_SUFFIX,
     block_of,
     is_quantized,
+    quantization_of,
     scale_shape,
 )
 from weighbridge._core.dtypes import DType
@@ -133,6 +135,15 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
         if spec.dtype.name == QUANTIZED and name + SCALE_SUFFIX not in there and is_quantized(config):
             problems.append(f"{name + SCALE_SUFFIX} is missing: {name} is quantised")
     if problems:
+        method = quantization_of(config)
+        if method not in ("", QUANTIZED_WITH_SCALES):
+            raise InvalidArgument(
+                f"the weights are quantised ({method}), and the weight map of {bridge.model_type} is of plain ones",
+                details=problems[:_NAMED],
+                fix="dequantise them first (of MXFP4 transformers' from_pretrained makes bf16 with "
+                "Mxfp4Config(dequantize=True); save that); or register the model as it is, without a weight map: "
+                "weight_map=False, or --no-weight-map",
+            )
         raise InvalidArgument(
             f"{len(problems)} tensors of the files are not what config.json describes",
             details=problems[:_NAMED],

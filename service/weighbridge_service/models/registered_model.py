@@ -232,7 +232,9 @@ class RegisteredModel:
 
         def make() -> Transfer:
             weight_map = derive_weight_map(self.bridge, self.tensors, target.tensors)
-            plan = make_plan(source, target, weight_map.inverse_links, padding=weight_map.padding)
+            plan = make_plan(
+                weight_map.as_seen(source), target, weight_map.inverse_links, padding=weight_map.padding
+            )
             return Transfer(plan, scatter=False)
 
         return self._reads.get_or_make(("restore", source.digest, target.digest), make)

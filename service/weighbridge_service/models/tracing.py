@@ -9,8 +9,9 @@ found this way and refused, never guessed at.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -20,6 +21,8 @@ from weighbridge_service.plan.relations import Link
 
 Conversion = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 _SCALE, _SHIFT = 2, 1_000_003
+_MOST_PARTS = 8
+"""Into how many parts a target is cut where a source axis runs along two of its axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,21 @@ class _Run:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Along:
+    """Where a source axis runs in a part of the target.
+
+    Attributes:
+        within: that part: indexes of some of the target's axes.
+        axis: the target axis along which it runs there; None if it does not.
+        runs: of consecutive indexes.
+    """
+
+    within: Mapping[int, int]
+    axis: int | None
+    runs: Sequence[_Run]
+
+
 def trace(name: str, shape: Sequence[int], conversion: Conversion) -> list[Link]:
     """The links from tensor ``name`` of this shape to the tensors that the conversion returns.
 
@@ -39,14 +57,14 @@ def trace(name: str, shape: Sequence[int], conversion: Conversion) -> list[Link]
     Raises:
         LayoutError: the conversion does something else than placing elements.
     """
-    found: dict[str, list[tuple[int | None, list[_Run]]]] = {}
+    found: dict[str, list[list[_Along]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for axis in range(len(shape)):
         plain = conversion(_index_tensor(shape, axis, 1, 0))
         coded = conversion(_index_tensor(shape, axis, _SCALE, _SHIFT))
         for (target, values), (_, check) in zip(plain, coded, strict=True):
             shapes[target] = tuple(values.shape)
-            found.setdefault(target, []).append(_along(name, target, shape[axis], values, check))
+            found.setdefault(target, []).append(list(_along(name, target, shape[axis], values, check)))
     return [link for target, axes in found.items() for link in _links(name, target, shapes[target], axes)]
 
 
@@ -56,20 +74,35 @@ def _index_tensor(shape: Sequence[int], axis: int, scale: int, shift: int) -> to
 
 
 def _along(
-    name: str, target: str, extent: int, values: torch.Tensor, check: torch.Tensor
-) -> tuple[int | None, list[_Run]]:
-    """The target axis along which one source axis runs, and the runs of consecutive indexes."""
+    name: str,
+    target: str,
+    extent: int,
+    values: torch.Tensor,
+    check: torch.Tensor,
+    within: Mapping[int, int] = MappingProxyType({}),
+) -> Iterator[_Along]:
+    """The target axis along which one source axis runs, and the runs of consecutive indexes.
+
+    Where it runs along two axes, as that of rows which take turns does, in each of the parts that the shorter of them has.
+    """
     varying = [axis for axis in range(values.dim()) if _varies(values, axis)]
     if len(varying) > 1:
-        raise LayoutError(f"{name} -> {target}: one source axis runs along {len(varying)} target axes")
+        shortest = min(varying, key=lambda axis: values.shape[axis])
+        if values.shape[shortest] > _MOST_PARTS:
+            raise LayoutError(f"{name} -> {target}: one source axis runs along {len(varying)} target axes")
+        for index in range(values.shape[shortest]):
+            part, of_check = (tensor.narrow(shortest, index, 1) for tensor in (values, check))
+            yield from _along(name, target, extent, part, of_check, {**within, shortest: index})
+        return
     vector, coded = _vector(values, varying), _vector(check, varying)
     if not torch.equal(coded, vector * _SCALE + _SHIFT) or bool(((vector < 0) | (vector >= extent)).any()):
         raise LayoutError(f"{name} -> {target}: elements are not placed but changed on the way")
     if not varying:
-        return None, [_Run(int(vector[0]), 0, 1)]
+        yield _Along(within, None, [_Run(int(vector[0]), 0, 1)])
+        return
     breaks = (torch.nonzero(vector[1:] != vector[:-1] + 1).flatten() + 1).tolist()
     bounds = [0, *breaks, len(vector)]
-    return varying[0], [_Run(int(vector[a]), a, b - a) for a, b in itertools.pairwise(bounds)]
+    yield _Along(within, varying[0], [_Run(int(vector[a]), a, b - a) for a, b in itertools.pairwise(bounds)])
 
 
 def _varies(values: torch.Tensor, axis: int) -> bool:
@@ -89,19 +122,27 @@ def _vector(values: torch.Tensor, varying: Sequence[int]) -> torch.Tensor:
 
 
 def _links(
-    name: str, target: str, shape: tuple[int, ...], axes: Sequence[tuple[int | None, list[_Run]]]
-) -> list[Link]:
-    source_axis_of = {axis: source for source, (axis, _) in enumerate(axes) if axis is not None}
-    if len(source_axis_of) != sum(axis is not None for axis, _ in axes):
+    name: str, target: str, shape: tuple[int, ...], axes: Sequence[Sequence[_Along]]
+) -> Iterator[Link]:
+    """The links of each part of the target in which every source axis runs along one axis or none."""
+    for of_part in itertools.product(*axes):
+        within = {axis: index for along in of_part for axis, index in along.within.items()}
+        if all(within[axis] == index for along in of_part for axis, index in along.within.items()):
+            yield from _links_of_part(name, target, shape, of_part, within)
+
+
+def _links_of_part(
+    name: str, target: str, shape: tuple[int, ...], axes: Sequence[_Along], within: Mapping[int, int]
+) -> Iterator[Link]:
+    source_axis_of = {along.axis: source for source, along in enumerate(axes) if along.axis is not None}
+    if len(source_axis_of) != sum(along.axis is not None for along in axes) or source_axis_of.keys() & within:
         raise LayoutError(f"{name} -> {target}: two source axes are merged into one")
-    if any(n != 1 for axis, n in enumerate(shape) if axis not in source_axis_of):
+    if any(n != 1 for axis, n in enumerate(shape) if axis not in source_axis_of and axis not in within):
         raise LayoutError(f"{name} -> {target}: elements are repeated along an axis")
-    links = []
-    for runs in itertools.product(*(runs for _, runs in axes)):
+    target_axes = tuple(source_axis_of.get(axis) for axis in range(len(shape)))
+    for runs in itertools.product(*(along.runs for along in axes)):
         source_box = Box(tuple(run.source for run in runs), tuple(run.length for run in runs))
-        offset, extent = [0] * len(shape), [1] * len(shape)
+        offset, extent = [within.get(axis, 0) for axis in range(len(shape))], [1] * len(shape)
         for axis, source in source_axis_of.items():
             offset[axis], extent[axis] = runs[source].target, runs[source].length
-        target_axes = tuple(source_axis_of.get(axis) for axis in range(len(shape)))
-        links.append(Link(name, source_box, target, Box(tuple(offset), tuple(extent)), target_axes))
-    return links
+        yield Link(name, source_box, target, Box(tuple(offset), tuple(extent)), target_axes)

@@ -70,6 +70,7 @@ def derive_weight_map(
     copies: list[Link] = []
     padding: list[tuple[str, Box]] = []
     problems: list[str] = []
+    seen: dict[str, Shape] = {}
     of_kind: dict[tuple[str, Shape, int | None], list[Link]] = {}
     for spec in declared.values():
         parts = list(_parts(bridge, spec))
@@ -86,6 +87,8 @@ def derive_weight_map(
             for link in cut:
                 target = entry.targets[int(link.target)]
                 links.append(link.placed(spec.name, part.leading, target.name, target.leading))
+            if entry.rule.every > 1:
+                seen |= {target.name: entry.rule.seen(tensors[target.name].shape) for target in entry.targets}
             for copy in entry.rule.copies:
                 copies += [link.placed(spec.name, part.leading, copy, ()) for link in cut]
         if parts[0].entry.rule.vocabulary and spec.shape != parts[0].entry.shape:
@@ -98,7 +101,7 @@ def derive_weight_map(
             fix="push the model's own sharded_state_dict() (no optimizer state), of the model that was registered, "
             "in the dtype it was registered with",
         )
-    return WeightMap(declared, tensors, tuple(links), tuple(padding), tuple(copies))
+    return WeightMap(declared, tensors, tuple(links), tuple(padding), tuple(copies), seen)
 
 
 def _problem(

@@ -83,7 +83,7 @@ def prepare_push(
         try:
             plan = make_plan(
                 source,
-                files.layout,
+                relation.as_seen(files.layout),
                 relation.links,
                 copies=relation.copies,
                 padding=relation.padding,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from weighbridge._core.boxes import Box
-from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.layouts import Layout, TensorSpec
 
 
 class Link(NamedTuple):
@@ -85,6 +85,8 @@ class WeightMap:
         copies: the same for tensors that Hugging Face has a second time: they are written, and not read on the way back.
         padding: parts of the trainer's tensors that have no counterpart (padded vocabulary), as name and box. Dropped
             on the way to Hugging Face, zero on the way back.
+        seen: shapes of the model's tensors of which links have the last axis as two, because rows of different origin take turns
+            along it: so two boxes say what would take one for each row.
     """
 
     megatron: Mapping[str, TensorSpec]
@@ -92,6 +94,22 @@ class WeightMap:
     links: tuple[Link, ...]
     padding: tuple[tuple[str, Box], ...]
     copies: tuple[Link, ...] = ()
+    seen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def as_seen(self, files: Layout) -> Layout:
+        """A layout of the model's tensors, each of them whole, with the axes that the links have. The bytes are where they were."""
+        if not self.seen:
+            return files
+        tensors = {
+            name: replace(spec, shape=self.seen.get(name, spec.shape)) for name, spec in files.tensors.items()
+        }
+        placements = [
+            p._replace(shard=p.shard._replace(box=Box.whole(self.seen[p.shard.tensor])))
+            if p.shard.tensor in self.seen
+            else p
+            for p in files.placements
+        ]
+        return Layout(tensors, tuple(placements))
 
     @property
     def unevenly_placed(self) -> frozenset[str]:

@@ -42,6 +42,7 @@ from tests.service.families.test_conventions import (
 from tests.storage.torch_dist.test_torch_dist import assemble, write
 from tests.support.forked import forked_python, forking
 from tests.support.megatron_ranks import run_ranks
+from tests.support.published_families import PUBLISHED
 from tests.support.reference import (
     MtpReference,
     load_with_mbridge,
@@ -89,11 +90,13 @@ FAMILIES: list[tuple[str, bool, dict[str, Any]]] = [
     ("qwen3_moe_sparse", False, {"vocab_size": 130}),
     ("deepseek_v3_mtp", False, {}),
     ("mimo", False, {}),
+    ("gpt_oss", False, {}),
 ]
 OTHER_MODELS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: gemma3_model(tied=True),
     "gemma3-untied": lambda: gemma3_model(tied=False),
     "qwen2_5_vl": lambda: qwen2_5_vl_model(tied=False),
+    "qwen3_vl_moe": PUBLISHED["qwen3_vl_moe"][0],
     "llama4": lambda: llama4_model(every=1),
     "llama4-interleaved": lambda: llama4_text_model(every=2),
 }

@@ -102,6 +102,7 @@ MODELS: dict[str, Callable[[], Source]] = {
     "deepseek_v3_mtp2": lambda: language_model("deepseek_v3_mtp"),
     "deepseek_v3_mtp_tied": lambda: language_model("deepseek_v3_mtp", tied=True),
     "kimi_k2": lambda: language_model("deepseek_v3", n_group=1, topk_group=1),
+    "gpt_oss": lambda: language_model("gpt_oss"),
     "mimo": lambda: language_model("mimo"),
     "mimo_tied": lambda: language_model("mimo", tied=True),
     "llama_values": lambda: token_values("llama"),

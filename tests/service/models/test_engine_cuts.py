@@ -6,6 +6,7 @@ The layouts are asked of the service's own function, with models that transforme
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,30 @@ def test_a_language_model_is_cut_beside_a_tower_that_comes_whole(family: str) ->
         for name, whole in state.items():
             for one, other in zip(found[name], wanted.get(name, [whole]), strict=True):
                 assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(("size", "ep", "etp"), [(1, 1, 1), (2, 1, 2), (4, 1, 4), (2, 2, 1), (4, 2, 2)])
+def test_experts_whose_gate_and_up_take_turns_are_cut_as_they_lie(size: int, ep: int, etp: int) -> None:
+    """As vLLM's loader of gpt-oss does it; with biases, and an offset of the softmax for each head."""
+    config = tiny_config("gpt_oss", tied=False, num_hidden_layers=2)
+    state = weights_of(config)
+    source = Source(real_bridge(config), state)
+    # which axis is cut, and by what
+    of_experts = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None}
+    rows, columns = re.compile(r".*\.(q|k|v)_proj\.\w+|.*\.sinks|lm_head\.weight"), ".o_proj.weight"
+    for rank in range(size):
+        ep_rank, etp_rank = divmod(rank, etp)
+        found = source.rank(size, rank, experts=ExpertParallel(ep, ep_rank, etp, etp_rank))
+        for name, whole in state.items():
+            if ".experts." in name:
+                axis = of_experts[name.rpartition(".")[2]]
+                wanted = whole.chunk(ep)[ep_rank]
+                wanted = wanted if axis is None else wanted.chunk(etp, dim=axis)[etp_rank]
+            elif rows.fullmatch(name):
+                wanted = whole.chunk(size)[rank]
+            else:
+                wanted = whole.chunk(size, dim=1)[rank] if name.endswith(columns) else whole
+            assert torch.equal(found[name], wanted), name
 
 
 def test_stacked_experts_that_are_not_spread_are_cut_by_the_tensor_parallel_size() -> None:

@@ -194,6 +194,28 @@ def test_files_may_lack_what_the_config_promised_before_the_first_version(catalo
     assert catalog.register_model(str(NAME), content).tensor_count == len(found)
 
 
+def test_files_in_another_quantisation_than_maps_know_are_refused_with_the_way_out(catalog: Catalog) -> None:
+    """As gpt-oss is published: blocks and scales in the place of the experts."""
+    config = {
+        **tiny_config("gpt_oss", tied=False).to_dict(),
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    content = {"config.json": json.dumps(config).encode()}
+    u8, bf16 = dtypes.parse("uint8"), dtypes.parse("bf16")
+    found = []
+    for name, shape in bridge_for(content["config.json"]).hugging_face.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = shape
+            found.append(TensorSpec(f"{name}_blocks", u8, (experts, outputs, inputs // 32, 16)))
+            found.append(TensorSpec(f"{name}_scales", u8, (experts, outputs, inputs // 32)))
+        else:
+            found.append(TensorSpec(name, bf16, shape))
+    with pytest.raises(InvalidArgument, match=r"quantised \(mxfp4\)") as refused:
+        catalog.register_model(str(NAME), content, found=found)
+    assert "Mxfp4Config(dequantize=True)" in str(refused.value)
+    assert not catalog.register_model(str(NAME), content, found=found, weight_map=False).weight_map
+
+
 def test_an_output_layer_that_the_config_ties_is_refused_with_the_reason(catalog: Catalog) -> None:
     """By the service, whatever a client leaves out by itself."""
     content = files(tie_word_embeddings=True)
