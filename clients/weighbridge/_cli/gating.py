@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING
 import click
 
 from weighbridge._cli.output import print_json
-from weighbridge._cli.parsing import model_at_version
+from weighbridge._cli.parsing import model_at_number
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.references import Reference
-from weighbridge._core.resources import Gate
+from weighbridge._core.resources import REF_LATEST, REF_LIVE, Gate
+from weighbridge.errors import FailedPrecondition
 
 if TYPE_CHECKING:
     from weighbridge._clients.client import Client
 
 _REQUIRED, _NONE = "required", "none"
 _HOLD, _ALLOW = "hold", "allow"
+_NAMED = 10
+"""How many versions are named that are held."""
 
 
 def _connect(server: str) -> Client:
@@ -65,21 +68,27 @@ def gate_command(model: str, approval: str | None, nonfinite: str | None, server
 
 
 @click.command("approve", cls=Command)
-@click.argument("reference", callback=model_at_version, metavar="MODEL@NUMBER")
+@click.argument("reference", callback=model_at_number, metavar="MODEL@NUMBER")
 @click.option("--note", default="", help="Kept with the approval.")
 @click.option("--by", help="Who approves it.  [default: USER@HOST of this process]")
 @client_options
 def approve_command(reference: Reference, note: str, by: str | None, server: str, as_json: bool) -> None:
     """Hold a version no longer.
 
-    live and latest then name it, unless they name a newer one.
+    live and latest then name it, unless they name a newer one; they pass by what is held, so it is named by its number, or by a tag.
     """
-    model, number = reference.model, reference.version
-    if not (number.isascii() and number.isdigit()) or len(number) > 12:
-        raise click.UsageError(f"{number!r} is not a version's number; what a ref names may change meanwhile")
+    model = reference.model
     with _connect(server) as client:
-        before = client.version(model, number)
-        version = client.approve(model, int(number), note=note, by=_caller() if by is None else by)
+        before = client.version(model, reference.version)
+        if reference.version in (REF_LATEST, REF_LIVE) and not before.held:
+            held = [each.number for each in client.versions(model, include_invisible=True) if each.held]
+            raise FailedPrecondition(
+                f"{reference.version} of {model} names version {before.number}, which is not held",
+                fix=f"approve one that is: {', '.join(f'{model}@{number}' for number in held[:_NAMED])}"
+                if held
+                else "no version is held, so there is nothing to approve",
+            )
+        version = client.approve(model, before.number, note=note, by=_caller() if by is None else by)
         refs = client.refs(model)
     if as_json:
         print_json(version.to_json())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,12 +12,12 @@ import click
 from weighbridge._cli.output import print_json, print_table, readable_time
 from weighbridge._cli.parsing import comparisons, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
-from weighbridge._core.metadata import Metadata
+from weighbridge._core.metadata import Metadata, conditions
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, why_held
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._core.text.suggestions import did_you_mean
-from weighbridge.errors import FailedPrecondition
+from weighbridge.errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
     from weighbridge._clients.engine import EngineClient
@@ -74,6 +74,8 @@ def versions_command(
     """List a model's versions, newest first."""
     with _connect(server) as client:
         found = client.versions(model, include_invisible=include_invisible, where=where)
+        if where and not found:
+            _check_keys(model, where, client.versions(model, include_invisible=True))
         refs = client.refs(model)
     if as_json:
         print_json([version.to_json() for version in found])
@@ -93,7 +95,20 @@ def versions_command(
         )
         for v in found
     ]
-    print_table(("VERSION", "STATE", "STEP", "RUN", "SIZE", "CREATED", "REFS", "HELD", "METADATA", ""), rows)
+    print_table(
+        ("VERSION", "STATE", "STEP", "RUN", "SIZE", "CREATED", "REFS", "HELD", "METADATA", "NOTE"), rows
+    )
+
+
+def _check_keys(model: str, where: Sequence[str], versions: Iterable[Version]) -> None:
+    """Refuse comparisons of what none of these versions has. Raises InvalidArgument, which names what there is."""
+    known = sorted({key for version in versions for key in version.metadata})
+    unknown = [each.key for each in conditions(where) if each.key not in known]
+    if unknown:
+        raise InvalidArgument(
+            f"no version of {model} has metadata called {unknown[0]!r}{did_you_mean(unknown[0], known)}",
+            fix=f"compare {', '.join(known)}" if known else "no version of it has any metadata",
+        )
 
 
 def _metadata_text(metadata: Metadata) -> str:

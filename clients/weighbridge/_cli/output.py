@@ -99,11 +99,6 @@ def progress_bar(what: str, *, counted: bool = False) -> Iterator[Callable[[int,
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def counted(number: int, thing: str) -> str:
-    """A number of things: ``1 version``, ``2 versions``."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
 def readable_time(unix_ms: int) -> str:
     """A time for people, in the local time zone; ``-`` for one that has not come."""
     return (

@@ -65,6 +65,12 @@ def model_at_version(ctx: click.Context, param: click.Parameter, text: str) -> R
         return parse_reference(text)
 
 
+def model_at_number(ctx: click.Context, param: click.Parameter, text: str) -> Reference:
+    """Callback of an argument ``MODEL@NUMBER``; what stands for the number is for the command to judge."""
+    with _misspelt(ctx, param):
+        return parse_reference(text, by_number=True)
+
+
 def model_perhaps_at_version(ctx: click.Context, param: click.Parameter, text: str) -> Reference:
     """Callback of an argument ``MODEL[@VERSION]``."""
     with _misspelt(ctx, param):

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge._cli.output import counted, print_json
-from weighbridge._cli.parsing import model_at_version, model_perhaps_at_version
+from weighbridge._cli.output import print_json
+from weighbridge._cli.parsing import model_at_number, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.references import Reference
+from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 from weighbridge.errors import InvalidArgument
 
@@ -49,16 +50,21 @@ def delete_command(reference: Reference, yes: bool, server: str, as_json: bool) 
 
 
 def _delete_version(reference: Reference, server: str, as_json: bool) -> None:
-    try:
-        number = reference.number
-    except InvalidArgument as error:
-        raise click.UsageError(f"{error.message}; what a ref names cannot be deleted") from error
+    number = _number(reference, "what a ref names cannot be deleted")
     with _connect(server) as client:
         client.delete_version(reference.model, number)
     if as_json:
         print_json({"model": reference.model, "number": number})
     else:
         click.echo(f"{reference.model}: version {number} is deleted")
+
+
+def _number(reference: Reference, why_no_ref: str) -> int:
+    """The number that was typed. Raises click.UsageError if a ref was."""
+    try:
+        return reference.number
+    except InvalidArgument as error:
+        raise click.UsageError(f"{error.message}; {why_no_ref}") from error
 
 
 def _confirm(client: Client, model: str, as_json: bool) -> None:
@@ -77,7 +83,7 @@ def _at_a_terminal() -> bool:
 
 
 @click.command("abort", cls=Command)
-@click.argument("reference", callback=model_at_version, metavar="MODEL@NUMBER")
+@click.argument("reference", callback=model_at_number, metavar="MODEL@NUMBER")
 @click.option("--reason", default="aborted from the command line", show_default=True, help="Kept with it.")
 @client_options
 def abort_command(reference: Reference, reason: str, server: str, as_json: bool) -> None:
@@ -85,8 +91,12 @@ def abort_command(reference: Reference, reason: str, server: str, as_json: bool)
 
     Its ranks are told so. A version that is visible and cannot be made durable can be given up, too. `weighbridge versions MODEL --all` lists what is being received.
     """
+    number = _number(
+        reference,
+        "a ref names what is visible; `weighbridge versions MODEL --all` lists what is being received",
+    )
     with _connect(server) as client:
-        version = client.abort(reference.model, reference.number, reason)
+        version = client.abort(reference.model, number, reason)
     if as_json:
         print_json(version.to_json())
     else:

@@ -74,6 +74,10 @@ class PushHandle:
         self._report = report
         self._held_seal = seal
 
+    def __repr__(self) -> str:
+        how = "delivered" if self.done else "on its way"
+        return f"<PushHandle {self.model}@{self.number}: {self.stream_bytes} bytes, {how}>"
+
     @property
     def sealed(self) -> bool:
         """Whether this rank has sealed: its part of the version is complete."""
@@ -121,14 +125,14 @@ class PushHandle:
         Args:
             until: ``ready`` (engines can pull it), ``verified`` or ``durable`` (in the object store).
             timeout: seconds; None waits as long as it takes.
-            on_progress: is called with the version as it stands now and then.
+            on_progress: is called with the version as it stands now and then, and at the end.
 
         Raises:
             VersionFailed: it cannot be completed; lists what is missing.
             WeighbridgeError: this rank's push failed.
             DeadlineExceeded: not within ``timeout`` seconds.
 
-        A version that is held (`Version.held`) is waited for like any other, and the log says so.
+        A version that is held (`Version.held`) is waited for like any other; the log says so unless ``on_progress`` sees it.
         """
         if on_progress is None:
             started = time.monotonic()
@@ -148,6 +152,6 @@ class PushHandle:
     ) -> Version:
         waiting = control_calls.wait_for(self.model, self.number, VersionState(until), timeout, on_progress)
         version = self._connection.run(waiting)
-        if version.held:
+        if version.held and on_progress is None:
             log.warning("%s", why_held(version))
         return version

@@ -32,11 +32,15 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def checked_metadata(metadata: Mapping[str, object]) -> dict[str, MetadataValue]:
-    """Metadata as it is kept: texts, integers of 64 bits, finite numbers and booleans.
+    """Metadata as it is kept: texts, integers of 64 bits, finite numbers and booleans; of a scalar of numpy its value.
 
     Raises:
-        InvalidArgument: a key or a value is none that can be kept, or there is more than `MAX_KEYS` and `MAX_BYTES` allow.
+        InvalidArgument: it is no mapping, a key or a value is none that can be kept, or there is more than `MAX_KEYS` and `MAX_BYTES` allow.
     """
+    if not isinstance(metadata, Mapping):
+        raise InvalidArgument(
+            f"the metadata is a {type(metadata).__name__}", fix="pass a dict, such as {'reward': 0.71}"
+        )
     if len(metadata) > MAX_KEYS:
         raise InvalidArgument(f"the metadata has {len(metadata)} entries, more than {MAX_KEYS}")
     found = {key: _checked_value(key, value) for key, value in metadata.items()}
@@ -54,6 +58,8 @@ def _checked_value(key: object, value: object) -> MetadataValue:
         raise InvalidArgument(
             f"metadata is called {str(key)[:80]!r}", fix="use up to 64 letters, digits, and _ . / -"
         )
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        value = value.item()  # type: ignore[attr-defined]  # bool_, int64 and float32 are none of Python's own
     match value:
         case bool():
             return value
@@ -70,11 +76,13 @@ def _checked_value(key: object, value: object) -> MetadataValue:
 
 
 def parse_value(text: str) -> MetadataValue:
-    """A value as it is typed: a JSON number, ``true``, ``false`` or a JSON string in quotes; everything else is a text.
+    """A value as it is typed: a JSON number, ``true`` or ``false`` in any case, or a JSON string in quotes; everything else is a text.
 
     Raises:
         InvalidArgument: it is a number that is not finite.
     """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -109,10 +117,15 @@ class Condition:
         return Condition(found[1], "=" if found[2] == "==" else found[2], parse_value(found[3]))
 
     def holds(self, metadata: Metadata) -> bool:
-        """Whether it is true of a version. Without the value it is not, and only what is of one kind can be less or greater."""
+        """Whether it is true of a version. Without the value it is not, and only what is of one kind can be less or greater.
+
+        A text that reads as a number or boolean counts as one where it is compared with one.
+        """
         if self.key not in metadata:
             return False
         found = metadata[self.key]
+        if isinstance(found, str) and not isinstance(self.value, str):
+            found = _read(found)
         if _kind(found) is not _kind(self.value):
             return self.comparison == "!="
         if isinstance(found, bool) and self.comparison not in ("=", "!="):
@@ -130,6 +143,13 @@ def conditions(texts: Sequence[str]) -> list[Condition]:
 def all_hold(conditions: Iterable[Condition], metadata: Metadata) -> bool:
     """Whether all of these are true of a version."""
     return all(condition.holds(metadata) for condition in conditions)
+
+
+def _read(text: str) -> MetadataValue:
+    try:
+        return parse_value(text)
+    except InvalidArgument:  # NaN or infinite: nothing is less or greater
+        return text
 
 
 def _kind(value: MetadataValue) -> type:

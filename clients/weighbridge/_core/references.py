@@ -54,10 +54,15 @@ class Reference:
         return found
 
 
-def parse_reference(text: str, *, need_version: bool = True) -> Reference:
+def parse_reference(text: str, *, need_version: bool = True, by_number: bool = False) -> Reference:
     """The model and version of ``namespace/name@version``.
 
     Whether there are such a model and version, and whether the name is allowed, is for the service to say.
+
+    Args:
+        text: what was typed.
+        need_version: whether a version must be named.
+        by_number: whether it is advised to name it by its number.
 
     Raises:
         InvalidArgument: there is no ``@`` although a version is needed, more than one, or nothing on one side of it.
@@ -65,7 +70,10 @@ def parse_reference(text: str, *, need_version: bool = True) -> Reference:
     model, at, version = text.partition("@")
     if not at and need_version:
         raise InvalidArgument(
-            f"{text!r} names no version", fix=f"write {text}@latest, or a number or another ref"
+            f"{text!r} names no version",
+            fix=f"write its number, like {text}@17"
+            if by_number
+            else f"write {text}@latest, or a number or another ref",
         )
     if not model or "@" in version or (at and not version):
         raise InvalidArgument(

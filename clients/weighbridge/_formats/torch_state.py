@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge._core.text.counts import counted
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats import zero3
 from weighbridge._formats.dtensors import local_shards, local_tensor
@@ -120,7 +121,7 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
     ]
     if wrong:
         raise LayoutError(
-            f"{len(wrong)} entries of the state dict are no tensors",
+            f"the state dict holds what is no tensor, in {counted(len(wrong), 'entry', 'entries')}",
             details=wrong[:NAMED],
             fix="leave them out, here and when it is pushed",
         )
@@ -239,7 +240,7 @@ class _Reader:
         if problems:
             for_casts = all(_NOT_ALLOWED in each or _NOT_EXACT in each for each in problems)
             raise LayoutError(
-                f"{len(problems)} entries of the state dict are not as the model has them",
+                f"the state dict is not as the model has it, in {counted(len(problems), 'entry', 'entries')}",
                 details=problems[:NAMED],
                 fix="cast='allow' casts them; a pull brings another dtype if it is asked to: pull(..., dtype='bf16')"
                 if for_casts

@@ -51,9 +51,12 @@ def as_json(service: RunningService, command: str, *args: object) -> Any:
 
 
 def test_an_import_of_weights_that_are_not_finite_says_how_to_let_them_through(
-    service: RunningService, bad: Path
+    service: RunningService, bad: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = run(service, "import", bad, MODEL).stderr
+    with caplog.at_level("WARNING", "weighbridge._clients.push_handle"):
+        told = run(service, "import", bad, MODEL).stderr
+    said = [each for each in caplog.records if each.name == "weighbridge._clients.push_handle"]
+    assert said == [], "said once, by the command"
     assert "acme/held@1 is held: 2 of its elements are NaN or infinite" in told
     assert "weighbridge approve acme/held@1" in told
     assert "--allow-nonfinite" in told
@@ -76,6 +79,10 @@ def test_candidates_are_approved_with_a_note(service: RunningService, good: Path
     assert as_json(service, "push", good, MODEL, "--step", 1, "--candidate")["held"] == ["candidate"]
     listed = run(service, "versions", MODEL).stdout
     assert re.search(r"^2 .* candidate ", listed, re.MULTILINE)
+    refused = CliRunner().invoke(commands, ["approve", f"{MODEL}@latest", "--server", service.address])
+    assert refused.exit_code == 1
+    assert "names version 1, which is not held" in refused.stderr
+    assert f"approve one that is: {MODEL}@2" in refused.stderr
     approved = as_json(service, "approve", f"{MODEL}@2", "--note", "looked at it", "--by", "ann")
     assert approved["approved_reasons"] == ["candidate"]
     assert (approved["approved_by"], approved["approved_note"]) == ("ann", "looked at it")
@@ -118,6 +125,13 @@ def test_versions_are_listed_by_their_metadata(service: RunningService, good: Pa
     ]
     both = as_json(service, "versions", MODEL, "--where", "reward>=0.7", "--where", "reward<0.8")
     assert [v["number"] for v in both] == [2]
+    assert as_json(service, "versions", MODEL, "--where", "reward>1") == []
+    unknown = CliRunner().invoke(
+        commands, ["versions", MODEL, "--where", "rewrd>0", "--server", service.address]
+    )
+    assert unknown.exit_code == 1
+    assert "metadata called 'rewrd'; did you mean reward?" in unknown.stderr
+    assert "compare by, reward" in unknown.stderr
     assert 'by="x", reward=0.9' in run(service, "versions", MODEL).stdout
     assert 'by="x", reward=0.9' in run(service, "show", MODEL).stdout
 
@@ -129,7 +143,9 @@ def test_versions_are_listed_by_their_metadata(service: RunningService, good: Pa
         (["push", "x", MODEL, "--step", "1", "--metadata", "reward"], "gives no value"),
         (["push", "x", MODEL, "--step", "1", "--metadata", "a=1", "--metadata", "a=2"], "a second one"),
         (["push", "x", MODEL, "--step", "1", "--metadata", "reward=NaN"], "no finite number"),
-        (["approve", f"{MODEL}@latest"], "is not a version's number"),
+        (["approve", MODEL], f"write its number, like {MODEL}@17"),
+        (["abort", MODEL], f"write its number, like {MODEL}@17"),
+        (["abort", f"{MODEL}@latest"], "--all` lists what is being received"),
         (["gate", MODEL, "--approval", "perhaps"], "is not one of"),
     ],
 )

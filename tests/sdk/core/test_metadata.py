@@ -21,6 +21,9 @@ SAID = {
     "epoch": -3,
     "big": 2**63 - 1,
     "zero": 0,
+    "typed": "10",
+    "yes": "True",
+    "nan": "NaN",
 }
 
 
@@ -31,7 +34,16 @@ def test_metadata_comes_back_from_the_wire_as_it_was_given() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert checked_metadata({"reward": np.float64(0.5)}) == {"reward": 0.5}
+    given = {
+        "a": np.float64(0.5),
+        "b": np.float32(0.5),
+        "c": np.int64(3),
+        "d": np.bool_(True),
+        "e": np.array(7),
+    }
+    kept = checked_metadata(given)
+    assert kept == {"a": 0.5, "b": 0.5, "c": 3, "d": True, "e": 7}
+    assert [type(value) for value in kept.values()] == [float, float, int, bool, int]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +52,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
         {"reward": math.nan},
         {"reward": math.inf},
         {"reward": torch.tensor(1.0)},
-        {"reward": np.float32(1.0)},
+        {"reward": np.float32("nan")},
+        {"reward": np.ones(1)},
         {"reward": None},
         {"reward": [1]},
         {"steps": 2**63},
@@ -67,6 +80,8 @@ def test_what_cannot_be_kept_is_refused(wrong: Any) -> None:
         ("3", 3),
         ("-1e3", -1000.0),
         ("true", True),
+        ("True", True),
+        ("FALSE", False),
         ('"3"', "3"),
         ("x y", "x y"),
         ("null", "null"),
@@ -103,6 +118,12 @@ def test_a_number_that_is_not_finite_is_no_value() -> None:
         ("note>=größer", True),
         ('note="größer als zuvor"', True),
         ("note>1", False),
+        ("ok=True", True),
+        ("typed>9", True),
+        ("typed<10.5", True),
+        ('typed>"9"', False),
+        ("yes=TRUE", True),
+        ("nan<1", False),
         ("loss<1", False),
         ("loss!=1", False),
     ],

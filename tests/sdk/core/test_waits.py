@@ -24,7 +24,15 @@ def test_ranks_are_named_in_runs_and_not_all_of_very_many(ranks: list[int], text
 
 
 def test_a_reminder_is_due_once_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter((100.0, 100.0, 109.9, 110.0, 115.0, 121.0, 130.9, 131.0))
+    times = iter((100.0, 100.0, 109.4, 110.0, 115.0, 121.0, 130.4, 131.0))
     monkeypatch.setattr(waits.time, "monotonic", lambda: next(times))
     reminder = Reminder()
     assert [reminder.due() for _ in range(7)] == [None, None, 10.0, None, 21.0, None, 31.0]
+
+
+def test_looks_that_come_some_milliseconds_before_their_time_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those do of calls that wait just as long."""
+    times = iter((100.0, 109.98, 119.97))
+    monkeypatch.setattr(waits.time, "monotonic", lambda: next(times))
+    reminder = Reminder()
+    assert [reminder.due() is not None for _ in range(2)] == [True, True]

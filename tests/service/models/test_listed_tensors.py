@@ -533,7 +533,7 @@ def test_a_module_on_any_device_says_the_same_and_is_pushed_by_its_names(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"a": 5}, "1 entries of the state dict are no tensors"),
+        ({"a": 5}, "the state dict holds what is no tensor, in 1 entry"),
         (5, "is no state dict"),
         ({"model.base_layer.weight": torch.zeros(1)}, "LoRA"),
         ([("a", torch.zeros(1)), ("_orig_mod.a", torch.zeros(2))], "given more than once"),

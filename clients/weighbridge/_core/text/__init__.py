@@ -3,6 +3,7 @@
 May import: nothing of this project.
 
 - `sizes`: sizes as text.
+- `counts`: numbers of things.
 - `waits`: what is waited for.
 - `suggestions`: the name that was probably meant.
 """

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 
 REMIND_SECONDS = 10.0
 """How often it is said what is waited for."""
+_EARLY = 0.05
+"""By how much of that time a look may come too early: a call that waits as long may end some milliseconds before."""
 _NAMED = 10
 """How many runs of ranks are named."""
 
@@ -44,7 +46,7 @@ class Reminder:
     def due(self) -> float | None:
         """How long it has been waited for, in seconds, if it is time to say so; None if it is not."""
         now = time.monotonic()
-        if now < self._next:
+        if now < self._next - _EARLY * REMIND_SECONDS:
             return None
         self._next = now + REMIND_SECONDS
         return now - self._begun

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard
+from weighbridge._core.text.counts import counted
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats.dtensors import local_shards, local_tensor
 from weighbridge._formats.memory_forms import Form, ModelTensors, Part
@@ -125,7 +126,7 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
     problems.update(dict.fromkeys(_foreign(of_root) for of_root in others.values()))
     if problems:
         raise LayoutError(
-            f"{len(problems)} entries of the state dict are not as the model has them",
+            f"the state dict is not as the model has it, in {counted(len(problems), 'entry', 'entries')}",
             details=list(problems)[:NAMED],
             fix="keep only the model here, and save optimizers and other state with another writer: "
             "dcp.save({'optimizer': ...}, checkpoint_id=folder)"
