@@ -263,9 +263,15 @@ def test_one_process_pushes_and_fills_a_model_and_is_told_all_that_is_wrong(
         again.wait(timeout=60)
 
         part = {"module.model.norm.weight": torch.zeros(64, dtype=torch.float64)}
-        trainer.restore_state_dict(case.name, part, version=number)
+        with pytest.raises(LayoutError, match="is missing"):
+            trainer.restore_state_dict(case.name, part, version=number)
+        with pytest.raises(LayoutError, match="none of the 1 tensor that"):
+            trainer.restore_state_dict(case.name, {"norms": torch.zeros(64)}, version=number, strict=False)
+        assert not part["module.model.norm.weight"].any()
+        part["head.of.my.own"] = torch.zeros(2)
+        trainer.restore_state_dict(case.name, part, version=number, strict=False)
         assert torch.equal(part["module.model.norm.weight"], same.model.norm.weight.double())
-        assert trainer.restore_state_dict(case.name, {}).number == number + 1
+        assert trainer.restore_state_dict(case.name, {}, strict=False).number == number + 1
 
 
 @pytest.mark.parametrize("lane", ["local", "grpc"])

@@ -73,6 +73,17 @@ def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[
             return response
 
 
+def refuse(opening: pb.OpenVersionRequest, reason: str) -> Steps[None]:
+    """Say to all other ranks of a push that this one cannot take part: find the version of the push, and give it up."""
+    bare = pb.OpenVersionRequest()
+    bare.CopyFrom(opening)
+    for said in ("metadata", "candidate", "allow_nonfinite"):  # may be what is refused
+        bare.ClearField(said)
+    opened = yield from open_version(bare)
+    if not opened.state.visible:
+        yield from abort(opening.model, opened.number, reason, refused=opening.client_id)
+
+
 def received(header: pb.PushHeader) -> Steps[list[tuple[int, int]]]:
     """The ranges of a rank's stream that have arrived."""
     request = pb.GetPushStateRequest(model=header.model, number=header.number, rank=header.rank)
@@ -102,10 +113,10 @@ def seal(
     )
 
 
-def abort(model: str, number: int | None, reason: str) -> Steps[Version]:
-    """Give a version up."""
+def abort(model: str, number: int | None, reason: str, *, refused: str = "") -> Steps[Version]:
+    """Give a version up; ``refused`` is the id of a process that cannot take part, so that ranks that have not come yet are told, too."""
     meant = Reference.of(model, number)
-    request = pb.AbortVersionRequest(model=meant.model, number=meant.number, reason=reason)
+    request = pb.AbortVersionRequest(model=meant.model, number=meant.number, reason=reason, client_id=refused)
     return wire.version_from_proto((yield from _call("AbortVersion", request)).version)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import TypedDict
 
@@ -9,7 +10,7 @@ from weighbridge._core.metadata import Metadata
 from weighbridge._core.resources import HELD_CANDIDATE, Version
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._transport import wire
-from weighbridge.errors import FailedPrecondition
+from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 
@@ -38,12 +39,34 @@ def check_options(options: Mapping[str, object]) -> None:
         raise TypeError(f"a push has no option {name!r}{did_you_mean(name, PushOptions.__annotations__)}")
 
 
+def opening_of(
+    model: str, *, step: int, run: str, ranks: int, client_id: str, request_id: str | None
+) -> pb.OpenVersionRequest:
+    """The request that opens a push, before options are said. Raises InvalidArgument."""
+    if "@" in model:
+        raise InvalidArgument(
+            f"{model!r} names a version, and a push makes one", fix=f"push to {model.partition('@')[0]!r}"
+        )
+    try:
+        return pb.OpenVersionRequest(
+            model=model, step=operator.index(step), run=run, ranks=ranks, client_id=client_id,
+            request_id=request_id or f"{run}/{step}",
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:  # protobuf's speak of no argument by name
+        said = {"step": step, "run": run, "world_size": ranks, "request_id": request_id}
+        raise InvalidArgument(
+            f"a push cannot be opened with {', '.join(f'{name}={value!r}' for name, value in said.items())}",
+            fix="step and world_size are integers that are not negative, run and request_id are texts",
+        ) from error
+
+
 def say(opening: pb.OpenVersionRequest, options: PushOptions) -> None:
     """Put options into a request. Raises InvalidArgument, and as `check_options`."""
     check_options(options)
+    metadata = options.get("metadata")
     opening.candidate = options.get("candidate", False)
     opening.allow_nonfinite = options.get("allow_nonfinite", False)
-    for key, value in wire.metadata_to_proto(options.get("metadata") or {}).items():
+    for key, value in wire.metadata_to_proto({} if metadata is None else metadata).items():
         opening.metadata[key].CopyFrom(value)
 
 

@@ -28,7 +28,7 @@ from weighbridge._formats.tensor_stream import Ranges
 from weighbridge._lane.loans import WriteLoan
 from weighbridge._lane.local_lane import GRPC, LOCAL, MIXED
 from weighbridge._transport import bulk, pieces, rpc
-from weighbridge.errors import AlreadyExists, WeighbridgeError
+from weighbridge.errors import AlreadyExists, InvalidArgument, WeighbridgeError
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -122,14 +122,32 @@ class Pusher:
                 delivery.give_up()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
-            if number and not isinstance(error, AlreadyExists):
+            if not number and isinstance(error, InvalidArgument):
+                self._refuse(opening, rank, error)
+            elif number and not isinstance(error, AlreadyExists):
                 with contextlib.suppress(WeighbridgeError):
                     reason = f"rank {rank} gave up before it pushed anything: {error!r}"[:300]
-                    connection.run(push_calls.abort(model, number, reason))
+                    connection.run(push_calls.abort(model, number, reason, refused=opening.client_id))
             raise
         with self._lock:
             self._running = [each for each in self._running if not each.done()] + [report]
         return PushHandle(connection, model, number, chosen.nbytes, report, seal if hold_seal else None)
+
+    @contextlib.contextmanager
+    def telling(self, opening: pb.OpenVersionRequest, rank: int) -> Iterator[None]:
+        """Where the block refuses what a rank would push, tell the other ranks of the push, which would wait for it."""
+        try:
+            yield
+        except Exception as error:
+            self._refuse(opening, rank, error)
+            raise
+
+    def _refuse(self, opening: pb.OpenVersionRequest, rank: int, error: Exception) -> None:
+        if opening.ranks < 2:
+            return
+        reason = f"rank {rank} was refused: {error}"[:300]
+        with contextlib.suppress(WeighbridgeError):  # they have been told, or cannot be
+            self._connection.run(push_calls.refuse(opening, reason), retry_seconds=0)
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed."""

@@ -12,9 +12,10 @@ from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Version
+from weighbridge._core.text.counts import counted
 from weighbridge._formats.memory_forms import ModelTensors
 from weighbridge._transport.credentials import Credentials
-from weighbridge.errors import InvalidArgument, NotFound
+from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,12 @@ class RestoringClient(Client):
         return restored
 
     def restore_state_dict(
-        self, model: str, state_dict_or_module: Any, *, version: str | int | None = None
+        self,
+        model: str,
+        state_dict_or_module: Any,
+        *,
+        version: str | int | None = None,
+        strict: bool = True,
     ) -> Version:
         """Fill a torch model in place from any version, whatever parallelism it was pushed with.
 
@@ -83,8 +89,10 @@ class RestoringClient(Client):
 
         Args:
             model: ``namespace/name``.
-            state_dict_or_module: as for `push_state_dict`. What it does not hold is not restored.
+            state_dict_or_module: as for `push_state_dict`.
             version: a number or a ref; by default the latest.
+            strict: whether it must hold all tensors of the model, and no others, as for `Pull.into`. If not, those are filled that both
+                have, and names of which the model has none are refused.
 
         Returns:
             The version that was restored.
@@ -92,15 +100,21 @@ class RestoringClient(Client):
         Raises:
             NotFound: no such model or version.
             InvalidArgument: that is no state dict.
-            LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters are not merged; names each tensor.
+            LayoutError: tensors are missing, unexpected, or contradict the model, or LoRA adapters are not merged; names each tensor.
         """
         import torch
 
-        from weighbridge._formats.torch_state import check_not_copied, torch_shards
+        from weighbridge._formats.torch_state import NAMED, check_not_copied, torch_shards
 
         meant = Reference.of(model, version, REF_LATEST)
         with self._tensors(meant.model) as tensors, torch.no_grad():
-            held = torch_shards(state_dict_or_module, tensors, filled=True)
+            held = torch_shards(state_dict_or_module, tensors, whole=strict, others=not strict, filled=True)
+            if held.unknown and not held.tensors:
+                raise LayoutError(
+                    f"{meant.model} has none of the {counted(len(held.unknown), 'tensor')} that are to be restored",
+                    details=held.unknown[:NAMED],
+                    fix="give them the names that the model's safetensors files have",
+                )
             if isinstance(state_dict_or_module, torch.nn.Module):
                 check_not_copied(state_dict_or_module, held)
             return self.restore_shards(meant.model, held.layout, held.tensors, version=meant.version)

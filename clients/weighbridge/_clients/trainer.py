@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.push_options import PushOptions, check_options, say
+from weighbridge._clients.push_options import PushOptions, check_options, opening_of, say
 from weighbridge._clients.pushing import Pusher
 from weighbridge._clients.restorer import RestoringClient
 from weighbridge._core import dtypes
@@ -134,12 +134,13 @@ class TrainerClient(RestoringClient):
         from weighbridge._formats.megatron_state import sharded_tensors
         from weighbridge._formats.torch_state import rank_and_world
 
-        shards = sharded_tensors(sharded_state_dict)
         rank, world_size = rank_and_world(rank, world_size)
-        return self.push_shards(
-            model, shards.layout, TensorSpace.MEGATRON, self._source_of(shards.tensors), step=step, rank=rank,
-            world_size=world_size, run=run, request_id=request_id, **options,
-        )  # fmt: skip
+        opening = self._opening(model, step, run, world_size, request_id)
+        with self._pusher.telling(opening, rank):
+            say(opening, options)
+            shards = sharded_tensors(sharded_state_dict)
+        source = self._source_of(shards.tensors)
+        return self._pusher.push(opening, rank, shards.layout, TensorSpace.MEGATRON, source)
 
     def push_state_dict(
         self,
@@ -183,12 +184,19 @@ class TrainerClient(RestoringClient):
         from weighbridge._formats.torch_state import rank_and_world, torch_shards
 
         rank, world_size = rank_and_world(rank, world_size)
+        opening = self._opening(model, step, run, world_size, request_id)
         with self._tensors(model) as tensors:
-            shards = torch_shards(state_dict_or_module, tensors, cast=cast, whole=world_size == 1)
-            return self.push_shards(
-                model, shards.layout, TensorSpace.HUGGING_FACE, self._source_of(shards.tensors), step=step, rank=rank,
-                world_size=world_size, run=run, request_id=request_id, **options,
-            )  # fmt: skip
+            with self._pusher.telling(opening, rank):
+                say(opening, options)
+                shards = torch_shards(state_dict_or_module, tensors, cast=cast, whole=world_size == 1)
+            source = self._source_of(shards.tensors)
+            return self._pusher.push(opening, rank, shards.layout, TensorSpace.HUGGING_FACE, source)
+
+    def _opening(
+        self, model: str, step: int, run: str | None, ranks: int, request_id: str | None
+    ) -> pb.OpenVersionRequest:
+        run, client_id = self.run if run is None else run, self._connection.client_id
+        return opening_of(model, step=step, run=run, ranks=ranks, client_id=client_id, request_id=request_id)
 
     def _source_of(self, tensors: Sequence[torch.Tensor]) -> OpenSource:
         def chosen(indexes: Sequence[int], stream: Layout) -> ShardSource:
@@ -308,12 +316,9 @@ class TrainerClient(RestoringClient):
             step, rank, world_size, run, request_id, options: as for `push`.
             hold_seal: leave it to `PushHandle.seal` to say that this rank has pushed everything: until then no version becomes visible.
         """
-        run = self.run if run is None else run
-        opening = pb.OpenVersionRequest(
-            model=model, step=step, run=run, ranks=world_size, client_id=self._connection.client_id,
-            request_id=request_id or f"{run}/{step}",
-        )  # fmt: skip
-        say(opening, options)
+        opening = self._opening(model, step, run, world_size, request_id)
+        with self._pusher.telling(opening, rank):
+            say(opening, options)
         return self._pusher.push(opening, rank, layout, space, open_source, hold_seal=hold_seal)
 
     def close(self) -> None:

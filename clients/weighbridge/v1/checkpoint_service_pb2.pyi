@@ -527,19 +527,23 @@ class AbortVersionRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     reason: _builtins.str
+    client_id: _builtins.str
+    """Of a rank that cannot take part: identity of its process. Ranks of the push that come within 30 s are told, too, once each."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         number: _builtins.int = ...,
         reason: _builtins.str = ...,
+        client_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "number", b"number", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "model", b"model", "number", b"number", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

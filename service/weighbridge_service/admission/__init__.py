@@ -6,6 +6,7 @@ May import: `access`, `runtime`, `weighbridge_storage`, `weighbridge`; nothing h
 - `quotas`: quotas of hosts in what is limited.
 - `turns`: whose turn is next.
 - `rates`: calls that a host may begin in a second.
+- `refusals`: ranks that cannot take part in a push, told to those that come later.
 - `tickets`: tickets for streams of weights.
 - `message_waits`: how long a message may take to come.
 - `byte_budget`: bytes in flight.

@@ -1,6 +1,6 @@
 """Push: one version from its opening to its being durable, failed or aborted.
 
-May import: `catalog`, `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
+May import: `admission`, `catalog`, `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
 - `machine`: events in, the next state and effects out; pure.
 - `opener`: the session of a version, found or begun.

@@ -16,6 +16,7 @@ from weighbridge.errors import (
     LayoutError,
     ResourceExhausted,
     Unavailable,
+    VersionFailed,
 )
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.holding import Holding
@@ -34,7 +35,7 @@ from weighbridge_service.push.machine.answers import (
     to_push,
 )
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE
-from weighbridge_service.push.machine.shown import why_lost
+from weighbridge_service.push.machine.shown import aborted, why_lost
 from weighbridge_service.push.machine.state import Limits, PushState
 from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.opener import Opener, version_opened
@@ -263,8 +264,17 @@ class Intake:
 
         return Pending(found, seconds, answer, lambda: push.leave(found), in_memory=True)
 
-    def abort_version(self, name: str, number: int, reason: str, seconds: float) -> Pending[Version]:
+    def abort_version(
+        self, name: str, number: int, reason: str, seconds: float, refused: str = ""
+    ) -> Pending[Version]:
         """Give a version up. One that is visible and cannot be made durable stays visible until a newer one is.
+
+        Args:
+            name: of the model.
+            number: of the version.
+            reason: is told to its ranks.
+            seconds: how long the caller waits.
+            refused: the process of a rank that cannot take part; empty if the caller is none. Ranks that have not come yet are told, too.
 
         Raises:
             FailedPrecondition: it is visible already, and nothing keeps it from becoming durable.
@@ -273,6 +283,8 @@ class Intake:
         model_name = ModelName.parse(name)
         reason = reason[:500] or "aborted"
         push = self._registry.find(model_name, number)
+        if refused and push is not None:
+            self._note_refused(push, model_name, refused, reason)
         if push is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
             self.opener.give_up(model_name, number, reason, aborted=True)
             return settled(self._catalog.get_version(name, str(number)))
@@ -291,6 +303,20 @@ class Intake:
             return self._aborted(name, number, push)
 
         return Pending(found, seconds, answer, lambda: push.leave(found))
+
+    def _note_refused(self, push: Push, name: ModelName, client_id: str, reason: str) -> None:
+        refusals = self.opener.refusals
+        there = refusals.told(name, push.request_id, client_id)
+        if there or isinstance(push, EndedPush) or push.state.phase not in INCOMPLETE:
+            return
+        here = push.state.declarations.here.values()
+        refusals.note(
+            name,
+            push.request_id,
+            push.state.opened.ranks,
+            aborted(push.state, VersionFailed(reason)),
+            {client_id, *(each.client_id for each in here)},
+        )
 
     def _aborted(self, name: str, number: int, push: Push) -> Version:
         found = self._catalog.get_version(name, str(number))

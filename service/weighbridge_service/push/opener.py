@@ -19,6 +19,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
+from weighbridge_service.admission.refusals import Refusals
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.holding import Holding
 from weighbridge_service.models.registered_model import RegisteredModel
@@ -71,6 +72,7 @@ class Opener:
 
     Attributes:
         draining: whether new versions are refused.
+        refusals: ranks that have said that they cannot take part.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Opener:
         self._max_receiving = max_receiving
         self._pools = EffectPools()
         self._timers = Timers()
+        self.refusals = Refusals()
         WaitsSaid(registry, self._timers)
         self._openings = [threading.Lock() for _ in range(_OPENINGS)]
 
@@ -118,6 +121,7 @@ class Opener:
             NotFound: the model is not registered.
             InvalidArgument: a number or text is out of bounds, or contradicts what another rank has said.
             ResourceExhausted: too many versions are being received.
+            VersionFailed: another rank has said that it cannot take part; is raised once.
         """
         model_name = ModelName.parse(name)
         if not 1 <= ranks <= _MAX_RANKS:
@@ -130,6 +134,7 @@ class Opener:
                     f"the {what} is empty, longer than {_MAX_TEXT} characters, or not printable"
                 )
         asked_for = (step, run, ranks)
+        self.refusals.check(model_name, request_id, client_id)
         find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said)
         if (there := find()) is not None:
             return there

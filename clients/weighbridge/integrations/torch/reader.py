@@ -24,7 +24,8 @@ from torch.futures import Future
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard
-from weighbridge._core.resources import Version
+from weighbridge._core.references import Reference
+from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._formats.memory_forms import Form, ModelTensors
 from weighbridge._formats.torch_state import ALLOW, mismatch
 from weighbridge.errors import LayoutError, NotFound
@@ -36,9 +37,9 @@ class WeighbridgeReader(StorageReader):
     """A storage reader for ``dcp.load``. All ranks make one. Only a rank's own bytes come over the wire.
 
     Args:
-        model: ``namespace/name``.
+        model: ``namespace/name``, or with the version: ``namespace/name@latest``.
         server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which stays open.
-        version: a number or a ref. If ``dcp.load`` is given a ``checkpoint_id``, it is the newest version of the step that this says.
+        version: a number or a ref; by default the latest. If ``dcp.load`` is given a ``checkpoint_id``, it is the newest version of the step that this says.
         prefix: what may stand before the model's names in the flattened state dict: ``model.`` if it is ``{"model": ...}``.
         retry_seconds, lane: as for `TrainerClient`.
 
@@ -52,15 +53,16 @@ class WeighbridgeReader(StorageReader):
         model: str,
         server: str | TrainerClient | None = None,
         *,
-        version: str | int = "latest",
+        version: str | int | None = None,
         prefix: str = "model.",
         retry_seconds: float = 60.0,
         lane: str | None = None,
     ) -> None:
         super().__init__()
-        self.model = model
+        meant = Reference.of(model, version, REF_LATEST)
+        self.model = meant.model
         self.version: Version | None = None
-        self._wanted: str | int = version
+        self._wanted = meant.version
         self._checkpoint: str | os.PathLike[str] | None = None
         self._prefix = prefix
         self._resolved = 0

@@ -164,7 +164,9 @@ class CheckpointHandlers:
     ) -> checkpoint_service_pb2.AbortVersionResponse:
         def abort() -> Pending[Version]:
             patience = call.patience(_SEAL_SECONDS)
-            return self._intake.abort_version(request.model, request.number, request.reason, patience)
+            return self._intake.abort_version(
+                request.model, request.number, request.reason, patience, request.client_id
+            )
 
         version = await self._answered(call, abort)
         return checkpoint_service_pb2.AbortVersionResponse(version=wire.version_to_proto(version))

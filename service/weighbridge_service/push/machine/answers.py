@@ -10,7 +10,7 @@ from weighbridge.errors import AlreadyExists, DeadlineExceeded, FailedPreconditi
 from weighbridge_service.plan.declarations import Agreement, Home
 from weighbridge_service.plan.placed_ranges import PlacedRange
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE, Phase
-from weighbridge_service.push.machine.shown import version_of
+from weighbridge_service.push.machine.shown import aborted, version_of
 from weighbridge_service.push.machine.state import PushState
 from weighbridge_storage.head.head_changes import Said
 
@@ -25,7 +25,9 @@ _RETRY_MS_PER_RANK = 2
 def check_not_failed(state: PushState) -> None:
     """Raise what the version has failed of, if it has."""
     error = state.error
-    if error is not None and state.phase in (Phase.FAILED, Phase.ABORTED):
+    if error is not None and state.phase is Phase.ABORTED:
+        raise aborted(state, error)
+    if error is not None and state.phase is Phase.FAILED:
         raise error.anew()
 
 

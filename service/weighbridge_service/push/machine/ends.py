@@ -19,6 +19,7 @@ from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.effects import Awaited, Effect
 from weighbridge_service.push.machine.phases import BEFORE_SEALED, INCOMPLETE, VISIBLE, Phase
+from weighbridge_service.push.machine.shown import aborted
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.wanted import LISTEN, LOOK
 from weighbridge_storage.documents.entries import VersionEntry
@@ -84,7 +85,7 @@ def _leave(state: PushState, error: AlreadyExists) -> Step:
 
 
 def _stop(state: PushState, phase: Phase, error: WeighbridgeError) -> Step:
-    effects: list[Effect] = [do.CloseWriter(error)]
+    effects: list[Effect] = [do.CloseWriter(aborted(state, error) if phase is Phase.ABORTED else error)]
     if state.image:
         effects.append(do.ReleaseImage())
     if not state.gave_up:

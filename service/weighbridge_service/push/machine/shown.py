@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.text.waits import ranks_text
+from weighbridge.errors import VersionFailed, WeighbridgeError
 from weighbridge_service.push.machine.effects import LookAtHead, ProbeMemory
 from weighbridge_service.push.machine.phases import FINAL, Phase
 from weighbridge_service.push.machine.state import PushState
@@ -79,3 +80,12 @@ def why_lost(state: PushState) -> str:
     else:
         handed = "no other replica is known"
     return f"not durable: {durable}; not handed over: {handed}"
+
+
+def aborted(state: PushState, error: WeighbridgeError) -> VersionFailed:
+    """What ranks are told of a version that was given up for this reason."""
+    return VersionFailed(
+        f"{state.name} was given up: {error.message}",
+        details=error.details,
+        fix=error.fix or "push the step again on all ranks, when the cause is gone",
+    )

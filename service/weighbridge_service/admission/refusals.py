@@ -1,0 +1,79 @@
+"""Refusals of ranks: a rank that cannot take part in a push says so once, and every other rank of the push is told.
+
+Ranks that wait are told by the end of the version. One that comes later would open a version anew, and wait for the rank that was refused: so it
+is told here, once each.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from weighbridge.errors import VersionFailed
+from weighbridge_storage.documents.names import ModelName
+
+TOLD_SECONDS = 30.0
+"""How long ranks are told that come later."""
+_KEPT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    error: VersionFailed
+    ranks: int
+    told: frozenset[str]
+    until: float
+
+
+class Refusals:
+    """What ranks were refused lately, by model and request. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[tuple[ModelName, str], _Refusal] = {}
+
+    def note(
+        self, name: ModelName, request_id: str, ranks: int, error: VersionFailed, told: Iterable[str]
+    ) -> None:
+        """A rank cannot take part.
+
+        Args:
+            name: of the model.
+            request_id: of the push.
+            ranks: how many belong to it.
+            error: what the others are told.
+            told: processes that know.
+        """
+        known = frozenset(told)
+        if len(known) >= ranks:
+            return
+        with self._lock:
+            if len(self._of) >= _KEPT:
+                del self._of[next(iter(self._of))]
+            self._of[name, request_id] = _Refusal(error, ranks, known, time.monotonic() + TOLD_SECONDS)
+
+    def told(self, name: ModelName, request_id: str, client_id: str) -> bool:
+        """A process knows; whether there was anything to be told."""
+        with self._lock:
+            refusal = self._of.get((name, request_id))
+            if refusal is None:
+                return False
+            told = refusal.told | {client_id}
+            if len(told) >= refusal.ranks or time.monotonic() > refusal.until:
+                del self._of[name, request_id]
+            else:
+                self._of[name, request_id] = replace(refusal, told=told)
+            return True
+
+    def check(self, name: ModelName, request_id: str, client_id: str) -> None:
+        """Raise VersionFailed if a process that does not know comes in time. One that knows begins the push anew, and all others join it."""
+        with self._lock:
+            refusal = self._of.get((name, request_id))
+            if refusal is not None and (client_id in refusal.told or time.monotonic() > refusal.until):
+                del self._of[name, request_id]
+                return
+        if refusal is not None:
+            self.told(name, request_id, client_id)
+            raise refusal.error.anew()
