@@ -300,7 +300,7 @@ def test_a_model_of_the_same_name_that_was_deleted_is_not_taken_for_the_one_that
         warnings.catch_warnings(),
         TrainerClient(service.address) as trainer,
         WeighbridgeWriter(name, trainer) as writer,
-        WeighbridgeReader(name, trainer) as reader,
+        WeighbridgeReader(f"{name}@latest", trainer) as reader,
     ):
         warnings.simplefilter("ignore")  # of one process
         for step, vocabulary in enumerate((131, 64), 1):

@@ -13,7 +13,7 @@ from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.text.counts import counted
-from weighbridge._formats.memory_forms import ModelTensors
+from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 
@@ -44,7 +44,7 @@ class RestoringClient(Client):
             connections=connections,
             credentials=credentials,
         )
-        self._tensors_of: dict[str, ModelTensors] = {}
+        self._tensors_of: dict[str, TensorForms] = {}
 
     def restore(self, model: str, sharded_state_dict: Any, *, version: str | int | None = None) -> Version:
         """Fill a sharded state dict in place from any version, whatever parallelism it was pushed with.
@@ -186,11 +186,11 @@ class RestoringClient(Client):
         return self._connection.run(push_calls.describe_shards(model, rank or MegatronRank()))
 
     @contextmanager
-    def _tensors(self, model: str) -> Iterator[ModelTensors]:
+    def _tensors(self, model: str) -> Iterator[TensorForms]:
         """A model's tensors, which are asked for once; and again after a call that relied on them was refused."""
         tensors = self._tensors_of.get(model)
         if tensors is None:
-            tensors = ModelTensors(self._connection.run(push_calls.describe_tensors(model)).tensors)
+            tensors = TensorForms(self._connection.run(push_calls.describe_tensors(model)).tensors)
             self._tensors_of[model] = tensors
         try:
             yield tensors

@@ -155,13 +155,13 @@ def _swap(box: Box) -> Box:
     return Box((*offset, p, o), (*extent, f, e))
 
 
-class ModelTensors(dict[str, TensorSpec]):
+class TensorForms(dict[str, TensorSpec]):
     """A model's tensors by name, as its files have them."""
 
     @staticmethod
-    def of(tensors: Mapping[str, TensorSpec]) -> ModelTensors:
+    def of(tensors: Mapping[str, TensorSpec]) -> TensorForms:
         """These tensors; the same object if they are this already, for its other forms are made once."""
-        return tensors if isinstance(tensors, ModelTensors) else ModelTensors(tensors)
+        return tensors if isinstance(tensors, TensorForms) else TensorForms(tensors)
 
     def form(self, name: str) -> Form | None:
         """The form of a tensor that has this name in memory; None if the model has none."""

@@ -14,7 +14,7 @@ from weighbridge._core.text.counts import counted
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats import zero3
 from weighbridge._formats.dtensors import local_shards, local_tensor
-from weighbridge._formats.memory_forms import Form, ModelTensors
+from weighbridge._formats.memory_forms import Form, TensorForms
 from weighbridge._formats.tensor_stream import cast_of
 from weighbridge.errors import InvalidArgument, LayoutError
 
@@ -92,7 +92,7 @@ def torch_shards(
     check_cast(cast)
     entries = list(_entries(state))
     check_merged([name for name, _ in entries])
-    reader = _Reader(ModelTensors.of(model), cast, filled)
+    reader = _Reader(TensorForms.of(model), cast, filled)
     for name, value in entries:
         reader.read(name, value)
     return reader.shards(whole=whole, others=others)
@@ -171,7 +171,7 @@ def check_not_copied(module: torch.nn.Module, shards: TorchShards) -> None:
 class _Reader:
     """Reads the entries of a state dict, and collects what is wrong with them."""
 
-    def __init__(self, model: ModelTensors, cast: str, filled: bool) -> None:
+    def __init__(self, model: TensorForms, cast: str, filled: bool) -> None:
         self._model = model
         self._cast = cast
         self._filled = filled
@@ -263,7 +263,7 @@ class _Reader:
         )
 
 
-def model_form(name: str, model: ModelTensors) -> Form | None:
+def model_form(name: str, model: TensorForms) -> Form | None:
     """The form of a tensor in memory: by the name given, or by that without what wrappers have added; None if the model has neither."""
     found = model_name(name, model) or model_name(name, model.other_forms)
     return None if found is None else model.form(found)

@@ -13,7 +13,7 @@ from torch import Tensor
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._formats.memory_forms import ModelTensors
+from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.torch_state import torch_shards
 from weighbridge.errors import LayoutError
 
@@ -34,8 +34,8 @@ def tensors(stem: str, gate: str, up: str, down: str) -> dict[str, Tensor]:
     }
 
 
-def specs(files: dict[str, Tensor]) -> ModelTensors:
-    return ModelTensors(
+def specs(files: dict[str, Tensor]) -> TensorForms:
+    return TensorForms(
         {n: TensorSpec(n, dtypes.from_torch(t.dtype), tuple(t.shape)) for n, t in files.items()}
     )
 

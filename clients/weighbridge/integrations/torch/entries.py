@@ -17,7 +17,7 @@ from weighbridge._core.layouts import Layout, Shard
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats.dtensors import local_shards, local_tensor
-from weighbridge._formats.memory_forms import Form, ModelTensors, Part
+from weighbridge._formats.memory_forms import Form, Part, TensorForms
 from weighbridge._formats.torch_state import (
     NAMED,
     check_merged,
@@ -41,7 +41,7 @@ class Entries:
         prefix: what may stand before the names of the model's part, such as ``model.`` of ``{"model": ..., "optimizer": ...}``.
     """
 
-    model: ModelTensors
+    model: TensorForms
     prefix: str
 
     def form(self, entry: str) -> Form | None:
@@ -125,6 +125,12 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
             problems[f"{entry}: the model has no such tensor{nearest}"] = None
     problems.update(dict.fromkeys(_foreign(of_root) for of_root in others.values()))
     if problems:
+        prefix = None if found else _common_prefix([item.index.fqn for item in items], entries.model)
+        if prefix is not None:
+            raise LayoutError(
+                f"the entries of the state dict that are the model's begin with {prefix!r}, not with {entries.prefix!r}",
+                fix=f"WeighbridgeWriter(..., prefix={prefix!r})",
+            )
         raise LayoutError(
             f"the state dict is not as the model has it, in {counted(len(problems), 'entry', 'entries')}",
             details=list(problems)[:NAMED],
@@ -136,6 +142,16 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
     specs = [entries.model[name] for name in dict.fromkeys(part.tensor for _, part in found)]
     layout = Layout.stream(specs, [Shard(part.tensor, part.box) for _, part in found])
     return PlannedShards(layout, tuple(found), tuple(copies))
+
+
+def _common_prefix(names: Iterable[str], model: Iterable[str]) -> str | None:
+    """What stands before a model's names in the names of entries; None if it is several things, or nothing."""
+    known = set(model)
+    found = set()
+    for parts in (name.split(".") for name in names):
+        ends = (end for end in range(1, len(parts)) if ".".join(parts[end:]) in known)
+        found.update(".".join(parts[:end]) + "." for end in itertools.islice(ends, 1))
+    return found.pop() if len(found) == 1 else None
 
 
 def _foreign(entries: list[str]) -> str:

@@ -26,7 +26,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Version
-from weighbridge._formats.memory_forms import Form, ModelTensors
+from weighbridge._formats.memory_forms import Form, TensorForms
 from weighbridge._formats.torch_state import ALLOW, mismatch
 from weighbridge.errors import LayoutError, NotFound
 from weighbridge.integrations.checkpoint_names import step_named
@@ -171,7 +171,7 @@ class WeighbridgeReader(StorageReader):
 
     @property
     def _entries(self) -> Entries:
-        return Entries(ModelTensors.of(self._client.describe_tensors(self.model)), self._prefix)
+        return Entries(TensorForms.of(self._client.describe_tensors(self.model)), self._prefix)
 
     def _find(self) -> Version:
         if self._checkpoint is None:

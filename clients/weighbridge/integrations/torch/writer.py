@@ -29,7 +29,7 @@ from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.dtensors import local_tensor
-from weighbridge._formats.memory_forms import ModelTensors
+from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
 from weighbridge._formats.torch_state import ALLOW, check_cast
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, WeighbridgeError
@@ -223,7 +223,7 @@ class WeighbridgeWriter(StorageWriter):
 
     @property
     def _entries(self) -> Entries:
-        return Entries(ModelTensors.of(self._client.describe_tensors(self.model)), self._prefix)
+        return Entries(TensorForms.of(self._client.describe_tensors(self.model)), self._prefix)
 
     def _step_of(self, named: str | os.PathLike[str] | None) -> int:
         step = self._step() if callable(self._step) else self._step
