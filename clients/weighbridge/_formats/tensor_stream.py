@@ -45,6 +45,8 @@ def copy_out(
                 if last - first == placement.nbytes:
                     if dtype != tensor.dtype:  # only rows are cast as all other ways do
                         tensor = tensor.contiguous()
+                        # and on a GPU only where they lie: a copy to host memory casts here, where NaN gets other bits
+                        tensor = tensor if tensor.is_cpu else tensor.to(dtype)
                     torch.frombuffer(staging, dtype=dtype, count=tensor.numel(), offset=offset).view(
                         tensor.shape
                     ).copy_(tensor)

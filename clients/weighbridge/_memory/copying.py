@@ -66,7 +66,8 @@ def write_tensors(
                     rest.append(each)
         # GPUs copy meanwhile
         copied = _copy_tensors(rest, memories, into_memory=True)
-    for index, count in (*zip((each.index for each in rest), copied, strict=True), *counts.take().items()):
+        on_gpus = counts.take()
+    for index, count in (*zip((each.index for each in rest), copied, strict=True), *on_gpus.items()):
         found[index] = count
     return found
 

@@ -6,6 +6,7 @@ counts are asked for, and nothing of a tensor's size is made. Only what that doe
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -87,17 +88,17 @@ def _not_cleared(added: Iterable[_Added]) -> Iterable[_Added]:
     for each in added:
         alike[each.extremes.device, each.extremes.dtype].append(each)
     for group in alike.values():
-        extremes = torch.stack([each.extremes for each in group]).cpu()
-        for each, of_each in zip(group, extremes, strict=True):
-            if not _cleared(of_each, each.encoding):
-                yield each
+        extremes = torch.stack([each.extremes for each in group]).tolist()
+        yield from (
+            each for each, found in zip(group, extremes, strict=True) if not _cleared(found, each.encoding)
+        )
 
 
-def _cleared(extremes: torch.Tensor, encoding: Encoding) -> bool:
+def _cleared(extremes: Sequence[float], encoding: Encoding) -> bool:
     if encoding.itemsize > 1:
-        return bool(extremes.isfinite().all())
-    signed, unsigned = extremes.tolist()
-    return bool(unsigned < encoding.sign | encoding.mask and (not encoding.sign or signed < encoding.mask))
+        return all(map(math.isfinite, extremes))
+    signed, unsigned = extremes
+    return unsigned < encoding.sign | encoding.mask and (not encoding.sign or signed < encoding.mask)
 
 
 def _patterns(flat: torch.Tensor, copy: ByteCopy[int], encoding: Encoding) -> torch.Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.dtypes import DTYPES, DType, parse
 from weighbridge._core.nonfinite import Encoding, count_nonfinite, encoding_of
 from weighbridge._memory import native_copies, tensor_counts
+from weighbridge._memory.casting import write_cast
+from weighbridge._memory.copying import write_tensors
+from weighbridge._memory.mappings import MappedMemory, Use
 from weighbridge._memory.native_copies import (
     Region,
     copy_natively,
@@ -29,6 +33,7 @@ needs_extension = pytest.mark.skipif(
     importlib.util.find_spec("weighbridge._memory._native") is None,
     reason="the C extension is not built: make install",
 )
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 Count = Callable[[Bytes, Encoding], int]
 
 
@@ -59,14 +64,24 @@ def count_by_extension(data: Bytes, encoding: Encoding) -> int:
     return int(found[0])
 
 
-def count_by_torch(data: Bytes, encoding: Encoding) -> int:
-    flat = torch.from_numpy(data[: len(data) // encoding.element_bytes * encoding.element_bytes].copy())
+def count_by_torch(data: Bytes, encoding: Encoding, device: str = "cpu") -> int:
+    whole = len(data) // encoding.element_bytes * encoding.element_bytes
+    flat = torch.from_numpy(data[:whole].copy()).to(device)
     counts = TensorCounts()
     counts.add(3, flat, [ByteCopy((len(flat),), 0, (1,), 0, 0, (1,))], encoding)
     return counts.take().get(3, 0)
 
 
-WAYS = [pytest.param(count_by_extension, marks=needs_extension), count_by_torch, count_nonfinite]
+def count_on_gpu(data: Bytes, encoding: Encoding) -> int:
+    return count_by_torch(data, encoding, "cuda")
+
+
+WAYS = [
+    pytest.param(count_by_extension, marks=needs_extension),
+    count_by_torch,
+    pytest.param(count_on_gpu, marks=[needs_gpu, pytest.mark.gpu]),
+    count_nonfinite,
+]
 
 
 @pytest.mark.parametrize("count", WAYS)
@@ -221,3 +236,70 @@ def test_large_tensors_are_counted_a_part_at_a_time(monkeypatch: pytest.MonkeyPa
         counts.add(5, flat[:0], [], encoding_of(dtype))
         assert counts.take() == {1: by_torch(np.ascontiguousarray(plain).reshape(-1), dtype)}
         assert counts.take() == {}
+
+
+@pytest.fixture
+def memory() -> Iterator[MappedMemory]:
+    nbytes = 16 << 20
+    descriptor = os.memfd_create("counts")
+    os.ftruncate(descriptor, nbytes)
+    made = MappedMemory(descriptor, "test", nbytes, Use.WRITE)
+    os.close(descriptor)
+    yield made
+    made.close()
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_shards_on_a_gpu_are_counted_there_whatever_part_of_them_is_copied(
+    memory: MappedMemory, dtype: DType
+) -> None:
+    """Several at once; views that are not contiguous; and what is computed just before, on the stream of the caller."""
+    shards, encodings, expected = [], [], []
+    for seed in range(40):
+        chance = random.Random(seed)
+        copy, shard_bytes, _ = strided(dtype, chance)
+        elements = -(-shard_bytes // dtype.itemsize)
+        bits = random_bits(dtype, elements, seed, chance.choice([0.0, 0.0, 0.01, 0.5]))
+        on_card = torch.from_numpy(bits).cuda()
+        if seed % 3 == 0:
+            torch.cuda._sleep(20_000_000)
+            on_card = on_card ^ torch.zeros_like(on_card)
+        patterns = on_card.view(
+            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        )
+        if seed % 4 == 0:
+            patterns = torch.stack([patterns, torch.zeros_like(patterns)], dim=-1)[..., 0]
+        shard = patterns.view(dtype.torch)
+        plain = np.ndarray(copy.extent, np.uint8, bits, copy.stream_offset, copy.stream_strides)
+        shards.append((shard, [copy, copy]))
+        encodings.append(None if seed % 5 == 4 else encoding_of(dtype))
+        expected.append(2 * by_torch(np.ascontiguousarray(plain).reshape(-1), dtype) if seed % 5 < 4 else 0)
+    assert write_tensors(shards, [memory], encodings) == expected
+    assert any(expected)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
+def test_casts_on_a_gpu_are_counted_as_they_arrive(memory: MappedMemory, name: str) -> None:
+    """3.4e38 is a number in float32, and infinite in bfloat16."""
+    dtype = parse(name)
+    shards = []
+    for source, value in (
+        (torch.float32, 3.4e38),
+        (torch.float64, float("nan")),
+        (torch.bfloat16, float("inf")),
+    ):
+        shard = torch.randn(37, 24, dtype=torch.float32).to(source).cuda()
+        shard[5, 1:8] = value
+        shards.append(shard)
+    copies = [ByteCopy((37 * 24 * dtype.itemsize,), 0, (1,), 0, number << 20, (1,)) for number in range(3)]
+    found = write_cast(
+        [(shard, dtype.torch, [copy]) for shard, copy in zip(shards, copies, strict=True)],
+        [memory],
+        [encoding_of(dtype)] * 3,
+    )
+    assert found.counts == [int((~shard.to(dtype.torch).isfinite()).sum()) for shard in shards]
+    assert not found.uncounted

@@ -147,7 +147,7 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
 def _common_prefix(names: Iterable[str], model: Iterable[str]) -> str | None:
     """What stands before a model's names in the names of entries; None if it is several things, or nothing."""
     known = set(model)
-    found = set()
+    found = set[str]()
     for parts in (name.split(".") for name in names):
         ends = (end for end in range(1, len(parts)) if ".".join(parts[end:]) in known)
         found.update(".".join(parts[:end]) + "." for end in itertools.islice(ends, 1))
