@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
-from tests.support.torch_ranks import full_tensors, run_ranks
+from tests.support.torch_ranks import fill, full_tensors, run_ranks, shared
 from weighbridge import EngineClient, FailedPrecondition, InvalidArgument, TrainerClient
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
@@ -127,6 +127,48 @@ def test_a_push_that_fails_harms_training_only_if_it_shall(
     )
     with pytest.raises(InvalidArgument, match="every=0"):
         PushCallback("tests/saving", every=0)
+
+
+def _shared_trainings(rank: int, address: str, folder: Path) -> dict[str, tuple[int, dict[str, Tensor]]]:
+    """The last step that callbacks on two ranks have pushed, and what was trained then: by Trainer under DDP, and of an FSDP2 module."""
+    from transformers import Trainer, TrainerControl, TrainerState
+    from transformers.trainer_callback import CallbackHandler
+
+    from weighbridge.integrations.transformers.trainer_callback import PushCallback
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # of the group that there is already
+    found = {}
+    args = _arguments(folder, max_steps=4)
+    pushes = PushCallback("tests/ddp", address, every=2, strict=True)
+    trainer = Trainer(tiny_model(CONFIG, seed=5), args, train_dataset=_Dataset(), callbacks=[pushes])
+    trainer.train()
+    assert isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    found["ddp"] = pushes.wait(timeout=60).step, full_tensors(trainer.model)
+    pushes.close()
+
+    model = shared(tiny_model(CONFIG, seed=6), "fsdp")
+    pushes = PushCallback("tests/fsdp", address, every=2, dtype="bf16", strict=True)
+    hooks = CallbackHandler([pushes], model, None, None, None)
+    state, control = TrainerState(), TrainerControl()
+    hooks.on_train_begin(args, state, control)
+    for state.global_step in range(1, 5):
+        fill(model.parameters(), state.global_step / 3)
+        hooks.on_step_end(args, state, control)
+    found["fsdp"] = pushes.wait(timeout=60).step, full_tensors(model)
+    pushes.close()
+    return found
+
+
+def test_the_callback_on_ranks_that_share_the_model(service: RunningService, tmp_path: Path) -> None:
+    """accelerate has FSDP on GPUs only: here fully_shard cuts the model, and transformers' own handler calls the callback."""
+    ranks = run_ranks(2, _shared_trainings, service.address, tmp_path)
+    for way, dtype in (("ddp", torch.float32), ("fsdp", torch.bfloat16)):
+        step, expected = ranks[0][way]
+        assert step == ranks[1][way][0] == 4
+        _equal(_pulled(service.address, f"tests/{way}"), {name: t.to(dtype) for name, t in expected.items()})
+        with TrainerClient(service.address) as trainer:
+            assert {(each.step, each.ranks) for each in trainer.versions(f"tests/{way}")} <= {(2, 2), (4, 2)}
 
 
 class _Adapter:
