@@ -114,6 +114,7 @@ def run_case(
     *,
     warm_up: int = 2,
     before: Callable[[TrainerClient], None] = lambda _admin: None,
+    pulls: bool = True,
 ) -> Figures:
     """Measure a case with a service of its own.
 
@@ -124,13 +125,16 @@ def run_case(
         while_serving: is called with the service when one version is durable and clients are gone.
         warm_up: how many rounds come before and do not count; a service needs two until it has all its buffers.
         before: is called with a client when the model is registered and nothing has been pushed.
+        pulls: whether engines pull, too.
 
     Raises:
         ClientError: a client failed.
     """
     with _Side.open(case, folder, None) as side:
         before(side.admin)
-        _run([side], warm_up, rounds)
+        pushed = _push_rounds([side], warm_up, rounds)
+        if pulls:
+            _verify([side], pushed, _pull_rounds([side], warm_up, rounds))
         while_serving(side.service)
         return side.figures
 
@@ -158,7 +162,8 @@ def run_in_turn(
             stack.enter_context(_Side.open(case, folder / str(number), checkout))
             for number, checkout in enumerate(checkouts)
         ]
-        _run(sides, warm_up, rounds)
+        pushed = _push_rounds(sides, warm_up, rounds)
+        _verify(sides, pushed, _pull_rounds(sides, warm_up, rounds))
     return [side.figures for side in sides]
 
 
@@ -277,9 +282,7 @@ class _Side:
             memory[name] = max(memory.get(name, 0), nbytes)
 
 
-def _run(sides: Sequence[_Side], warm_up: int, rounds: int) -> None:
-    pushed = _push_rounds(sides, warm_up, rounds)
-    pulled = _pull_rounds(sides, warm_up, rounds)
+def _verify(sides: Sequence[_Side], pushed: list[list[str]], pulled: list[list[str]]) -> None:
     for side, digests, expected in zip(sides, pulled, pushed, strict=True):
         if side.figures.case.cut != "megatron":
             side.figures.verified = digests == expected

@@ -1,7 +1,7 @@
 """``python -m benchmarks.counting``: what the count of non-finite elements costs where a rank copies its shards, casts them and streams them.
 
 Each way is measured in turn with the same without the count, by the processor time of its one thread: other work on the machine
-disturbs that less than the time that passes.
+disturbs that less than the time that passes. With ``--device cuda`` shards lie on a GPU, and it is the time that passes.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ _TENSOR_BYTES = 16 << 20
 _MESSAGE_BYTES = 1 << 20
 _ROW_BYTES = 2048
 Way = Callable[[], object]
+Clock = Callable[[], float]
 
 
 class Shards:
-    """Shards of finite numbers in host memory, and memory that they are copied to; rows of some lie apart there."""
+    """Shards of finite numbers on a device, and memory that they are copied to; rows of some lie apart there."""
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int, device: str) -> None:
         nbytes = megabytes << 20
         descriptor = os.memfd_create("counting")
         os.ftruncate(descriptor, 2 * nbytes)
         self.memory = MappedMemory(descriptor, "counting", 2 * nbytes, Use.WRITE)
         os.close(descriptor)
         self.count = nbytes // _TENSOR_BYTES
-        self._bits = RandomBits([2 * _TENSOR_BYTES] * self.count)
+        self._bits = RandomBits([2 * _TENSOR_BYTES] * self.count, device=device)
 
     def tensors(self, dtype: DType, elements: int) -> list[torch.Tensor]:
         """One for each shard."""
@@ -102,6 +103,30 @@ class Shards:
 
         return lambda: write_cast(shards, [self.memory]), counted
 
+    def on_host(self) -> Mapping[str, tuple[Way, Way]]:
+        """All that is measured of shards in host memory."""
+        return {
+            "copy, bf16": self.copying("bf16", rows=False),
+            "copy, bf16, rows of 2 KB": self.copying("bf16", rows=True),
+            "copy, fp32": self.copying("fp32", rows=False),
+            "copy, fp8": self.copying("fp8_e5m2", rows=False),
+            "copy, bf16, counted afterwards": self.copying_then_counting(),
+            "cast of fp32 to bf16": self.casting("bf16", behind=True),
+            "cast of fp32 to fp16, while the rank waits": self.casting("fp16", behind=False),
+            "cast of fp32 to fp16, until it is sealed": self.casting("fp16", behind=True),
+            "checksums of a stream, bf16": self.streaming(),
+        }
+
+    def on_gpu(self) -> Mapping[str, tuple[Way, Way]]:
+        """All that is measured of shards on a GPU."""
+        return {
+            "copy, bf16": self.copying("bf16", rows=False),
+            "copy, bf16, rows of 2 KB": self.copying("bf16", rows=True),
+            "copy, fp32": self.copying("fp32", rows=False),
+            "copy, fp8": self.copying("fp8_e5m2", rows=False),
+            "cast of fp32 to bf16": self.casting("bf16", behind=True),
+        }
+
     def streaming(self) -> tuple[Way, Way]:
         """Checksums of the messages of a stream, without the count and with it: what is done to them before gRPC has them."""
         dtype = parse("bf16")
@@ -126,22 +151,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="python -m benchmarks.counting", description=__doc__)
     options.add_argument("--mb", type=int, default=256, help="MiB that are copied (default 256)")
     options.add_argument("--rounds", type=int, default=15, help="rounds that count (default 15)")
+    options.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where shards lie")
     args = options.parse_args(arguments)
     torch.set_num_threads(1)
-    shards = Shards(args.mb)
-    ways: Mapping[str, tuple[Way, Way]] = {
-        "copy, bf16": shards.copying("bf16", rows=False),
-        "copy, bf16, rows of 2 KB": shards.copying("bf16", rows=True),
-        "copy, fp32": shards.copying("fp32", rows=False),
-        "copy, fp8": shards.copying("fp8_e5m2", rows=False),
-        "copy, bf16, counted afterwards": shards.copying_then_counting(),
-        "cast of fp32 to bf16": shards.casting("bf16", behind=True),
-        "cast of fp32 to fp16, while the rank waits": shards.casting("fp16", behind=False),
-        "cast of fp32 to fp16, until it is sealed": shards.casting("fp16", behind=True),
-        "checksums of a stream, bf16": shards.streaming(),
-    }
-    for name, (plain, counted) in ways.items():
-        times = [_in_turn(plain, counted, number) for number in range(args.rounds + 1)][1:]
+    shards = Shards(args.mb, args.device)
+    on_host = args.device == "cpu"
+    clock = time.thread_time if on_host else time.monotonic
+    for name, (plain, counted) in (shards.on_host() if on_host else shards.on_gpu()).items():
+        times = [_in_turn(clock, plain, counted, number) for number in range(args.rounds + 1)][1:]
         without, ratio = (
             sorted(each for each, _ in times)[len(times) // 2],
             Ratio.of([b / a for a, b in times]),
@@ -151,18 +168,18 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _in_turn(plain: Way, counted: Way, number: int) -> tuple[float, float]:
+def _in_turn(clock: Clock, plain: Way, counted: Way, number: int) -> tuple[float, float]:
     """Seconds of both, each first every other time."""
     if number % 2:
-        b, a = _seconds(counted), _seconds(plain)
+        b, a = _seconds(clock, counted), _seconds(clock, plain)
         return a, b
-    return _seconds(plain), _seconds(counted)
+    return _seconds(clock, plain), _seconds(clock, counted)
 
 
-def _seconds(way: Way) -> float:
-    started = time.thread_time()
+def _seconds(clock: Clock, way: Way) -> float:
+    started = clock()
     way()
-    return time.thread_time() - started
+    return clock() - started
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """``python -m benchmarks.torch_trainers``: how long a push of a torch state dict holds its ranks.
 
-Real gloo ranks hold one model as DTensors cut by rows, as FSDP2 cuts them, in bf16 and in fp32, and as Megatron's tensor-parallel shards.
-Each round pushes all three, and lets torch copy as much, with the same cast, so that each ratio is of times under the same load.
+Real gloo ranks hold one model as DTensors cut by rows, as FSDP2 cuts them, in bf16 and in fp32, and as Megatron's tensor-parallel shards;
+on GPUs, which they share if there are fewer, with ``--device cuda``. Each round pushes all three, and lets torch copy as much, with the same cast, so that each ratio is of times under the same load.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from pathlib import Path
 from benchmarks import models, processes, report
 from benchmarks.torch_rank import MODEL, Seconds, measure
 from weighbridge import Retention, TrainerClient
-from weighbridge_demo.ranks import gloo_job, run_jobs
+from weighbridge_demo.ranks import PRELOAD, gloo_job, run_jobs
 
 RATIOS = {
     "a state dict held / Megatron's shards held": ("state_dict", "megatron"),
     "a state dict held / torch's copy": ("state_dict", "copy"),
     "Megatron's shards held / torch's copy": ("megatron", "copy"),
+    "a state dict held / the same without the count of non-finite elements": ("counted", "uncounted"),
     "fp32 cast to bf16 held / torch's cast": ("cast", "cast_copy"),
     "a state dict ready / Megatron's shards ready": ("state_dict_ready", "megatron_ready"),
     "fp32 cast to bf16 ready / a state dict ready": ("cast_ready", "state_dict_ready"),
@@ -46,7 +47,9 @@ class Ratio:
     seconds: float
 
 
-def measured(folder: Path, gigabytes: float, ranks: int, lane: str, warm_up: int, rounds: int) -> Seconds:
+def measured(
+    folder: Path, gigabytes: float, ranks: int, lane: str, warm_up: int, rounds: int, device: str = "cpu"
+) -> Seconds:
     """Times of the slowest rank in each round, with a service of their own.
 
     Args:
@@ -55,6 +58,7 @@ def measured(folder: Path, gigabytes: float, ranks: int, lane: str, warm_up: int
         ranks: how many ranks push.
         lane: ``local`` or ``grpc``.
         warm_up, rounds: how many rounds do not count, and do.
+        device: where the ranks' tensors lie, ``cpu`` or ``cuda``.
 
     Raises:
         RankError: a rank failed.
@@ -68,8 +72,9 @@ def measured(folder: Path, gigabytes: float, ranks: int, lane: str, warm_up: int
         with TrainerClient(service.grpc) as admin:
             admin.register_model(MODEL, folder / "hf")
             admin.set_retention(MODEL, Retention(keep_last=1))
-        job = gloo_job(ranks, measure, service.grpc, str(specs), lane, warm_up, rounds, threads)
-        [of_ranks] = run_jobs([job], timeout=timeout)
+        job = gloo_job(ranks, measure, service.grpc, str(specs), lane, warm_up, rounds, threads, device)
+        # ranks whose server has asked about GPUs may not use them
+        [of_ranks] = run_jobs([job], timeout=timeout, preload=PRELOAD if device == "cpu" else ["torch"])
     return {
         name: [max(times) for times in zip(*(each[name] for each in of_ranks), strict=True)]
         for name in of_ranks[0]
@@ -91,14 +96,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gb", type=float, default=0.5, help="size of the model in bf16 (default 0.5)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default 1 2)")
     parser.add_argument("--lane", default="local", choices=("local", "grpc"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--folder", type=Path, help="where stores are made (default: a temporary folder)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default 7)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     args = parser.parse_args(argv)
     cases = []
     for ranks in args.ranks:
-        with tempfile.TemporaryDirectory(prefix="weighbridge-bench-") as folder:
-            seconds = measured(Path(folder).resolve(), args.gb, ranks, args.lane, 2, args.rounds)
-        cases.append({"gigabytes": args.gb, "ranks": ranks, "lane": args.lane, "seconds": seconds})
+        with tempfile.TemporaryDirectory(dir=args.folder, prefix="weighbridge-bench-") as folder:
+            store = Path(folder).resolve()
+            seconds = measured(store, args.gb, ranks, args.lane, 2, args.rounds, args.device)
+        case = {"gigabytes": args.gb, "ranks": ranks, "lane": args.lane, "device": args.device}
+        cases.append({**case, "seconds": seconds})
         rows = [
             [what, f"{each.median:.2f}", f"{each.least:.2f}-{each.most:.2f}", f"{each.seconds:.3f}"]
             for what, each in ratios(seconds).items()
