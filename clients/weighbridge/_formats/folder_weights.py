@@ -70,7 +70,7 @@ class FolderWeights:
         )
 
     def as_model_has_them(self, model: Mapping[str, TensorSpec], cast: str) -> FolderWeights:
-        """The weights in the model's dtypes: themselves, if they are in these; else cast as they are read.
+        """The weights in the model's dtypes: themselves, if they are as it has them; else cast as they are read. What is wrong is refused before a version is opened.
 
         Args:
             model: its tensors, by name.
@@ -83,8 +83,7 @@ class FolderWeights:
         from weighbridge._formats.torch_state import check_cast, torch_shards
 
         check_cast(cast)
-        given = self.layout.tensors
-        if all(name not in model or model[name].dtype == spec.dtype for name, spec in given.items()):
+        if dict(self.layout.tensors) == dict(model):
             return self
         found = torch_shards(self.tensors(), model, cast=cast, whole=True)
         return replace(self, layout=found.layout, open_source=CastingSource.opener(found.tensors))

@@ -240,7 +240,7 @@ class _Reader:
         if problems:
             for_casts = all(_NOT_ALLOWED in each or _NOT_EXACT in each for each in problems)
             raise LayoutError(
-                f"the state dict is not as the model has it, in {counted(len(problems), 'entry', 'entries')}",
+                f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
                 details=problems[:NAMED],
                 fix="cast='allow' casts them; a pull brings another dtype if it is asked to: pull(..., dtype='bf16')"
                 if for_casts

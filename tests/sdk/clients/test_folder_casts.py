@@ -95,6 +95,29 @@ def test_what_a_folder_in_another_dtype_lacks_is_named_without_a_word_of_megatro
         assert "sharded_state_dict" not in str(caught.value)
 
 
+def test_a_folder_that_is_not_the_models_takes_no_number_of_a_version(
+    service: RunningService, source: TinyModel, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes(source.files["config.json"])
+    good = weights(source.folder)
+    with TrainerClient(service.address) as trainer:
+        trainer.register_files("tests/clean", source.files, "fp32")
+        for wrong, told in (
+            (
+                {"model.norm.weights": torch.ones(2)},
+                "model.norm.weights: the model has no such tensor",
+            ),
+            ({"model.norm.weight": torch.ones(3)}, r"model.norm.weight is \[3\]"),
+        ):
+            save_file({**good, **wrong}, tmp_path / "model.safetensors")
+            with pytest.raises(LayoutError, match=told):
+                trainer.push_folder("tests/clean", tmp_path)
+        save_file({name: good[name] for name in list(good)[1:]}, tmp_path / "model.safetensors")
+        with pytest.raises(LayoutError, match="is missing"):
+            trainer.push_folder("tests/clean", tmp_path)
+        assert trainer.push_folder("tests/clean", source.folder).wait(timeout=60).number == 1
+
+
 def test_the_command_line_says_what_it_has_cast(service: RunningService, source: TinyModel) -> None:
     line = ["push", str(source.folder), NARROW, "--step", "3", "--server", service.address]
     done = CliRunner().invoke(commands, line)

@@ -127,5 +127,5 @@ def test_a_folder_without_weights_or_of_another_model_is_refused(
     other = tiny_folder(tmp_path / "other", hidden_size=64)
     with pytest.raises(LayoutError) as caught:
         bench.trainer.push_folder(model, other.folder)
-    assert f"{EMBEDDING} F32[128, 64]: the model has {EMBEDDING} F32[128, 32]" in str(caught.value)
+    assert f"{EMBEDDING} is [128, 64], and the model has {EMBEDDING} F32[128, 32]" in str(caught.value)
     assert np.array_equal(other.arrays[EMBEDDING].shape, (128, 64))

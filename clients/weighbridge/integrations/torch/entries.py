@@ -132,7 +132,7 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
                 fix=f"WeighbridgeWriter(..., prefix={prefix!r})",
             )
         raise LayoutError(
-            f"the state dict is not as the model has it, in {counted(len(problems), 'entry', 'entries')}",
+            f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
             details=list(problems)[:NAMED],
             fix="keep only the model here, and save optimizers and other state with another writer: "
             "dcp.save({'optimizer': ...}, checkpoint_id=folder)"
@@ -147,7 +147,7 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
 def _common_prefix(names: Iterable[str], model: Iterable[str]) -> str | None:
     """What stands before a model's names in the names of entries; None if it is several things, or nothing."""
     known = set(model)
-    found = set[str]()
+    found: set[str] = set()
     for parts in (name.split(".") for name in names):
         ends = (end for end in range(1, len(parts)) if ".".join(parts[end:]) in known)
         found.update(".".join(parts[:end]) + "." for end in itertools.islice(ends, 1))
