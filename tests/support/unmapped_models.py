@@ -40,7 +40,6 @@ UNMAPPED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     # experts one by one, stacked, and stacked with biases
     "olmoe": (_TEXT, {**_GROUPED, "num_experts": 4}),
     "granitemoe": (_TEXT, {**_GROUPED, "num_local_experts": 4}),
-    "gpt_oss": (_TEXT, {**_GROUPED, "head_dim": 8, "num_local_experts": 4}),
     # state spaces, alone and between layers of attention with experts
     "mamba": (_TEXT, _STATE_SPACE),
     "mamba2": (_TEXT, {**_STATE_SPACE, "num_heads": 8, "head_dim": 8, "n_groups": 1}),
