@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_ranks_with_different_bytes_are_refused_by_name_and_later_pushes_go_on(
         [problem] = error.details
         assert "model.layers.1.mlp.up_proj.weight" in problem
         assert "rank 1" in problem
+        assert len(set(re.findall(r"rank \d", problem))) == 2
     with EngineClient(service.address) as engine:
         assert engine.versions(MODEL) == []
 

@@ -118,6 +118,13 @@ def test_a_watch_of_a_ref_that_is_not_there_says_so_and_waits(service: RunningSe
         assert watching.wait(30) == 0
 
 
+def test_an_agent_that_follows_a_ref_that_is_not_there_says_so(service: RunningService, version: int) -> None:
+    engine = ("--engine", "vllm", "--url", f"http://127.0.0.1:{reserved_port()}")
+    with process("follow", MODEL, "--ref", "prodd", *engine, "--server", service.address) as following:
+        assert following.stderr is not None
+        assert following.stderr.readline().startswith(f"{MODEL} has no ref 'prodd'; did you mean prod?")
+
+
 @pytest.mark.parametrize(
     ("server", "says", "do"),
     [
