@@ -315,7 +315,9 @@ def test_over_two_replicas_a_nan_at_one_holds_the_version_at_both(
                 eventually(lambda: at_one.refs(MODEL) == at_two.refs(MODEL) == {"live": 1, "latest": 1})
         if counted:
             assert seen == [{1}, {1}]
+        assert [each.service.gates.held for each in (one, two)] == [1, 1]
         at_two.approve(MODEL, 2)
+        assert [each.service.gates.held for each in (one, two)] == [0, 0]
         eventually(lambda: at_one.refs(MODEL) == at_two.refs(MODEL) == {"live": 2, "latest": 2})
         entry = stored(one.service.catalog.store, ModelName.parse(MODEL)).find(2)
         assert entry is not None

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Iterable
 
 from weighbridge._core.resources import Gate, Version, VersionState
-from weighbridge.errors import FailedPrecondition
+from weighbridge.errors import FailedPrecondition, NotFound, VersionFailed, WeighbridgeError
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import Approval
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head_changes import approve, set_gate
+from weighbridge_storage.head.history import History
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,32 @@ class Gates:
     ) -> None:
         self._catalog = catalog
         self._on_approved = on_approved
+
+    @property
+    def held(self) -> int:
+        """Held versions that this process has received, as the store has them now: others may have approved or deleted them.
+
+        Of a model whose head cannot be read, as this process has heard of them last.
+        """
+        return sum(self._held_of(model, numbers) for model, numbers in self._catalog.snapshots.held.items())
+
+    def _held_of(self, model: ModelName, numbers: list[int]) -> int:
+        try:
+            history = self._catalog.history(model)
+        except NotFound:
+            return 0
+        except WeighbridgeError:
+            return len(numbers)
+        return sum(self._is_held(model, number, history) for number in numbers)
+
+    def _is_held(self, model: ModelName, number: int, history: History) -> bool:
+        try:
+            version = self._catalog.resolve(model, str(number), history)
+        except (NotFound, VersionFailed):  # deleted, or given up meanwhile
+            return False
+        except WeighbridgeError:
+            return True
+        return bool(version.held) and version.state is not VersionState.RETIRED
 
     def gate(self, name: str) -> Gate:
         """Which versions of a model are held. Raises NotFound."""

@@ -116,9 +116,13 @@ class Snapshots:
         return sum(snapshot.version.state is state for snapshot in self._all())
 
     @property
-    def held(self) -> int:
-        """Visible versions that are held, of those of which this process knows more than the store."""
-        return sum(snapshot.version.state.visible and bool(snapshot.version.held) for snapshot in self._all())
+    def held(self) -> dict[ModelName, list[int]]:
+        """Visible versions that were held when this process heard of them last, of those of which it knows more than the store, by model."""
+        found: dict[ModelName, list[int]] = {}
+        for version in (snapshot.version for snapshot in self._all()):
+            if version.state.visible and version.held:
+                found.setdefault(ModelName.parse(version.model), []).append(version.number)
+        return found
 
     @property
     def unfinished(self) -> int:

@@ -155,6 +155,24 @@ def test_fsck_finds_nothing_wrong_and_collections_leave_only_the_numbers(
     assert all(not found.findings for found in check_store(running.service.catalog.store))
 
 
+@pytest.mark.parametrize("whole_model", [True, False])
+def test_held_versions_that_another_replica_deletes_are_counted_no_more(
+    replicas: list[RunningService], narrow: TinyModel, whole_model: bool
+) -> None:
+    receiver, other = replicas
+    push(receiver, narrow)
+    with TrainerClient(receiver.address) as trainer:
+        for step in (2, 3):
+            trainer.push_folder(MODEL, narrow.folder, step=step, candidate=True).wait(timeout=60)
+    assert receiver.service.gates.held == 2
+    with EngineClient(other.address) as client:
+        if whole_model:
+            client.delete_model(MODEL)
+        else:
+            client.delete_version(MODEL, 2)
+    assert receiver.service.gates.held == (0 if whole_model else 1)
+
+
 def test_over_http_a_model_is_deleted_likewise(replicas: list[RunningService], narrow: TinyModel) -> None:
     running = replicas[0]
     push(running, narrow)

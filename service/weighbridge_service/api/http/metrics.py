@@ -59,8 +59,8 @@ class Metrics(Collector):
         yield versions
         yield GaugeMetricFamily(
             "weighbridge_versions_held",
-            "Versions this process knows of that live and latest pass by until they are approved.",
-            value=service.catalog.snapshots.held,
+            "Versions this process has received that live and latest pass by until they are approved.",
+            value=service.gates.held,
         )
         yield GaugeMetricFamily(
             "weighbridge_publications_running",
