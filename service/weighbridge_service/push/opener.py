@@ -40,7 +40,7 @@ from weighbridge_service.push.session import PushSession, now
 from weighbridge_service.push.timers import Timers
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import OpenEntry
-from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.documents.names import ModelName, first_version_of
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import Said, check_same_metadata, check_same_request
 from weighbridge_storage.memory.images import Image
@@ -237,7 +237,7 @@ class Opener:
             request_id=entry.request_id,
             model=model,
             publisher=Publisher(store, heads, model, entry, self._home),
-            exchange=Exchange(store, model.name, entry.number, self._home),
+            exchange=Exchange(store, model.name, entry.number, self._home, first_version_of(model.files_id)),
             allocator=self._allocator,
             successors=self._successors,
             mappings=self._mappings,

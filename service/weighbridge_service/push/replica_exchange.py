@@ -41,13 +41,17 @@ class Exchange:
         model: whose version.
         number: which version.
         home: this process.
+        first_version: the lowest number that a version can have since the model was registered.
     """
 
-    def __init__(self, store: ObjectStore, model: ModelName, number: int, home: Home) -> None:
+    def __init__(
+        self, store: ObjectStore, model: ModelName, number: int, home: Home, first_version: int = 1
+    ) -> None:
         self._store = store
         self._model = model
         self._prefix = incoming_prefix(model, number)
         self._home = home
+        self._first_version = first_version
         self._told: set[int] = set()
         self._pending: dict[int, Declaration] = {}
         self._batches = 0
@@ -99,7 +103,10 @@ class Exchange:
         """Put a layout where the others find it."""
         message = wire.layout_to_proto(layout, space).SerializeToString()
         # what is there already is the same: the key is made of the content
-        self._store.put(layout_key(self._model, digest), message, mode="overwrite")
+        self._store.put(self._layout_key(digest), message, mode="overwrite")
+
+    def _layout_key(self, digest: str) -> str:
+        return layout_key(self._model, digest, self._first_version)
 
     def layout(self, digest: str) -> tuple[TensorSpace, Layout]:
         """A layout that another replica has offered, and the tensor space of its names.
@@ -108,7 +115,7 @@ class Exchange:
             NotFound: nobody has, yet.
             DataLoss: what is there is not that layout.
         """
-        key = layout_key(self._model, digest)
+        key = self._layout_key(digest)
         content, _ = self._store.get(key)
         try:
             message = resources_pb2.Layout.FromString(content)

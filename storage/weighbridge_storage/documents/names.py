@@ -144,13 +144,18 @@ def incoming_prefix(model: ModelName, number: int) -> str:
     return _numbered_prefix(model, "incoming", number)
 
 
-def layout_key(model: ModelName, digest: str) -> str:
+def layout_key(model: ModelName, digest: str, first_version: int = 1) -> str:
     """Where replicas of the service find a layout that was declared to another one.
+
+    Args:
+        model: the model.
+        digest: of the layout.
+        first_version: as of `files_id_of`.
 
     Raises:
         InvalidArgument: no layout has such a digest.
     """
-    return f"{model.prefix}layouts/{check_version_file_name(digest)}"
+    return f"{model.prefix}layouts/{files_id_of(first_version, check_version_file_name(digest))}"
 
 
 def replica_key(boot: str) -> str:
@@ -195,13 +200,13 @@ def first_version_of(files_id: str) -> int:
 
 
 def registered_files_of(model: ModelName, key: str) -> int | None:
-    """Of a key of a registered file or list of tensors, the ``first_version`` of `files_id_of`; None of others."""
+    """Of a key of a registered file, list of tensors or layout, the ``first_version`` of `files_id_of`; None of others."""
     if not key.startswith(model.prefix):
         return None
     match key.removeprefix(model.prefix).split("/"):
         case ["files", files_id, _]:
             return first_version_of(files_id)
-        case ["tensors", name]:
+        case ["tensors" | "layouts", name]:
             return first_version_of(name)
     return None
 

@@ -8,7 +8,7 @@ It is a few steps, each of which may be done by several replicas at a time, be b
 3. Delete the objects of versions that were retired longer ago than the grace time, if no reader has a lease (`leases`), and then
    their entries. A version's manifest goes first and stays away: wherever there is one, the folder is complete.
 4. Delete what lies under numbers that stand for nothing; under those of a model that was deleted only once the grace time is over and no
-   reader has a lease, and the files that were registered with it. They never will again: a number is given once, and nobody can publish what
+   reader has a lease, and the files and layouts that were registered with it. They never will again: a number is given once, and nobody can publish what
    was given up. A writer that was stalled meanwhile may still put objects there; the next collection finds them.
 5. Remove what is left of uploads under numbers that are not open any more, and of any upload of the model that is older than a day.
 6. Delete nodes of the history that nobody needs any more. Where some are below no root, a **mark** notes the root and the time; once it
@@ -264,7 +264,7 @@ class _Run:
         return tuple(SweptVersion(number, count) for number, count in sorted(counts.items()))
 
     def sweep_files(self, below: int) -> None:
-        """Delete the files that were registered with a model of this name before it was deleted.
+        """Delete the files that were registered with a model of this name before it was deleted, and the layouts that were declared.
 
         Those that are registered since have another key, also if they are the same: nobody is about to write to these.
         """

@@ -178,6 +178,34 @@ def assert_published_once(store: ObjectStore, number: int, *others: int) -> None
     assert not list(store.list(f"{NAME.prefix}incoming/"))
 
 
+def test_layouts_of_a_deleted_model_go_with_a_collection_and_those_of_its_successor_stay(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(each.address)) for each in running]
+        store = running[0].service.catalog.store
+
+        def layouts() -> set[str]:
+            return {
+                key.removeprefix(f"{NAME.prefix}layouts/") for key in store.list(f"{NAME.prefix}layouts/")
+            }
+
+        with EngineClient(running[0].address) as engine, TrainerClient(running[0].address) as trainer:
+            number = push_all(clients, sources[0].arrays, rows_layout, 2, "before")
+            engine.wait_for(MODEL, number, VersionState.DURABLE)
+            before = layouts()
+            assert before
+            engine.delete_model(MODEL)
+            trainer.register_files(MODEL, sources[0].files)
+            number = push_all(clients, sources[1].arrays, rows_layout, 2, "after")
+            engine.wait_for(MODEL, number, VersionState.DURABLE)
+            after = {f"{number}-{digest}" for digest in before}
+            assert layouts() == before | after
+            running[0].service.collecting.collect(MODEL)
+            assert layouts() == after
+            assert_equal(engine, MODEL, "latest", sources[1].arrays)
+
+
 @pytest.mark.parametrize("layout_of", [rows_layout, columns_layout, pipeline_layout, copies_layout])
 def test_ranks_spread_over_three_replicas_make_one_version(
     location: str, store: ObjectStore, sources: list[TinyModel], layout_of: LayoutOf

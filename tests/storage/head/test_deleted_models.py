@@ -14,6 +14,8 @@ from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.documents.names import (
     ModelName,
     files_id_of,
+    first_version_of,
+    layout_key,
     node_of_key,
     numbered_key,
     registered_files_of,
@@ -50,6 +52,7 @@ class Bench:
 
     def register(self, files_id: str) -> None:
         self.store.put(f"{SMOL.prefix}files/{files_id}/config.json", b"{}", mode="overwrite")
+        self.store.put(layout_key(SMOL, "d", first_version_of(files_id)), b"l", mode="overwrite")
         self.heads.update(SMOL, lambda head: (register(head, files_id, {"k": 1}), None), create=True)
 
     def open(self) -> int:
@@ -131,7 +134,7 @@ def test_a_name_that_is_registered_again_goes_on_with_its_numbers_and_has_files_
     bench.now_ms += GRACE.ms
     assert bench.collect() == {3}
     files = [key for key in bench.listed() if registered_files_of(SMOL, key) is not None]
-    assert files == [f"{SMOL.prefix}files/3-f/config.json"]
+    assert files == [f"{SMOL.prefix}files/3-f/config.json", f"{SMOL.prefix}layouts/3-d"]
 
     bench.delete()  # once more
     bench.now_ms += GRACE.ms
