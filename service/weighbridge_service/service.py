@@ -16,6 +16,7 @@ from weighbridge_service.admission.tickets import ticket_key
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.collection_loop import Collecting
 from weighbridge_service.catalog.gate import Gates
+from weighbridge_service.catalog.head_versions import approved_since
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.pull.serving import Serving
 from weighbridge_service.push.intake import Intake
@@ -135,7 +136,12 @@ class Weighbridge:
         self.access = access = Access(config.policy, self.key, certificates=asks_clients)
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
         news = threading.Event()
-        registry = self._registry = Registry(self.catalog.snapshots, news)
+        heads = self.catalog.heads
+        registry = self._registry = Registry(
+            self.catalog.snapshots,
+            news,
+            lambda name, number: approved_since(heads.last_read(name), number),
+        )
         self._links = links = Links(home, _proofs(config.tls, access))
         self.directory = Directory(self._store, home, lambda other: links.exchange(other, ()))
         successors = KnownReplicas(self.directory, self._links)

@@ -33,6 +33,12 @@ def released(head: Head | None, snapshots: Mapping[int, VersionSnapshot]) -> lis
     ]
 
 
+def approved_since(head: Head | None, number: int) -> tuple[str, ...]:
+    """The reasons of a version in history for which it is held no more; none if there is no head."""
+    entry = None if head is None else head.recent.get(number)
+    return () if entry is None or entry.approval is None else entry.approval.reasons
+
+
 def opened(head: Head | None, number: int) -> OpenEntry | None:
     """What a head says of an open version; None if it is none, or there is no head."""
     return None if head is None else head.open.get(number)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from weighbridge._core.resources import VersionState
@@ -43,11 +43,18 @@ class Registry:
     Args:
         snapshots: are told what becomes of them.
         news: is set when other replicas are to be told of one.
+        approved_since: the reasons for which a version in history that was held is held no more, as its head says that was read last.
     """
 
-    def __init__(self, snapshots: Snapshots, news: threading.Event) -> None:
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        news: threading.Event,
+        approved_since: Callable[[ModelName, int], tuple[str, ...]],
+    ) -> None:
         self._snapshots = snapshots
         self._news = news
+        self._approved_since = approved_since
         self._lock = threading.Lock()
         self._sessions: dict[ModelName, dict[int, PushSession]] = {}
         self._taken: list[PushSession] = []  # of shares of versions that have a session of their own here
@@ -132,10 +139,14 @@ class Registry:
 
     def want_memory(self, session: PushSession) -> None:
         """See `Surroundings`."""
-        for each in self.all():
-            older = each.model.name == session.model.name and each.number < session.number
-            dispensable = each.state.superseded and each.state.may_be_dropped
-            if older and (dispensable or (_is_idle(each) and each.state.holding.reasons)):
+        name = session.model.name
+        older = [each for each in self.all() if each.model.name == name and each.number < session.number]
+        for each in filter(_is_held, older):
+            if reasons := self._approved_since(name, each.number):  # by way of another replica
+                each.post(on.Approved(reasons))
+        self.supersede(session)  # what was approved may be live now, and those before it are not
+        for each in older:
+            if _is_held(each) or (each.state.superseded and each.state.may_be_dropped):
                 each.post(on.MemoryWanted())
 
     def approved(self, name: ModelName, number: int, reasons: tuple[str, ...]) -> None:
@@ -187,7 +198,8 @@ class Registry:
             forgotten = self._forget_ended(oldest)
         for name, number in forgotten:
             self._snapshots.forget(name, number)
-        idle = sorted(filter(_is_idle, sessions), key=lambda session: session.image_used_at)
+        # those that are held first: of the others each is its model's live version
+        idle = sorted(filter(_is_idle, sessions), key=lambda each: (not _is_held(each), each.image_used_at))
         for session in idle[:-_KEPT_IMAGES]:
             session.post(on.Idle())
 
@@ -266,3 +278,8 @@ def _is_over(session: PushSession) -> bool:
 def _is_idle(session: PushSession) -> bool:
     """Whether the image is there only so that a durable version can be read in memory."""
     return session.state.phase is Phase.PUBLISHED and session.has_image
+
+
+def _is_held(session: PushSession) -> bool:
+    """Whether that version is one which ``live`` passes by."""
+    return _is_idle(session) and bool(session.state.holding.reasons)

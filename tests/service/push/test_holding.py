@@ -179,3 +179,38 @@ def test_versions_that_are_held_one_after_another_take_no_more_memory_and_keep_t
         assert [number for number, each in snapshots.items() if each.readable] == [1, 4]
         assert engine.refs(MODEL) == {"live": 1, "latest": 1}
         assert_equal(engine, MODEL, 2, bad)
+
+
+@pytest.mark.parametrize("at_its_own_replica", [True, False])
+def test_a_version_that_was_approved_keeps_its_memory_and_the_one_before_it_does_not(
+    tmp_path: Path, at_its_own_replica: bool
+) -> None:
+    source = tiny_folder(tmp_path / "hf")
+    bad = {name: array.copy() for name, array in source.arrays.items()}
+    bad["model.norm.weight"][0] = np.nan
+    with (
+        running_service(tmp_path / "store") as other,
+        EngineClient(other.address) as elsewhere,
+        TrainerClient(other.address) as trainer,
+    ):
+        trainer.register_files(MODEL, source.files)
+        settings = {
+            "memory_budget": 2 * trainer.warm(MODEL).image_bytes,
+            "spill_budget": 0,
+            "image_wait": 10.0,
+        }
+        with (
+            running_service(tmp_path / "store", **settings) as service,
+            RawClient(service.address) as raw,
+            EngineClient(service.address) as engine,
+        ):
+            raw.push_whole(MODEL, source.arrays, nonfinite=0)
+            engine.wait_for(MODEL, 1, VersionState.DURABLE)
+            raw.push_whole(MODEL, bad, nonfinite=1)
+            engine.wait_for(MODEL, 2, VersionState.DURABLE)
+            (engine if at_its_own_replica else elsewhere).approve(MODEL, 2)
+            raw.push_whole(MODEL, bad, nonfinite=1)
+            engine.wait_for(MODEL, 3, VersionState.DURABLE)
+            snapshots = service.service.catalog.snapshots.of_model(ModelName.parse(MODEL))
+            assert [number for number, each in snapshots.items() if each.readable] == [2, 3]
+            assert engine.refs(MODEL) == {"live": 2, "latest": 2}
