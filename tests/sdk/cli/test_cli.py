@@ -32,8 +32,12 @@ from weighbridge._cli import commands, looking, main
 from weighbridge._cli.parsing import Reference, parse_reference, parse_size
 from weighbridge._cli.serving import serve_command
 from weighbridge._clients.pushing import Pusher
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.sizes import readable_size
-from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge.errors import DataLoss, InvalidArgument, LayoutError
 from weighbridge_service.runtime.config import ServiceConfig
 
 MODEL = "acme/tiny"
@@ -579,7 +583,15 @@ def test_failed_versions_are_listed_when_asked_for(service: RunningService, hf_d
     changed.save_pretrained(folder)
     error = error_of(weighbridge(service, "push", folder, "acme/failing", "--step", 1))
     assert error["reason"] == "LAYOUT_INVALID"
-    assert any("down_proj.weight F32[64, 128]" in line for line in error["details"])
+    assert any("down_proj.weight is [64, 128]" in line for line in error["details"]), error
+    everything = as_json(weighbridge(service, "versions", "acme/failing", "--all"))
+    assert [v["number"] for v in everything] == [1], "a folder that is wrong takes no number"
+    spec = TensorSpec("lm_head.weight", dtypes.parse("fp32"), (1, 1))
+    layout = Layout.stream([spec], [Shard(spec.name, Box.whole(spec.shape))])
+    with TrainerClient(service.address) as trainer, pytest.raises(LayoutError):
+        trainer.push_shards(
+            "acme/failing", layout, TensorSpace.HUGGING_FACE, pytest.fail, step=1, rank=0, world_size=1
+        ).wait(timeout=60)
     assert [v["number"] for v in as_json(weighbridge(service, "versions", "acme/failing"))] == [1]
     everything = as_json(weighbridge(service, "versions", "acme/failing", "--all"))
     assert [(v["number"], v["state"]) for v in everything] == [(2, "failed"), (1, "durable")]

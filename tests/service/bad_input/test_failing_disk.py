@@ -93,7 +93,7 @@ def test_with_a_full_disk_versions_stay_live_the_trainer_is_told_and_they_become
         raw.push("acme/full", number, cut(stream))
         raw.seal("acme/full", number)
         catalog = running.service.catalog
-        eventually(lambda: [version.number for version in catalog.not_durable] == [number])
+        eventually(lambda: [version.number for version in catalog.snapshots.not_durable] == [number])
         with pytest.raises(DeadlineExceeded, match=r"not durable yet: .*no space is left"):
             trainer.wait_for("acme/full", number, VersionState.DURABLE, timeout=1)
         found = trainer.version("acme/full", number)
@@ -104,7 +104,7 @@ def test_with_a_full_disk_versions_stay_live_the_trainer_is_told_and_they_become
         with pytest.raises(FailedPrecondition):
             trainer.set_ref("acme/full", "prod", number)
         third = trainer.push_folder("acme/full", another.folder, step=3)
-        eventually(lambda: third.number in [version.number for version in catalog.not_durable])
+        eventually(lambda: third.number in [version.number for version in catalog.snapshots.not_durable])
         with pytest.raises(DeadlineExceeded, match="no space is left"):
             third.wait(timeout=1)
         disk.fill(0)

@@ -392,6 +392,8 @@ def test_what_ranks_are_said_to_hold_is_what_megatron_says(
     models: Callable[[str], Imported], parallel: Parallel
 ) -> None:
     keys = [key for key in ALL if parallel.pp == 1 or key in STAGED]
+    if parallel.expert_tp > 1:
+        keys.remove("gpt_oss")  # Megatron-core does not cut experts that have biases
     cases = [
         Case(key, 0, models(key).config, KEYS[1], {"names": "te", "value_head": VALUE_HEADS.get(key, "none")}, False)
         for key in keys

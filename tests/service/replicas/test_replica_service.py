@@ -27,6 +27,8 @@ from weighbridge.errors import (
 )
 from weighbridge.v1 import bulk_service_pb2, replica_service_pb2_grpc
 from weighbridge.v1 import replica_service_pb2 as pb
+from weighbridge_service.access.access import Access
+from weighbridge_service.access.audit import Audit
 from weighbridge_service.admission.byte_budget import LEAST_BYTES, ByteBudget, Direction
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.tickets import Tickets
@@ -87,7 +89,9 @@ class Replica:
         streams = BulkStreams(self.budget, 16, 5.0, self._workers)
         loop, workers = self._listener.loop.loop, self._workers
         self._waits = MessageWaits(lambda: 0)
-        methods = Methods(loop, workers, workers, workers, workers, self._listener.count, self._waits)
+        methods = Methods(
+            loop, workers, workers, workers, workers, self._listener.count, self._waits, Access(), Audit(None)
+        )
         handlers = ReplicaHandlers(self.home, self, self, streams, self.met.append, self)
         contract = {
             pb.DESCRIPTOR.services_by_name["ReplicaService"]: handlers,

@@ -63,6 +63,8 @@ _DOCUMENTATION = "/docs"
 _VERIFYING = 8
 """Versions that are verified at one time."""
 _VERBS = {
+    "custom_swagger_ui_html": Verb.PROBE,
+    "swagger_ui_redirect": Verb.PROBE,
     "liveness": Verb.PROBE,
     "readiness": Verb.PROBE,
     "readiness_of": Verb.PROBE,

@@ -56,7 +56,7 @@ def test_a_version_that_is_only_ready_is_not_offered(
                     assert (answer.status_code, answer.headers["x-error-code"]) == (404, "RevisionNotFound")
             assert endpoint.http.get(f"api/models/{name}/refs").json()["branches"] == []
             asked.set()
-            eventually(lambda: endpoint.running.service.catalog.not_durable)
+            eventually(lambda: endpoint.running.service.catalog.snapshots.not_durable)
             with pytest.raises(DeadlineExceeded, match="the store is away"):
                 trainer.wait_for(name, number, VersionState.DURABLE, timeout=1)
         durable = trainer.push_folder(name, folder, step=2).wait(timeout=20).number
