@@ -170,7 +170,7 @@ def test_ranks_go_back_together_if_one_fails_in_the_middle(ranks: Ranks) -> None
 def test_an_engine_that_has_wrapped_its_layers_is_refused_before_anything_is_touched(ranks: Ranks) -> None:
     [(_, [said])] = ranks.run(1, [{"do": "wrap", "of": "llama"}])
     assert (
-        "1 parameters that weights go to are not in the model any more: model.layers.1.mlp.down_proj.weight"
+        "1 parameter that weights go to is not in the model any more: model.layers.1.mlp.down_proj.weight"
         in said
     )
 

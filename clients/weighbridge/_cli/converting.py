@@ -9,6 +9,7 @@ import click
 from weighbridge._cli.output import print_json, print_left_out, progress_bar
 from weighbridge._cli.parsing import size
 from weighbridge._cli.running import Command, needs_extra
+from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -121,7 +122,7 @@ def convert_command(
         print_json(report.to_json())
         return
     click.echo(
-        f"{target}: {readable_size(report.bytes)}, {report.tensors} tensors in {len(report.files)} files, "
+        f"{target}: {readable_size(report.bytes)}, {counted(report.tensors, 'tensor')} in {counted(len(report.files), 'file')}, "
         f"{report.seconds:.1f} s"
     )
     print_left_out(report.left_out)

@@ -10,6 +10,7 @@ from weighbridge._cli.output import print_json, print_table, readable_time
 from weighbridge._cli.parsing import duration
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.resources import Retention
+from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -112,18 +113,18 @@ def _show(report: Collection) -> None:
         *((v.number, "waits", _why_it_waits(v.until_ms, v.readers)) for v in report.waiting),
         *((v.number, "deleted", readable_size(v.nbytes)) for v in report.deleted),
         *((number, "given up", "nothing more was heard of it") for number in report.given_up),
-        *((v.number, "swept", f"{v.objects} objects of no version") for v in report.swept),
+        *((v.number, "swept", f"{counted(v.objects, 'object')} of no version") for v in report.swept),
     ]
     print_table(("VERSION", "", ""), rows)
     for count, what in (
-        (report.uploads_discarded, "unfinished uploads discarded"),
-        (report.leases_removed, "leases of dead readers removed"),
+        (report.uploads_discarded, counted(report.uploads_discarded, "unfinished upload") + " discarded"),
+        (report.leases_removed, counted(report.leases_removed, "lease") + " of dead readers removed"),
     ):
         if count:
-            click.echo(f"{count} {what}")
+            click.echo(what)
     for problem in report.problems:
         click.echo(problem, err=True)
-    summary = f"{len(report.deleted)} versions deleted, {readable_size(report.deleted_bytes)}"
+    summary = f"{counted(len(report.deleted), 'version')} deleted, {readable_size(report.deleted_bytes)}"
     click.echo(f"{report.model}: {summary}{' (dry run: nothing was changed)' if report.dry_run else ''}")
 
 

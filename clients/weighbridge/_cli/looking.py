@@ -15,6 +15,7 @@ from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.metadata import Metadata, conditions
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, why_held
+from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge.errors import FailedPrecondition, InvalidArgument
@@ -179,7 +180,12 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
     if version.metadata:
         lines.append(("metadata", _metadata_text(version.metadata)))
     if version.nonfinite_elements:
-        lines.append(("warning", f"{version.nonfinite_elements} elements are NaN or infinite"))
+        lines.append(
+            (
+                "warning",
+                counted(version.nonfinite_elements, "element is", "elements are") + " NaN or infinite",
+            )
+        )
     if version.held:
         lines.append(("held", why_held(version)))
     if version.approved_reasons:
@@ -287,9 +293,12 @@ def verify_command(ctx: click.Context, reference: Reference, server: str, as_jso
     else:
         for problem in found.problems:
             click.echo(problem)
-        verdict = f"{len(found.problems)} problems" if found.problems else "all is well"
-        checked = f"{found.tensors_checked} tensors, {readable_size(found.bytes_checked)} checked"
+        verdict = counted(len(found.problems), "problem") if found.problems else "all is well"
+        checked = f"{counted(found.tensors_checked, 'tensor')}, {readable_size(found.bytes_checked)} checked"
         click.echo(f"{reference.model}@{found.number}: {verdict} ({checked})")
         if found.nonfinite_elements:
-            click.echo(f"{found.nonfinite_elements} elements are NaN or infinite, as they were pushed")
+            click.echo(
+                counted(found.nonfinite_elements, "element is", "elements are")
+                + " NaN or infinite, as they were pushed"
+            )
     ctx.exit(1 if found.problems else 0)

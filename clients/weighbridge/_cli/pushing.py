@@ -14,6 +14,7 @@ from weighbridge._cli.parsing import key_values
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, needs_extra
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.resources import why_held
+from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 
@@ -194,7 +195,11 @@ def push_command(
     report = handle.report()
     if report.cast_tensors:
         exact = "exact" if report.widened_tensors == report.cast_tensors else "rounded"
-        click.echo(f"{report.cast_tensors} tensors were cast to the model's dtype ({exact})", err=True)
+        click.echo(
+            counted(report.cast_tensors, "tensor was", "tensors were")
+            + f" cast to the model's dtype ({exact})",
+            err=True,
+        )
     _report_pushed(version, as_json)
 
 

@@ -22,6 +22,7 @@ from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version
 from weighbridge._core.striping import Striping
 from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.counts import counted
 from weighbridge._formats.push_counts import PlacedPart, PushCounts
 from weighbridge._formats.push_sources import OpenSource, ShardSource, StreamSource
 from weighbridge._formats.tensor_stream import Ranges
@@ -334,7 +335,7 @@ def _told(header: pb.PushHeader, broken: Mapping[str, int]) -> str:
     named = [f"{name} ({count})" for name, count in itertools.islice(broken.items(), _NAMED_IN_LOG)]
     more = f" and {len(broken) - len(named)} more" if len(broken) > len(named) else ""
     return (
-        f"{header.model}@{header.number}: rank {header.rank} pushes {sum(broken.values())} elements that are NaN or infinite, "
+        f"{header.model}@{header.number}: rank {header.rank} pushes {counted(sum(broken.values()), 'element that is', 'elements that are')} NaN or infinite, "
         f"in {', '.join(named)}{more}"
     )
 

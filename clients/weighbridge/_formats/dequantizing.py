@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from weighbridge._core.block_scales import QUANTIZED, SCALE_SUFFIX, block_of, scale_shape
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
+from weighbridge._core.text.counts import counted
 from weighbridge._formats.push_sources import MappedSource, StreamSource
 from weighbridge._transport.pieces import Buffer
 from weighbridge.errors import InvalidArgument
@@ -60,7 +61,8 @@ class Dequantized:
         problems = [problem for name in sorted(quantised) if (problem := self._problem(name))]
         if problems:
             raise InvalidArgument(
-                f"{len(problems)} fp8 tensors have no scales that fit", details=problems[:20]
+                counted(len(problems), "fp8 tensor has", "fp8 tensors have") + " no scales that fit",
+                details=problems[:20],
             )
         left_out = {name + SCALE_SUFFIX for name in quantised}
         kept = [p for p in files.placements if p.shard.tensor not in left_out]

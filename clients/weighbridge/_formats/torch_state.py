@@ -128,7 +128,9 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
     names = _without_wrappers([name for name, _ in entries])
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise LayoutError(f"{len(twice)} tensors are given more than once", details=twice[:NAMED])
+        raise LayoutError(
+            counted(len(twice), "tensor is", "tensors are") + " given more than once", details=twice[:NAMED]
+        )
     own: dict[Any, TensorSpec] = {}
     for name, (_, value) in zip(names, entries, strict=True):
         local = _local(value)
@@ -162,7 +164,11 @@ def check_not_copied(module: torch.nn.Module, shards: TorchShards) -> None:
     ]
     if copied:
         raise LayoutError(
-            f"{len(copied)} tensors of the module's state_dict() are copies of its own",
+            counted(
+                len(copied),
+                "tensor of the module's state_dict() is a copy of its own",
+                "tensors of the module's state_dict() are copies of its own",
+            ),
             details=copied[:NAMED],
             fix="use fully_shard (FSDP2), or restore a state dict and load it into the module",
         )
@@ -318,7 +324,8 @@ def check_merged(names: Iterable[str]) -> None:
     adapters = [name for name in names if not _ADAPTERS.isdisjoint(name.split("."))]
     if adapters:
         raise LayoutError(
-            f"{len(adapters)} tensors belong to LoRA adapters, or to layers that have one",
+            counted(len(adapters), "tensor belongs", "tensors belong")
+            + " to LoRA adapters, or to layers that have one",
             details=adapters[:NAMED],
             fix="merge them first: pass what peft's model.merge_and_unload() returns",
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.text.counts import counted
 from weighbridge._formats import hf_folder
 from weighbridge.errors import LayoutError, NotFound
 from weighbridge_service.models.bridges import Bridge, bridge_for
@@ -154,7 +155,8 @@ def _in_its_dtypes(bridge: Bridge, there: Layout) -> tuple[dict[str, TensorSpec]
         ]
     if problems:
         raise LayoutError(
-            f"{len(problems)} tensors have parts of different dtypes", details=problems[:_NAMED]
+            counted(len(problems), "tensor has", "tensors have") + " parts of different dtypes",
+            details=problems[:_NAMED],
         )
     usual = max(by_dtype, key=lambda dtype: sum(spec.nbytes for spec in by_dtype[dtype].values()))
     tensors = {

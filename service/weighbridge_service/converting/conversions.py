@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from weighbridge._core.block_scales import SCALE_SUFFIX
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
 from weighbridge._core.slices import MAX_VOCAB_MULTIPLE
+from weighbridge._core.text.counts import counted
 from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.folder_weights import tied_copies
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
@@ -264,7 +265,7 @@ def _hugging_face_model(
     scaled = [name for name in there.tensors if name.endswith(SCALE_SUFFIX)]
     if scaled or any(spec.dtype.name.startswith("F8") for spec in there.tensors.values()):
         raise InvalidArgument(
-            f"the weights are quantised to 8 bits, with {len(scaled)} tensors of scales: Megatron-core has no keys for these",
+            f"the weights are quantised to 8 bits, with {counted(len(scaled), 'tensor')} of scales: Megatron-core has no keys for these",
             details=scaled[:_NAMED],
             fix="dequantise them first: weighbridge import --dequantize bf16, then convert the folder of that version",
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from weighbridge._core.resources import REF_LATEST
+from weighbridge._core.text.counts import counted
 from weighbridge_service.fsck.survey import Survey, VersionFolder
 from weighbridge_storage.documents.entries import Ref, VersionEntry
 from weighbridge_storage.documents.names import BLOCKS_SUFFIX, MAX_VERSION
@@ -283,10 +284,10 @@ def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) ->
         return  # it is being received
     if head is not None and number < head.first_version:
         return  # of a model that was deleted: collections take it once nobody reads it any more
-    count = len(numbers.survey.folders[number])
+    objects = counted(len(numbers.survey.folders[number]), "object")
     if number > numbers.highest:
         yield Finding(
-            f"{count} objects under a number that Weighbridge has not come to: they are not its own",
+            f"{objects} under a number that Weighbridge has not come to, and not its own",
             Mend.NONE,
             number,
         )
@@ -295,7 +296,7 @@ def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) ->
     elif numbers.is_gone(number) or (
         head is not None and number >= head.next_version and not folder.has_manifest
     ):
-        yield Finding(f"{count} objects of a version that is in no history", Mend.STRAY, number)
+        yield Finding(f"{objects} of a version that is in no history", Mend.STRAY, number)
     else:
         yield Finding(
             f"is in no history and not whole, and will be swept away by a collection: {'; '.join(folder.problems)}",

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import InvalidArgument, LayoutError, WeighbridgeError
 from weighbridge_service.families import Family, Rule, family_of
 from weighbridge_service.families.rules import WHOLE, Shape
@@ -127,7 +128,7 @@ class Bridge:
         missing = [name for name in self.hugging_face if name not in reached]
         if missing:
             raise InvalidArgument(
-                f"the weight map of {self.model_type} does not know {len(missing)} tensors of this config",
+                f"the weight map of {self.model_type} does not know {counted(len(missing), 'tensor')} of this config",
                 details=missing[:10],
                 fix="check config.json for options that the family does not have in Megatron-core",
             )

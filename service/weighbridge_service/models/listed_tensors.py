@@ -15,6 +15,7 @@ from functools import cached_property
 from weighbridge._core import dtypes
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import MAX_TENSORS, TensorSpec, check_spec
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 from weighbridge_storage.documents import strict_json
 from weighbridge_storage.documents.document_digests import digest_of
@@ -48,7 +49,10 @@ class ListedTensors:
             raise InvalidArgument("a model has at least one tensor with elements")
         twice = [name for name, count in Counter(spec.name for spec in specs).items() if count > 1]
         if twice:
-            raise InvalidArgument(f"{len(twice)} tensors are listed more than once", details=twice[:_NAMED])
+            raise InvalidArgument(
+                counted(len(twice), "tensor is", "tensors are") + " listed more than once",
+                details=twice[:_NAMED],
+            )
         return ListedTensors(tuple(specs))
 
     @staticmethod

@@ -21,6 +21,7 @@ from weighbridge._core.block_scales import (
 )
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.models.bridges import Bridge, kind_of
 
@@ -145,7 +146,8 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
                 "weight_map=False, or --no-weight-map",
             )
         raise InvalidArgument(
-            f"{len(problems)} tensors of the files are not what config.json describes",
+            counted(len(problems), "tensor of the files is", "tensors of the files are")
+            + " not what config.json describes",
             details=problems[:_NAMED],
             fix="use the config.json that belongs to the weights; of an optional part such as layers for multi-token "
             "prediction all tensors must be there, or none; or register the model without a weight map: "

@@ -12,6 +12,7 @@ from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.lru import Cache
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.counts import counted
 from weighbridge._formats.safetensors_files import FilesLayout, lay_out_files
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
 from weighbridge_service.families import model_types, no_weight_map
@@ -216,7 +217,7 @@ class RegisteredModel:
         ]
         if problems:
             raise LayoutError(
-                f"{len(problems)} tensors are not those of {self.name}",
+                counted(len(problems), "tensor is not one", "tensors are not those") + f" of {self.name}",
                 details=problems[:20],
                 fix="push tensors of the registered names and shapes; if the model was registered wrongly, delete it "
                 f"(`weighbridge delete {self.name}`) and register it with the folder's own config.json",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from weighbridge._core.boxes import Box, subtract
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import LayoutError
 from weighbridge_service.families.rules import Shape
 from weighbridge_service.models.bridges import Bridge, MegatronTensor
@@ -96,7 +97,7 @@ def derive_weight_map(
             padding += [(spec.name, box) for box in subtract(Box.whole(spec.shape), [held])]
     if problems:
         raise LayoutError(
-            f"{len(problems)} tensors contradict the model",
+            counted(len(problems), "tensor contradicts the model", "tensors contradict the model"),
             details=problems[:_NAMED],
             fix="push the model's own sharded_state_dict() (no optimizer state), of the model that was registered, "
             "in the dtype it was registered with",

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from weighbridge._core.boxes import Box, first_overlap, subtract
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import LayoutError
 from weighbridge_service.plan.relations import Link
 
@@ -203,7 +204,12 @@ def _prove(layout: Layout, parts: Iterable[tuple[int, Box]], gap: str, overlap: 
             problems += [f"{spec}: box {_moved(box, shard.box)} {gap}" for box in left]
     if problems:
         raise LayoutError(
-            f"{len(problems)} parts of tensors are not covered exactly once", details=problems[:_NAMED]
+            counted(
+                len(problems),
+                "part of a tensor is not covered exactly once",
+                "parts of tensors are not covered exactly once",
+            ),
+            details=problems[:_NAMED],
         )
 
 
@@ -216,7 +222,8 @@ def _check_disjoint(layout: Layout) -> None:
             problems.append(f"{layout.tensors[tensor]}: box {common[2]} is there twice")
     if problems:
         raise LayoutError(
-            f"{len(problems)} tensors have parts that are there twice", details=problems[:_NAMED]
+            counted(len(problems), "tensor has", "tensors have") + " parts that are there twice",
+            details=problems[:_NAMED],
         )
 
 
@@ -238,7 +245,10 @@ def merge_specs(layouts: Iterable[Layout]) -> Mapping[str, TensorSpec]:
             if known is not spec and known != spec:
                 problems.append(f"{known} on one rank, {spec} on another")
     if problems:
-        raise LayoutError(f"{len(problems)} tensors differ between ranks", details=problems[:_NAMED])
+        raise LayoutError(
+            counted(len(problems), "tensor differs", "tensors differ") + " between ranks",
+            details=problems[:_NAMED],
+        )
     return MappingProxyType(specs)
 
 
@@ -305,7 +315,8 @@ def share_out(
             )
     if problems:
         raise LayoutError(
-            f"{len(problems)} shards overlap without being replicas of one main shard",
+            counted(len(problems), "shard overlaps", "shards overlap")
+            + " without being replicas of one main shard",
             details=problems[:_NAMED],
         )
     load = dict.fromkeys(layouts, 0)

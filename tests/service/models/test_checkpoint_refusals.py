@@ -380,7 +380,7 @@ DECLARED: dict[str, tuple[Callable[[Ranks], Ranks], list[str]]] = {
     ),
     "one tensor of prediction is missing": (
         lambda r: without(r, "mtp.layers.0.eh_proj.weight"),
-        ["1 parts", "model.layers.4.eh_proj.weight F32[64, 128]: box [0:64, 0:128] has no source"],
+        ["1 part of a tensor is not covered exactly once", "model.layers.4.eh_proj.weight F32[64, 128]: box [0:64, 0:128] has no source"],
     ),
     "all layers of prediction are missing": (
         lambda r: without(r, "mtp."),

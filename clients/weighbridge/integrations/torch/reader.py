@@ -26,6 +26,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Version
+from weighbridge._core.text.counts import counted
 from weighbridge._formats.memory_forms import Form, TensorForms
 from weighbridge._formats.torch_state import ALLOW, mismatch
 from weighbridge.errors import LayoutError, NotFound
@@ -148,7 +149,7 @@ class WeighbridgeReader(StorageReader):
                 shards.setdefault((part.tensor, part.box), []).append(part.view(target.detach()))
         if problems:
             raise LayoutError(
-                f"{len(problems)} tensors cannot take what the model has", details=list(problems)
+                counted(len(problems), "tensor") + " cannot take what the model has", details=list(problems)
             )
         specs = [entries.model[name] for name in dict.fromkeys(name for name, _ in shards)]
         layout = Layout.stream(specs, [Shard(name, box) for name, box in shards])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.text.counts import counted
 from weighbridge._lazy import LazyTensor, Recording, record
 from weighbridge._lazy.joined import JoinedTensor
 from weighbridge.errors import FailedPrecondition, InvalidArgument
@@ -86,13 +87,13 @@ class Recipe:
             )
         if self.strict and found["missing_keys"]:
             raise FailedPrecondition(
-                f"the version has nothing for {len(found['missing_keys'])} parameters of this {name}",
+                f"the version has nothing for {counted(len(found['missing_keys']), 'parameter')} of this {name}",
                 details=_few(sorted(found["missing_keys"])),
                 fix="check its configuration; strict=False leaves them as transformers initialises them",
             )
         if self.strict and found["unexpected_keys"]:
             raise FailedPrecondition(
-                f"this {name} has no place for {len(found['unexpected_keys'])} tensors of the version",
+                f"this {name} has no place for {counted(len(found['unexpected_keys']), 'tensor')} of the version",
                 details=_few(sorted(found["unexpected_keys"])),
                 fix="check its configuration; strict=False leaves them out",
             )

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from weighbridge import _lazy as lazy
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.vllm import layers
 
@@ -55,7 +56,8 @@ class Applier:
         missing = recording.targets.keys() - layers.names_loaded(self._model)
         if missing:
             raise FailedPrecondition(
-                f"{len(missing)} parameters that weights go to are not in the model any more: {', '.join(sorted(missing)[:3])}",
+                counted(len(missing), "parameter that weights go to is", "parameters that weights go to are")
+                + f" not in the model any more: {', '.join(sorted(missing)[:3])}",
                 fix="vLLM has wrapped or renamed layers after loading, as it does for LoRA: updates of such engines are not supported",
             )
 
