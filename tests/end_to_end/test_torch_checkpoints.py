@@ -21,7 +21,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from tests.support.torch_ranks import fill, full_tensors, run_ranks, shared
-from weighbridge import EngineClient, InvalidArgument, LayoutError, TrainerClient, Version, VersionState
+from weighbridge import (
+    EngineClient,
+    InvalidArgument,
+    LayoutError,
+    NotFound,
+    TrainerClient,
+    Version,
+    VersionState,
+)
 from weighbridge.integrations.torch import WeighbridgeReader, WeighbridgeWriter
 from weighbridge.integrations.torch.entries import check_one_box
 
@@ -186,7 +194,7 @@ def test_what_four_ranks_save_is_pulled_and_loaded_by_three(service: RunningServ
             "optimizer.state.model.norm.weight.exp_avg and 1 more like it: not the model's" in each["refused"]
         )
         assert "another writer" in each["refused"]
-        assert "model.norm.weight F32[64]: box [0:64] has no source" in each["uncovered"]
+        assert "model.norm.weight F32[64] is missing" in each["uncovered"]
         assert "one rank cannot read its tensors" in each["failing"]
 
     # each byte once, whoever holds replicas
@@ -194,6 +202,8 @@ def test_what_four_ranks_save_is_pulled_and_loaded_by_three(service: RunningServ
     with EngineClient(service.address) as engine:
         assert [each.step for each in engine.versions("tests/tied")] == [8, 7, 6, 5]
         assert [each.step for each in engine.versions("tests/untied")] == [1]
+        opened = engine.versions("tests/untied", include_invisible=True)
+        assert {each.step for each in opened} == {1}, "what lacks a tensor takes no number"
         _equal(dict(engine.pull("tests/untied")), first["untied"])
         cast = {name: tensor.bfloat16() for name, tensor in first["untied"].items()}
         _equal(dict(engine.pull(CAST)), cast)
@@ -319,6 +329,8 @@ def test_a_model_of_the_same_name_that_was_deleted_is_not_taken_for_the_one_that
         trainer.register_model(name, tmp_path / "2", dtype="fp32")
         with pytest.raises(dcp.CheckpointException, match="no tied copy"):
             dcp.save(apart, storage_writer=writer, checkpoint_id="step-3")
+        with pytest.raises(NotFound, match="no version of the step that 'step-4' says"):
+            dcp.load(found, storage_reader=reader, checkpoint_id="step-4")
 
 
 def test_a_writer_goes_to_another_process_without_its_connections(service: RunningService) -> None:

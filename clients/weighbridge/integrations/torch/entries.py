@@ -144,6 +144,27 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
     return PlannedShards(layout, tuple(found), tuple(copies))
 
 
+def check_none_absent(names: Iterable[str], entries: Entries) -> None:
+    """Refuse what all ranks together are to write, if it has nothing of some tensor with elements.
+
+    Args:
+        names: of the ranks' entries.
+        entries: how the model's tensors are called.
+
+    Raises:
+        LayoutError: names each such tensor.
+    """
+    forms = (entries.form(name) for name in dict.fromkeys(names))
+    there = {tensor for form in forms if form is not None for tensor in form.tensors}
+    absent = [spec for name, spec in entries.model.items() if name not in there and spec.nbytes]
+    if absent:
+        raise LayoutError(
+            f"the ranks together do not hold all of the model: {counted(len(absent), 'tensor is', 'tensors are')} missing",
+            details=[f"{spec} is missing" for spec in absent[:NAMED]],
+            fix="save all tensors that the model's safetensors files hold, by the same names",
+        )
+
+
 def _common_prefix(names: Iterable[str], model: Iterable[str]) -> str | None:
     """What stands before a model's names in the names of entries; None if it is several things, or nothing."""
     known = set(model)

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     ChunkStorageMetadata,
@@ -90,8 +91,15 @@ class WeighbridgeReader(StorageReader):
     # In the order in which DCP calls them.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """What the checkpoint is called that is about to be loaded; DCP says it only if the user did."""
+        """What the checkpoint is called that is about to be loaded; DCP says it only if the user did.
+
+        Raises:
+            NotFound: this process is alone, and there is no such model, or no version of that step. Of several ranks DCP tells all
+                what is wrong at one, later.
+        """
         self._checkpoint = checkpoint_id
+        if checkpoint_id is not None and not (dist.is_available() and dist.is_initialized()):
+            self._find()
 
     def read_metadata(self, *args: Any) -> Metadata:
         """The model's tensors, each as one chunk. Entries with the prefix, or with what wrappers add to names, are found in it, too.

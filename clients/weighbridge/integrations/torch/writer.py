@@ -37,6 +37,7 @@ from weighbridge.integrations.checkpoint_names import step_named
 from weighbridge.integrations.torch.entries import (
     Entries,
     PlannedShards,
+    check_none_absent,
     check_one_box,
     planned_shards,
     untied,
@@ -167,7 +168,13 @@ class WeighbridgeWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell each rank how many there are."""
+        """Refuse plans that leave a tensor out, before a version is opened; tell each rank how many there are.
+
+        Raises:
+            LayoutError: no rank holds anything of a tensor; names each.
+        """
+        if all(plan.usable for plan in plans):  # others have been seen before
+            check_none_absent([item.index.fqn for plan in plans for item in plan.items], self._entries)
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
