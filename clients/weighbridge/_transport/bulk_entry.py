@@ -61,7 +61,10 @@ def ask(control: grpc.Channel, server: str) -> BulkEntry:
     address = f"{host}:{found.port}"
     if not _listens(host, found.port):
         log.warning(
-            "%s cannot be reached: weights go over %s, which takes more processor time", address, server
+            "the service takes weights at %s, which cannot be reached from here: they go over %s, which takes more processor time; "
+            "let that port through, or serve with --bulk-port off",
+            address,
+            server,
         )
         return BulkEntry(server, server, (), until)
     return BulkEntry(server, address, ((TICKET, found.ticket),), until)

@@ -79,8 +79,8 @@ class BulkListener:
                 self.port = self._server.add_secure_port(address, certificates.for_grpc())
         except RuntimeError as error:
             raise Unavailable(
-                f"the address {address} for streams of weights cannot be bound",
-                fix="is another service running? name another --bulk-port",
+                f"the service cannot listen at {address}, its port for weights: another process has it, or the address is not of this machine",
+                fix="name a free port with --bulk-port, or leave it at auto, which finds one; with off, weights share the port of --grpc",
             ) from error
 
     def answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -146,6 +147,14 @@ def test_a_broken_stream_asks_anew_where_weights_go(tmp_path: Path, model: TinyM
         connections.renew()
         assert connections.way(0).channel is before.channel
         connections.close()
+
+
+def test_a_port_for_weights_that_another_process_has_is_named_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(Unavailable, match=f"cannot listen at {address}, its port for weights") as refused:
+            server.GrpcListener("127.0.0.1:0", 16, address.rpartition(":")[2])
+    assert "--bulk-port" in refused.value.fix
 
 
 def test_a_ticket_is_good_for_its_time_and_its_key_alone() -> None:
