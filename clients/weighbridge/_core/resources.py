@@ -97,7 +97,8 @@ class Version(JsonValue):
         approved_time_ms: when, as Unix time in milliseconds; 0 if nobody did.
         approved_note: what they noted.
         metadata: what was pushed with it.
-        waits_for: of one that is being received, what it waits for, such as the ranks that have not declared or sealed.
+        waits_for: of one that is being received, what it waits for, such as the ranks that have not declared or sealed;
+            empty at a replica of the service that no rank of it pushes to.
     """
 
     model: str

@@ -98,7 +98,8 @@ class VersionOut(_Out):
         description="What was pushed with it.", examples=[{"reward": 0.71}]
     )
     waits_for: list[str] = Field(
-        description="Of one that is being received, what it waits for, such as ranks that have not declared or sealed."
+        description="Of one that is being received, what it waits for, such as ranks that have not declared or sealed. "
+        "A replica that no rank of it pushes to does not know."
     )
 
 
