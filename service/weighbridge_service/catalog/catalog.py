@@ -148,6 +148,7 @@ class Catalog:
             known = self._models.get(model_name)
             if known is None or known.files_id != model.files_id or known.kept != model.kept:
                 self._keep(model)
+        self.snapshots.forget_deleted(model_name, head)
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
     def get_model(self, name: str) -> Model:
@@ -394,7 +395,6 @@ class Catalog:
 
     def refs_of(self, name: ModelName, head: Head) -> dict[str, int]:
         """All refs of a model, those in its head and ``live``."""
-        self.snapshots.forget_deleted(name, head)
         return refs_of(head, self.snapshots.of_model(name))
 
     def resolve(
