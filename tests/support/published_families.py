@@ -171,6 +171,57 @@ def qwen3_vl_model(kind: str, tied: bool = False, **text: Any) -> Any:
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
+# -- GLM-4.5V ------------------------------------------------------------------------------------------------------------
+
+
+def glm4v_moe(weights: Weights) -> Iterator[Held]:
+    """Its layers have keys of their own, for Megatron-Bridge lists which of them have experts; the tower is transformers'."""
+    there, here = "model.language_model", "language_model.decoder.layers.{}."
+    yield from ends(weights, f"{there}.embed_tokens.weight", f"{there}.norm.weight", "lm_head.weight")
+    for layer in range(4):
+        of_layer = f"{there}.layers.{layer}"
+        common = replace(NO_NUMBER, layer=(layer, 4), stacked=False)
+        yield from under(here, attention(weights, of_layer), common)
+        if layer == 0:
+            yield from under(here, dense_mlp(weights, of_layer), common)
+            continue
+        mlp = f"{of_layer}.mlp"
+        shared = f"{mlp}.shared_experts"
+        moe: OfLayer = {
+            "pre_mlp_layernorm.weight": (weights[f"{of_layer}.post_attention_layernorm.weight"], "whole"),
+            "mlp.router.weight": (weights[f"{mlp}.gate.weight"], "whole"),
+            "mlp.router.expert_bias": (weights[f"{mlp}.gate.e_score_correction_bias"], "whole"),
+            "mlp.shared_experts.linear_fc1.weight": (gate_up(weights, shared), "halves"),
+            "mlp.shared_experts.linear_fc2.weight": (weights[f"{shared}.down_proj.weight"], "columns"),
+        }
+        yield from under(here, moe, common)
+        for expert in range(8):
+            matrices: OfLayer = {
+                "linear_fc1.weight": (gate_up(weights, f"{mlp}.experts.{expert}"), "halves"),
+                "linear_fc2.weight": (weights[f"{mlp}.experts.{expert}.down_proj.weight"], "columns"),
+            }
+            yield from under(f"{here}mlp.experts.experts.", matrices, replace(common, expert=(expert, 8)))
+    for name, tensor in weights.items():
+        if name.startswith("model.visual."):
+            yield Held(name.removeprefix("model."), tensor, stage="first")
+
+
+def glm4v_moe_model(tied: bool = False) -> Any:
+    pictures = {"depth": 2, "num_heads": 4, "out_hidden_size": 64, "image_size": 28, "patch_size": 14}
+    experts = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 48,
+    }
+    rope = {"rope_type": "default", "mrope_section": [4, 2, 2]}
+    fields = {**TEXT, **experts, "head_dim": 16, "tie_word_embeddings": tied, "rope_scaling": rope}
+    config = transformers.Glm4vMoeConfig(
+        text_config=fields, vision_config={**VISION, **pictures}, tie_word_embeddings=tied
+    )
+    return transformers.Glm4vMoeForConditionalGeneration(config)
+
+
 QWEN3_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 PUBLISHED: dict[str, tuple[Callable[[], Any], Callable[[Weights], Iterator[Held]], list[Grid]]] = {
@@ -182,4 +233,6 @@ PUBLISHED: dict[str, tuple[Callable[[], Any], Callable[[Weights], Iterator[Held]
         qwen3_vl_moe,
         EXPERTS,
     ),
+    "glm4v_moe": (glm4v_moe_model, glm4v_moe, EXPERTS),
+    "glm4v_moe-tied": (lambda: glm4v_moe_model(tied=True), glm4v_moe, EXPERTS),
 }

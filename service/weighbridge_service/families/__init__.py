@@ -12,6 +12,7 @@ May import: `weighbridge.errors`; nothing of the service.
 - `moe`: mixtral, qwen2_moe, qwen3_moe.
 - `deepseek_v3`: deepseek_v3, kimi_k2.
 - `glm4_moe`: glm4_moe.
+- `glm4v_moe`: glm4v_moe.
 - `mimo`: mimo.
 - `gemma3`: gemma3, gemma3_text.
 - `qwen2_5_vl`: qwen2_5_vl.
@@ -45,6 +46,7 @@ _BUILT_IN = {
     "deepseek_v3": "deepseek_v3:DeepseekV3",
     "kimi_k2": "deepseek_v3:DeepseekV3",
     "glm4_moe": "glm4_moe:Glm4Moe",
+    "glm4v_moe": "glm4v_moe:Glm4vMoe",
     "mimo": "mimo:Mimo",
     "gemma3": "gemma3:Gemma3",
     "gemma3_text": "gemma3:Gemma3Text",

@@ -69,6 +69,8 @@ class Decoder:
         yield from self._gated(f"{here}.mlp", mlp)
         for kind in ("weight", "bias"):
             yield Rule(f"{here}.mlp.router.{kind}", (f"{mlp}.{self.router}.{kind}",), WHOLE)
+        of_experts = f"{mlp}.{self.router}.e_score_correction_bias"
+        yield Rule(f"{here}.mlp.router.expert_bias", (of_experts,), WHOLE)
         yield from self._gated(f"{here}.mlp.shared_experts", f"{mlp}.{self.shared}")
 
     def experts(self) -> Iterator[Rule]:

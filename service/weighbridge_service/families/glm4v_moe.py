@@ -1,0 +1,42 @@
+"""GLM-4.5V: the language model of GLM-4.5, and a vision tower.
+
+Names on the side of Megatron-core are those of Megatron-Bridge's model (``GLM45VModel``), which keeps the tower as transformers has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weighbridge_service.families.decoders import Decoder
+from weighbridge_service.families.family import Family
+from weighbridge_service.families.rules import WHOLE, Rule
+
+_TOWER, _TOWER_THERE = "visual.", "model.visual."
+
+
+class Glm4vMoe(Family):
+    """GLM-4.5V."""
+
+    experts_field = "n_routed_experts"
+    keep_in_fp32 = ("e_score_correction_bias",)
+    one_key_for_all_layers = False
+
+    def rules(self) -> Sequence[Rule]:
+        """The language model's kinds of tensors, and the tensors of the vision tower one by one."""
+        return [
+            *self._decoder.rules(),
+            *self._decoder.experts(),
+            *(
+                Rule(_TOWER + name.removeprefix(_TOWER_THERE), (name,), WHOLE)
+                for name in self.hugging_face_shapes()
+                if name.startswith(_TOWER_THERE)
+            ),
+        ]
+
+    def parallel_plan(self) -> Mapping[str, str]:
+        """transformers' plan, with dense layers, which transformers 4 leaves out of it."""
+        return {**super().parallel_plan(), **self._decoder.parallel_plan()}
+
+    @property
+    def _decoder(self) -> Decoder:
+        return Decoder(self.head_counts(), ours="language_model.", theirs="model.language_model.")
