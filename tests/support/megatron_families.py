@@ -11,7 +11,7 @@ after attention and MLP, local and global attention in turns) and llama4 (attent
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mimo"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "ernie4_5_moe"),
+    "gpt_oss",
 )
 """The `model_type`s that `build_family_model` knows."""
 
@@ -164,9 +165,16 @@ def build_family_model(
     for name, module in model.named_modules():
         if name.endswith(".router"):
             module._maintain_float32_expert_bias()
+            if hf_config.model_type == "ernie4_5_moe":
+                module.gating = _as_of_sigmoids(module.gating)
         if config.multi_latent_attention and name.endswith((".q_layernorm", ".kv_layernorm")):
             module.eps = _MLA_NORM_EPSILON
     return model
+
+
+def _as_of_sigmoids(gating: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Logits whose sigmoids are the softmax of the router's: Megatron adds the bias of experts to sigmoids only."""
+    return lambda hidden: gating(hidden).softmax(dim=-1).logit()
 
 
 def _refuse(condition: object, reason: str) -> None:
@@ -189,6 +197,7 @@ def _attention_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     # Those of llama and qwen3 include the output projection's, which is the demo's business.
     _refuse(attention_bias and family != "glm4_moe", "attention_bias is set")
     _refuse(getattr(hf_config, "mlp_bias", False), "mlp_bias is set")
+    _refuse(getattr(hf_config, "use_bias", False), "use_bias is set")
     qkv_bias = {"qwen2": True, "mimo": True, "qwen2_moe": getattr(hf_config, "qkv_bias", True)}
     return {
         "num_query_groups": hf_config.num_key_value_heads,
@@ -197,6 +206,7 @@ def _attention_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
         "qk_layernorm": family in ("qwen3", "qwen3_moe") or bool(getattr(hf_config, "use_qk_norm", False)),
         "add_bias_linear": False,
         "add_qkv_bias": qkv_bias.get(family, attention_bias),
+        "rotary_interleaved": family == "ernie4_5_moe",
     }
 
 
@@ -284,6 +294,22 @@ def _expert_fields(hf_config: PretrainedConfig, parallel: Parallel) -> dict[str,
                 "moe_layer_freq": 1 if all(moe_layers) else moe_layers,
                 "moe_shared_expert_intermediate_size": shared,
                 "moe_shared_expert_gate": shared is not None,
+            }
+        case "ernie4_5_moe":
+            first, last = hf_config.moe_layer_start_index, hf_config.moe_layer_end_index
+            return {
+                **common,
+                "num_moe_experts": hf_config.moe_num_experts,
+                "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+                "moe_layer_freq": [
+                    int(first <= i <= last and (i + 1) % hf_config.moe_layer_interval == 0)
+                    for i in range(hf_config.num_hidden_layers)
+                ],
+                "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size
+                * hf_config.moe_num_shared_experts,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_dtype": "fp32",
             }
         case "deepseek_v3" | "glm4_moe":
             _refuse(not hf_config.norm_topk_prob, "norm_topk_prob is not set")

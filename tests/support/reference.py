@@ -35,7 +35,7 @@ real DeepSeek-V3 does; `_mtp` and `mimo` have two layers of multi-token predicti
 """
 
 
-UNKNOWN_TO_MBRIDGE = ("gpt_oss",)
+UNKNOWN_TO_MBRIDGE = ("gpt_oss", "ernie4_5_moe")
 """Further families of `tiny_config` that `tests.support.megatron_families` builds: `load_with_mbridge` cannot fill them."""
 
 
@@ -74,6 +74,7 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
     """
     from transformers import (
         DeepseekV3Config,
+        Ernie4_5_MoeConfig,
         Glm4MoeConfig,
         GptOssConfig,
         LlamaConfig,
@@ -128,6 +129,9 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
             # a window that is shorter than what tests compute
             rope = {"rope_scaling": None, "sliding_window": 4, "head_dim": 16}
             return GptOssConfig(**{**fields, **experts, **rope, **overrides})
+        case "ernie4_5_moe":
+            experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 48}
+            return Ernie4_5_MoeConfig(**{**fields, **experts, **overrides})
         case "glm4_moe" | "glm4_moe_mtp":
             mtp = {"num_nextn_predict_layers": 2} if family == "glm4_moe_mtp" else {}
             return Glm4MoeConfig(

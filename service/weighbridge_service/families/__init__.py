@@ -13,6 +13,7 @@ May import: `weighbridge.errors`; nothing of the service.
 - `deepseek_v3`: deepseek_v3, kimi_k2.
 - `glm4_moe`: glm4_moe.
 - `glm4v_moe`: glm4v_moe.
+- `ernie4_5_moe`: ernie4_5_moe.
 - `mimo`: mimo.
 - `gemma3`: gemma3, gemma3_text.
 - `qwen2_5_vl`: qwen2_5_vl.
@@ -47,6 +48,7 @@ _BUILT_IN = {
     "kimi_k2": "deepseek_v3:DeepseekV3",
     "glm4_moe": "glm4_moe:Glm4Moe",
     "glm4v_moe": "glm4v_moe:Glm4vMoe",
+    "ernie4_5_moe": "ernie4_5_moe:Ernie45Moe",
     "mimo": "mimo:Mimo",
     "gemma3": "gemma3:Gemma3",
     "gemma3_text": "gemma3:Gemma3Text",

@@ -138,6 +138,19 @@ class Transposed:
 
 
 @dataclass(frozen=True)
+class OneRow:
+    """A vector, which Hugging Face has as a matrix of one row."""
+
+    def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
+        return shapes[0][1:]
+
+    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The Hugging Face tensors, in the order in which the rule names them."""
+        return [tensor[None]]
+
+
+@dataclass(frozen=True)
 class Alternating:
     """Two halves above each other that alternate along Hugging Face's last axis, the other axes in reverse order.
 

@@ -33,12 +33,14 @@ _LARGEST = {
     "num_local_experts": 1 << 14,
     "num_experts": 1 << 14,
     "n_routed_experts": 1 << 14,
+    "moe_num_experts": 1 << 14,
     "n_shared_experts": 1 << 10,
+    "moe_num_shared_experts": 1 << 10,
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _MOST_EXPERTS_IN_ALL = 50_000
 """Over all layers; the largest model there is has 23,000, and each means three tensors or more."""
-_MAY_BE_ZERO = ("num_nextn_predict_layers", "n_shared_experts")
+_MAY_BE_ZERO = ("num_nextn_predict_layers", "n_shared_experts", "moe_num_shared_experts")
 _FURTHER_FIELDS = ("head_dim", "tie_word_embeddings", "vision_use_head")
 """Fields that have a say in which tensors there are and that transformers reads without naming them."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

@@ -91,6 +91,7 @@ FAMILIES: list[tuple[str, bool, dict[str, Any]]] = [
     ("deepseek_v3_mtp", False, {}),
     ("mimo", False, {}),
     ("gpt_oss", False, {}),
+    ("ernie4_5_moe", False, {}),
 ]
 OTHER_MODELS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: gemma3_model(tied=True),

@@ -108,6 +108,8 @@ MODELS: dict[str, Callable[[], Source]] = {
     "llama_values": lambda: token_values("llama"),
     "qwen2_values_tied": lambda: token_values("qwen2", tied=True),
     "qwen3_rewards": lambda: sequence_values("qwen3"),
+    "ernie4_5_moe": lambda: language_model("ernie4_5_moe"),
+    "ernie4_5_moe_tied": lambda: language_model("ernie4_5_moe", tied=True),
 }
 SAVED_AS = {"kimi_k2": "kimi_k2"}
 """The model type in config.json, where the model is made by another family's code."""

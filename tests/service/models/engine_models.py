@@ -110,7 +110,13 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
 
 
 def moe_config(family: str, **overrides: Any) -> Any:
-    from transformers import DeepseekV3Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+    from transformers import (
+        DeepseekV3Config,
+        Ernie4_5_MoeConfig,
+        MixtralConfig,
+        Qwen2MoeConfig,
+        Qwen3MoeConfig,
+    )
 
     fields: dict[str, Any] = {
         "num_hidden_layers": 2,
@@ -135,6 +141,8 @@ def moe_config(family: str, **overrides: Any) -> Any:
             )
         case "qwen3_moe":
             return Qwen3MoeConfig(**{**fields, "num_experts": 8, "head_dim": 16, **overrides})
+        case "ernie4_5_moe":
+            return Ernie4_5_MoeConfig(**{**fields, "moe_num_experts": 8, **overrides})
         case "deepseek_v3":
             latent = {
                 "num_key_value_heads": 8,

@@ -60,7 +60,7 @@ def test_experts_are_spread_in_blocks_and_cut_inside(family: str, size: int, ep:
     assert len(experts) == 2 * 8 * 3
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "ernie4_5_moe"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_experts_that_are_not_spread_are_cut_like_everything_else(family: str, size: int) -> None:
     config = moe_config(family)
