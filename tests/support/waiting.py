@@ -15,7 +15,10 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 def is_done_within(seconds: float, action: Callable[[], object]) -> bool:
-    """Whether something takes less than so long, be it once in five tries: a busy machine delays some of them, not all."""
+    """Whether something takes less than so long, be it once in five tries: a busy machine delays some of them, not all.
+
+    For what does the same work in each try, and waits for no chance.
+    """
 
     def took() -> float:
         begun = time.monotonic()

@@ -105,10 +105,10 @@ def _check_keys(model: str, where: Sequence[str], versions: Iterable[Version]) -
     """Refuse comparisons of what none of these versions has. Raises InvalidArgument, which names what there is."""
     known = sorted({key for version in versions for key in version.metadata})
     unknown = [each.key for each in conditions(where) if each.key not in known]
-    if unknown:
+    if unknown and known:
         raise InvalidArgument(
             f"no version of {model} has metadata called {unknown[0]!r}{did_you_mean(unknown[0], known)}",
-            fix=f"compare {', '.join(known)}" if known else "no version of it has any metadata",
+            fix=f"compare {', '.join(known)}",
         )
 
 

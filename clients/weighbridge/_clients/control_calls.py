@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 
 _LONG_SECONDS = 3600.0
 """Deadline of calls that go over all of a version or a model."""
-_REGISTERING_SECONDS = 330.0
-"""Deadline of a registration: longer than a service gives the process that makes its weight map, whose first one waits for imports."""
+_REGISTERING_SECONDS = 660.0
+"""Deadline of a registration: longer than a service gives the process that makes weight maps for two of them, whose first one waits for imports."""
 _AWAITED = (
     *(VersionState.OPEN, VersionState.RECEIVING),
     *(VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE),

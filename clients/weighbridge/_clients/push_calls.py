@@ -73,15 +73,19 @@ def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[
             return response
 
 
-def refuse(opening: pb.OpenVersionRequest, reason: str) -> Steps[None]:
-    """Say to all other ranks of a push that this one cannot take part: find the version of the push, and give it up."""
+def refuse(opening: pb.OpenVersionRequest, rank: int, reason: str) -> Steps[None]:
+    """Say to all other ranks of a push that this one cannot take part: find the version of the push, and give it up.
+
+    Raises:
+        AlreadyExists: the rank takes part already, by another process or an earlier call.
+    """
     bare = pb.OpenVersionRequest()
     bare.CopyFrom(opening)
     for said in ("metadata", "candidate", "allow_nonfinite"):  # may be what is refused
         bare.ClearField(said)
     opened = yield from open_version(bare)
     if not opened.state.visible:
-        yield from abort(opening.model, opened.number, reason, refused=opening.client_id)
+        yield from abort(opening.model, opened.number, reason, refused=opening.client_id, refused_rank=rank)
 
 
 def received(header: pb.PushHeader) -> Steps[list[tuple[int, int]]]:
@@ -113,10 +117,26 @@ def seal(
     )
 
 
-def abort(model: str, number: int | None, reason: str, *, refused: str = "") -> Steps[Version]:
-    """Give a version up; ``refused`` is the id of a process that cannot take part, so that ranks that have not come yet are told, too."""
+def abort(
+    model: str, number: int | None, reason: str, *, refused: str = "", refused_rank: int | None = None
+) -> Steps[Version]:
+    """Give a version up.
+
+    Args:
+        model: which model.
+        number: which version; None for the one that ``model`` names.
+        reason: is told to its ranks.
+        refused: the id of a process that cannot take part, so that ranks that have not come yet are told, too.
+        refused_rank: its rank, if that was refused before it declared a layout.
+    """
     meant = Reference.of(model, number)
-    request = pb.AbortVersionRequest(model=meant.model, number=meant.number, reason=reason, client_id=refused)
+    request = pb.AbortVersionRequest(
+        model=meant.model,
+        number=meant.number,
+        reason=reason,
+        client_id=refused,
+        refused_rank=refused_rank,
+    )
     return wire.version_from_proto((yield from _call("AbortVersion", request)).version)
 
 

@@ -29,13 +29,15 @@ from weighbridge._formats.tensor_stream import Ranges
 from weighbridge._lane.loans import WriteLoan
 from weighbridge._lane.local_lane import GRPC, LOCAL, MIXED
 from weighbridge._transport import bulk, pieces, rpc
-from weighbridge.errors import AlreadyExists, InvalidArgument, WeighbridgeError
+from weighbridge.errors import AlreadyExists, InvalidArgument, VersionFailed, WeighbridgeError
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 _NAMED_IN_REPORT, _NAMED_IN_LOG = 20, 5
 """Most tensors with non-finite elements that are named."""
+_TELL_SECONDS = 5.0
+"""How long a rank that is refused tries to tell the others."""
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
 
@@ -146,9 +148,15 @@ class Pusher:
     def _refuse(self, opening: pb.OpenVersionRequest, rank: int, error: Exception) -> None:
         if opening.ranks < 2:
             return
-        reason = f"rank {rank} was refused: {error}"[:300]
-        with contextlib.suppress(WeighbridgeError):  # they have been told, or cannot be
-            self._connection.run(push_calls.refuse(opening, reason), retry_seconds=0)
+        said = error.message if isinstance(error, WeighbridgeError) else str(error)
+        details = error.details if isinstance(error, WeighbridgeError) else ()
+        reason = " ".join(f"rank {rank} was refused: {'; '.join((said, *details))}".split())[:300]
+        try:
+            self._connection.run(push_calls.refuse(opening, rank, reason), retry_seconds=_TELL_SECONDS)
+        except (VersionFailed, AlreadyExists):  # they have been told; the rank takes part by another process
+            pass
+        except WeighbridgeError as untold:
+            log.warning("%s: the other ranks could not be told: %s", opening.model, untold.message)
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed."""

@@ -250,7 +250,8 @@ class _Reader:
                 details=problems[:NAMED],
                 fix="cast='allow' casts them; a pull brings another dtype if it is asked to: pull(..., dtype='bf16')"
                 if for_casts
-                else "give what the model's safetensors files hold, by the same names and in the same shapes, and nothing else",
+                else "give what the model's safetensors files hold, by the same names and in the same shapes, and nothing else"
+                + ("; strict=False fills what both have" if self._filled else ""),
             )
         names = dict.fromkeys(shard.tensor for shard, _ in self._shards)
         layout = Layout.stream([self._model[name] for name in names], [shard for shard, _ in self._shards])

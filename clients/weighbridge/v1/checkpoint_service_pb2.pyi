@@ -528,11 +528,16 @@ class AbortVersionRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
+    REFUSED_RANK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     reason: _builtins.str
     client_id: _builtins.str
-    """Of a rank that cannot take part: identity of its process. Ranks of the push that come within 30 s are told, too, once each."""
+    """Of a rank that cannot take part: identity of its process. Processes of the push that come within 10 s are told, too, once each."""
+    refused_rank: _builtins.int
+    """That rank, if it was refused before it could declare a layout. A version for which the rank has declared one goes on, and the call
+    ends with ALREADY_EXISTS.
+    """
     def __init__(
         self,
         *,
@@ -540,12 +545,15 @@ class AbortVersionRequest(_message.Message):
         number: _builtins.int = ...,
         reason: _builtins.str = ...,
         client_id: _builtins.str = ...,
+        refused_rank: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_refused_rank", b"_refused_rank", "refused_rank", b"refused_rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "model", b"model", "number", b"number", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_refused_rank", b"_refused_rank", "client_id", b"client_id", "model", b"model", "number", b"number", "reason", b"reason", "refused_rank", b"refused_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__refused_rank: _TypeAlias = _typing.Literal["refused_rank"]  # noqa: Y015
+    _WhichOneofArgType__refused_rank: _TypeAlias = _typing.Literal["_refused_rank", b"_refused_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__refused_rank) -> _WhichOneofReturnType__refused_rank | None: ...
 
 Global___AbortVersionRequest: _TypeAlias = AbortVersionRequest  # noqa: Y015
 

@@ -9,21 +9,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weighbridge.errors import VersionFailed
 from weighbridge_storage.documents.names import ModelName
 
-TOLD_SECONDS = 30.0
-"""How long ranks are told that come later."""
+TOLD_SECONDS = 10.0
+"""How long ranks are told that come later: those of one step come within seconds, and a job that is started again takes longer."""
 _KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
     error: VersionFailed
-    ranks: int
-    told: frozenset[str]
+    told: set[str]
     until: float
 
 
@@ -46,34 +45,38 @@ class Refusals:
             error: what the others are told.
             told: processes that know.
         """
-        known = frozenset(told)
+        known, now = set(told), time.monotonic()
         if len(known) >= ranks:
             return
         with self._lock:
+            for key in [key for key, refusal in self._of.items() if now > refusal.until]:
+                del self._of[key]
             if len(self._of) >= _KEPT:
                 del self._of[next(iter(self._of))]
-            self._of[name, request_id] = _Refusal(error, ranks, known, time.monotonic() + TOLD_SECONDS)
+            self._of[name, request_id] = _Refusal(error, known, now + TOLD_SECONDS)
 
     def told(self, name: ModelName, request_id: str, client_id: str) -> bool:
         """A process knows; whether there was anything to be told."""
         with self._lock:
             refusal = self._of.get((name, request_id))
-            if refusal is None:
+            if refusal is None or time.monotonic() > refusal.until:
                 return False
-            told = refusal.told | {client_id}
-            if len(told) >= refusal.ranks or time.monotonic() > refusal.until:
-                del self._of[name, request_id]
-            else:
-                self._of[name, request_id] = replace(refusal, told=told)
+            refusal.told.add(client_id)
             return True
 
     def check(self, name: ModelName, request_id: str, client_id: str) -> None:
         """Raise VersionFailed if a process that does not know comes in time. One that knows begins the push anew, and all others join it."""
         with self._lock:
             refusal = self._of.get((name, request_id))
-            if refusal is not None and (client_id in refusal.told or time.monotonic() > refusal.until):
+            if refusal is None:
+                return
+            if client_id in refusal.told or time.monotonic() > refusal.until:
                 del self._of[name, request_id]
                 return
-        if refusal is not None:
-            self.told(name, request_id, client_id)
-            raise refusal.error.anew()
+            refusal.told.add(client_id)
+        raise refusal.error.anew()
+
+    def forget(self, name: ModelName, request_id: str) -> None:
+        """Nobody is to be told any more: the version is complete after all."""
+        with self._lock:
+            self._of.pop((name, request_id), None)

@@ -30,6 +30,7 @@ from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.answers import (
     Declared,
     ask_again,
+    check_absent,
     check_owned,
     not_all_declared,
     to_push,
@@ -38,7 +39,7 @@ from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE
 from weighbridge_service.push.machine.shown import aborted, why_lost
 from weighbridge_service.push.machine.state import Limits, PushState
 from weighbridge_service.push.mappings import Mappings
-from weighbridge_service.push.opener import Opener, version_opened
+from weighbridge_service.push.opener import Opener, check_text, version_opened
 from weighbridge_service.push.pending import Pending, settled
 from weighbridge_service.push.registry import Push, Registry
 from weighbridge_service.push.session import PushSession, now
@@ -265,7 +266,13 @@ class Intake:
         return Pending(found, seconds, answer, lambda: push.leave(found), in_memory=True)
 
     def abort_version(
-        self, name: str, number: int, reason: str, seconds: float, refused: str = ""
+        self,
+        name: str,
+        number: int,
+        reason: str,
+        seconds: float,
+        refused: str = "",
+        refused_rank: int | None = None,
     ) -> Pending[Version]:
         """Give a version up. One that is visible and cannot be made durable stays visible until a newer one is.
 
@@ -275,8 +282,11 @@ class Intake:
             reason: is told to its ranks.
             seconds: how long the caller waits.
             refused: the process of a rank that cannot take part; empty if the caller is none. Ranks that have not come yet are told, too.
+            refused_rank: that rank, if it was refused before it declared a layout.
 
         Raises:
+            InvalidArgument: there cannot be such a process.
+            AlreadyExists: the rank that is said to be refused takes part.
             FailedPrecondition: it is visible already, and nothing keeps it from becoming durable.
             DeadlineExceeded: not within ``seconds``; says what is waited for.
         """
@@ -284,6 +294,9 @@ class Intake:
         reason = reason[:500] or "aborted"
         push = self._registry.find(model_name, number)
         if refused and push is not None:
+            check_text("client_id", refused)
+            if refused_rank is not None and not isinstance(push, EndedPush):
+                check_absent(push.state, refused_rank)
             self._note_refused(push, model_name, refused, reason)
         if push is None and number in self._catalog.head(model_name).open:  # it is received elsewhere
             self.opener.give_up(model_name, number, reason, aborted=True)
@@ -300,7 +313,11 @@ class Intake:
                     f"the version could not be given up in time: {push.name_waits()}", fix="try again"
                 )
             found.result()
-            return self._aborted(name, number, push)
+            try:
+                return self._aborted(name, number, push)
+            except FailedPrecondition:
+                self.opener.refusals.forget(model_name, push.request_id)
+                raise
 
         return Pending(found, seconds, answer, lambda: push.leave(found))
 

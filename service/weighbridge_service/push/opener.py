@@ -129,10 +129,7 @@ class Opener:
         if not 0 <= step < 1 << 53:
             raise InvalidArgument(f"step {step} is not between 0 and 2**53")
         for what, text in (("run", run), ("request_id", request_id), ("client_id", client_id)):
-            if not text or len(text) > _MAX_TEXT or not text.isprintable():
-                raise InvalidArgument(
-                    f"the {what} is empty, longer than {_MAX_TEXT} characters, or not printable"
-                )
+            check_text(what, text)
         asked_for = (step, run, ranks)
         self.refusals.check(model_name, request_id, client_id)
         find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said)
@@ -313,6 +310,12 @@ class Opener:
         self._pools.stop(_STOP_SECONDS)
         for session in self._registry.all():
             session.stop()
+
+
+def check_text(what: str, text: str) -> None:
+    """Raise InvalidArgument if a text that tells something from others is none."""
+    if not text or len(text) > _MAX_TEXT or not text.isprintable():
+        raise InvalidArgument(f"the {what} is empty, longer than {_MAX_TEXT} characters, or not printable")
 
 
 def version_opened(model: RegisteredModel, entry: OpenEntry) -> Version:

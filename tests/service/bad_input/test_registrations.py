@@ -97,9 +97,11 @@ def test_fields_that_name_code_or_fill_memory_are_not_looked_at(
         "transformers.modeling_utils.load_and_register_kernel", lambda *a: reached.append("kernel")
     )
     monkeypatch.setattr(socket, "create_connection", lambda *a, **k: reached.append("network"))
-    name = f"acme/code-{next(_numbers)}"
+    name = ""
 
     def register() -> None:
+        nonlocal name
+        name = f"acme/code-{next(_numbers)}"  # one that is registered would be answered from what is there
         bench.trainer.register_files(name, {"config.json": config(bench, **fields)})
 
     assert is_done_within(5.0, register)

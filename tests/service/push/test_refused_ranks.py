@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import InvalidArgument, LayoutError, VersionFailed
+from weighbridge_service.admission import refusals
 
 MODEL = "acme/tiny"
 PATIENCE = 60.0
@@ -85,6 +87,46 @@ def test_ranks_that_are_all_refused_begin_anew_at_once(ranks: list[TrainerClient
     assert numbers[0] == numbers[1]
     tried = [v for v in ranks[0].versions(MODEL, include_invisible=True) if v.step == 3]
     assert [version.state.given_up for version in tried] == [False, True]
+
+
+def test_a_job_that_is_started_again_is_told_of_the_refusal_for_seconds_and_none_of_its_ranks_waits(
+    service: RunningService,
+    ranks: list[TrainerClient],
+    source: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refusals, "TOLD_SECONDS", 2.0)
+    with pytest.raises(LayoutError):
+        push(ranks, 1, {"model.norm.weight": torch.ones(3)}, 5)
+    began = time.monotonic()
+    with TrainerClient(service.address) as one, TrainerClient(service.address) as other:
+        for rank in (1, 0):
+            with pytest.raises(VersionFailed, match="rank 1 was refused"):
+                push([one, other], rank, weights(source), 5)
+    time.sleep(max(began + 2.1 - time.monotonic(), 0.0))
+    with (
+        TrainerClient(service.address) as one,
+        TrainerClient(service.address) as other,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        numbers = list(pool.map(lambda rank: push([one, other], rank, weights(source), 5), range(2)))
+    assert numbers[0] == numbers[1]
+
+
+def test_who_is_refused_for_a_rank_that_takes_part_already_ends_nobodys_push(
+    service: RunningService, ranks: list[TrainerClient], source: TinyModel
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(push, ranks, 0, weights(source), 6)
+
+        def declared() -> bool:
+            found = [v for v in ranks[1].versions(MODEL, include_invisible=True) if v.step == 6]
+            return any("rank 1" in waits and "rank 0" not in waits for v in found for waits in v.waits_for)
+
+        eventually(declared)
+        with TrainerClient(service.address) as stray, pytest.raises(LayoutError):
+            push([stray], 0, {"model.norm.weight": torch.ones(3)}, 6)
+        assert push(ranks, 1, weights(source), 6) == waiting.result(PATIENCE)
 
 
 def test_ranks_that_give_different_metadata_all_fail_at_once(

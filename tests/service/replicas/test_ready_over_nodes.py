@@ -253,7 +253,7 @@ def test_an_owner_that_is_killed_before_the_version_is_durable_fails_it_by_name_
 
         def wait() -> None:
             try:
-                engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=30)
+                engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
             except WeighbridgeError as error:
                 errors.append(error)
 
@@ -296,4 +296,4 @@ def test_an_owner_that_is_killed_while_bytes_arrive_fails_the_version_by_name_an
             (number,) = set(pool.map(declare, range(2)))
         dying.kill()
         with pytest.raises(VersionFailed, match=dying.address):  # and not that it was not ready in time
-            trainer.wait_for(MODEL, number, VersionState.READY, timeout=30)
+            trainer.wait_for(MODEL, number, VersionState.READY, timeout=20)

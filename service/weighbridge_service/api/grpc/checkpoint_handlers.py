@@ -165,7 +165,12 @@ class CheckpointHandlers:
         def abort() -> Pending[Version]:
             patience = call.patience(_SEAL_SECONDS)
             return self._intake.abort_version(
-                request.model, request.number, request.reason, patience, request.client_id
+                request.model,
+                request.number,
+                request.reason,
+                patience,
+                request.client_id,
+                request.refused_rank if request.HasField("refused_rank") else None,
             )
 
         version = await self._answered(call, abort)

@@ -112,6 +112,14 @@ def answer_abort(state: PushState) -> bool | None:
     raise FailedPrecondition(f"{version_of(state)} is visible already and cannot be aborted")
 
 
+def check_absent(state: PushState, rank: int) -> None:
+    """Raise AlreadyExists if a rank that is said to be refused has declared a layout: who says so is another process, or comes twice."""
+    if rank in state.declarations.here:
+        raise AlreadyExists(
+            f"rank {rank} of {state.name} takes part already", fix="give each process a rank of its own"
+        )
+
+
 def check_owned(state: PushState, claim: str) -> None:
     """Raise AlreadyExists if a version that another replica hands over under this claim is known here, and is not held."""
     agreed = state.agreed
