@@ -175,7 +175,7 @@ class TrainerClient(RestoringClient):
 
         Raises:
             NotFound: the model is not registered.
-            InvalidArgument: that is no state dict, or ``cast`` is neither.
+            InvalidArgument: that is no state dict, or ``cast`` is none of these.
             LayoutError: names, shapes, dtypes or placements contradict the model, LoRA adapters are not merged, or the ranks together do
                 not hold all of it; names each tensor.
             AlreadyExists: another process pushes as this rank of this step.

@@ -28,6 +28,7 @@ _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _ADAPTERS = frozenset(("lora_A", "lora_B", "base_layer"))
 NAMED = 20
 """How many problems an error names; it counts them all."""
+_ASKS = "a pull brings another dtype if it is asked to: pull(..., dtype='bf16')"
 _NOT_ALLOWED, _NOT_EXACT = "casts are not allowed", "the cast would not be exact"
 
 
@@ -248,7 +249,7 @@ class _Reader:
             raise LayoutError(
                 f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
                 details=problems[:NAMED],
-                fix="cast='allow' casts them; a pull brings another dtype if it is asked to: pull(..., dtype='bf16')"
+                fix=f"cast='allow' casts them{'; ' + _ASKS if self._filled else ', and the report says how many'}"
                 if for_casts
                 else "give what the model's safetensors files hold, by the same names and in the same shapes, and nothing else"
                 + ("; strict=False fills what both have" if self._filled else ""),
