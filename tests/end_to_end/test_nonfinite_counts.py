@@ -232,7 +232,7 @@ def test_a_state_dict_is_counted_as_it_arrives(
     by_rank = (record for record in caplog.records if record.name == "weighbridge._clients.pushing")
     [line] = [record.getMessage() for record in by_rank]
     assert "lm_head.weight (1)" in line
-    assert f"{found} elements" in line
+    assert f" {found} element{'s' if found > 1 else ''} that" in line
 
 
 @pytest.mark.parametrize("lane", LANES)
