@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from weighbridge_service.access.scopes import Scope, Verb
+
+_SEVERAL = "several"
+"""No authorization that anybody could show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,13 @@ class Evidence:
     authorization: str = field(default="", repr=False)
     certificate: tuple[str, ...] = ()
     user: int | None = None
+
+    @staticmethod
+    def of_call(authorizations: Sequence[str], certificate: tuple[str, ...]) -> Evidence:
+        """What a call shows; of several tokens none counts."""
+        return Evidence(
+            authorizations[0] if len(authorizations) == 1 else _SEVERAL if authorizations else "", certificate
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,8 +126,6 @@ class Call:
 
 
 def _evidence(context: Context) -> Evidence:
-    """What a call shows. Of several tokens none counts."""
     shown = [value for key, value in context.invocation_metadata() or () if key == AUTHORIZATION]
-    token = shown[0] if len(shown) == 1 else "several" if shown else ""
-    text = token if isinstance(token, str) else token.decode("ascii", "replace")
-    return Evidence(text, names_from_grpc(context.auth_context()))
+    texts = [value if isinstance(value, str) else value.decode("ascii", "replace") for value in shown]
+    return Evidence.of_call(texts, names_from_grpc(context.auth_context()))

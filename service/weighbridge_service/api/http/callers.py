@@ -88,8 +88,6 @@ def _identity(request: Request) -> Identity:
     access = request.app.state.access
     if access.open:
         return EVERYBODY
-    shown = request.headers.getlist(_HEADER)
-    token = shown[0] if len(shown) == 1 else "several" if shown else ""
     names: tuple[str, ...] = request.scope.get("state", {}).get(CERTIFICATE, ())
-    found: Identity = access.identify(Evidence(token, names))
+    found: Identity = access.identify(Evidence.of_call(request.headers.getlist(_HEADER), names))
     return found
