@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 
 from weighbridge._clients import control_calls, push_calls
 from weighbridge._clients.connection import Connection
+from weighbridge._clients.delivery import Delivery, copy_out, lend, take_passing
 from weighbridge._clients.push_handle import PushHandle, PushReport
 from weighbridge._clients.push_options import check_heard
 from weighbridge._clients.push_routes import Route, routes_of, without
@@ -23,11 +23,10 @@ from weighbridge._core.resources import Version
 from weighbridge._core.striping import Striping
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
+from weighbridge._formats.gathered_shards import OpenPassing
 from weighbridge._formats.push_counts import PlacedPart, PushCounts
-from weighbridge._formats.push_sources import OpenSource, ShardSource, StreamSource
+from weighbridge._formats.push_sources import OpenSource, StreamSource
 from weighbridge._formats.tensor_stream import Ranges
-from weighbridge._lane.loans import WriteLoan
-from weighbridge._lane.local_lane import GRPC, LOCAL, MIXED
 from weighbridge._transport import bulk, pieces, rpc
 from weighbridge.errors import AlreadyExists, InvalidArgument, VersionFailed, WeighbridgeError
 from weighbridge.v1 import checkpoint_service_pb2 as pb
@@ -62,7 +61,7 @@ class Pusher:
         rank: int,
         layout: Layout,
         space: TensorSpace,
-        open_source: OpenSource,
+        open_source: OpenSource | OpenPassing,
         *,
         hold_seal: bool = False,
     ) -> PushHandle:
@@ -74,7 +73,7 @@ class Pusher:
             layout: the shards that it holds, as one stream.
             space: to which the names of their tensors belong.
             open_source: is called for the bytes of the shards that this rank is to push; and, for those that other ranks hold, too, before
-                that to compare them.
+                that to compare them. Shards that pass by are held by no other rank.
             hold_seal: leave it to `PushHandle.seal` to seal the rank.
 
         Raises:
@@ -84,7 +83,7 @@ class Pusher:
         connection, model = self._connection, opening.model
         self._slots.acquire()
         number = 0
-        delivery: _Delivery | None = None
+        delivery: Delivery | None = None
         try:
             opened, at = self._open(opening)
             number = opened.number
@@ -95,15 +94,25 @@ class Pusher:
             chosen = layout.select(assigned)
             report: Future[PushReport] = Future()
             copying = time.monotonic()
-            replicas = self._replicas.of_push(
-                model, number, layout, declared.shared, open_source, partial(self._is_visible, model)
-            )
-            source = open_source(assigned, chosen)
-            casts = source.casts
             counts = PushCounts(
                 chosen, [PlacedPart(each.start, each.end, each.places) for each in declared.placed]
             )
-            delivery = self._copy_out(header, chosen, source, routes_of(declared, rank), counts)
+            routes = routes_of(declared, rank)
+            replicas: Sequence[pb.ReplicaChecksum] = ()
+            if isinstance(open_source, OpenPassing):
+                lent = lend(connection.lane, header, chosen)
+                send = partial(self._send_all, header, at, routes, counts)
+                passing = open_source.make(chosen)
+                delivery = take_passing(lent, chosen, passing, send, open_source.buffer_bytes, counts)
+                casts = passing.casts
+            else:
+                replicas = self._replicas.of_push(
+                    model, number, layout, declared.shared, open_source, partial(self._is_visible, model)
+                )
+                source = open_source(assigned, chosen)
+                casts = source.casts
+                lent = lend(connection.lane, header, chosen)
+                delivery = copy_out(lent, chosen, source, routes, counts)
             now = time.monotonic()
             seal = partial(self._seal, header, at, replicas, counts)
             arguments = (
@@ -180,46 +189,25 @@ class Pusher:
             opened = self._connection.run(push_calls.open_version(opening), at=at)
         return opened, at
 
-    def _copy_out(
+    def _send_all(
         self,
         header: pb.PushHeader,
-        stream: Layout,
-        source: ShardSource,
+        at: str,
         routes: Sequence[Route],
         counts: PushCounts,
-    ) -> _Delivery:
-        """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""
-        lane, why = self._connection.lane, ""
-        loan: WriteLoan | None = None
-        streamed: Sequence[tuple[int, int]] = [(0, stream.nbytes)]
-        if lane.wanted and stream.nbytes:
-            try:
-                loan = lane.write(header.model, header.number, header.rank, stream)
-                streamed = loan.streamed
-            except WeighbridgeError as error:
-                why = lane.refused(error, f"push of {header.model}@{header.number}")
-        staged: StreamSource | None = None
-        try:
-            if loan is None or streamed:
-                staged = source.stage(streamed)
-            if loan is not None:
-                counts.add(loan.fill(source, stream.nbytes))
-        except BaseException:
-            _Delivery(loan, staged, (), 0, why).give_up()
-            raise
-        finally:
-            if staged is not source:
-                source.release()
-        nbytes = stream.nbytes - sum(stop - start for start, stop in streamed)
-        parts = [route.within(streamed) for route in routes]
-        return _Delivery(loan, staged, parts, nbytes, why)
+        source: StreamSource,
+        ranges: Ranges,
+    ) -> None:
+        """Stream parts of the rank's bytes to where each belongs."""
+        for route in routes:
+            self._stream(header, at, source, route.within(ranges), counts)
 
     def _deliver(
         self,
         report: Future[PushReport],
         header: pb.PushHeader,
         at: str,
-        delivery: _Delivery,
+        delivery: Delivery,
         nbytes: int,
         costs: tuple[float, float],
         casts: tuple[int, int],
@@ -228,9 +216,9 @@ class Pusher:
     ) -> None:
         started = time.monotonic()
         try:
-            if delivery.loan is not None:
-                counts.add(delivery.loan.count())
-                delivery.loan.end(complete=True)
+            if delivery.lent.loan is not None:
+                counts.add(delivery.lent.loan.count())
+                delivery.lent.loan.end(complete=True)
             if delivery.staged is not None:
                 for route in delivery.routes:
                     self._stream(header, at, delivery.staged, route, counts)
@@ -245,8 +233,8 @@ class Pusher:
                     *costs,
                     nbytes,
                     seconds,
-                    delivery.lane,
-                    delivery.why_not_local,
+                    delivery.lent.lane,
+                    delivery.lent.why_not_local,
                     delivery.local_bytes,
                     *casts,
                     counts.total,
@@ -303,39 +291,6 @@ class Pusher:
             except WeighbridgeError:
                 return list(before)
         return without(route.ranges, arrived)
-
-
-@dataclass(frozen=True, slots=True)
-class _Delivery:
-    """Shards that have been copied out, on their way.
-
-    Attributes:
-        loan: the memory that they were written to; None if all go by gRPC.
-        staged: a copy of what goes by gRPC; None if nothing does.
-        routes: which parts of the stream go by gRPC, and where.
-        local_bytes: how many were written to the memory.
-        why_not_local: why they go by gRPC, if something else was wanted.
-    """
-
-    loan: WriteLoan | None
-    staged: StreamSource | None
-    routes: Sequence[Route]
-    local_bytes: int
-    why_not_local: str
-
-    @property
-    def lane(self) -> str:
-        if self.loan is None:
-            return GRPC
-        return LOCAL if self.staged is None else MIXED
-
-    def give_up(self) -> None:
-        """Let go of everything; nothing happens to what has been delivered."""
-        if self.staged is not None:
-            self.staged.release()
-        if self.loan is not None:
-            with contextlib.suppress(WeighbridgeError):
-                self.loan.end(complete=False)
 
 
 def _told(header: pb.PushHeader, broken: Mapping[str, int]) -> str:

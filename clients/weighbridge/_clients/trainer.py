@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -191,6 +192,69 @@ class TrainerClient(RestoringClient):
                 shards = torch_shards(state_dict_or_module, tensors, cast=cast, whole=world_size == 1)
             source = self._source_of(shards.tensors)
             return self._pusher.push(opening, rank, shards.layout, TensorSpace.HUGGING_FACE, source)
+
+    def push_gathered(
+        self,
+        model: str,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        step: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run: str | None = None,
+        request_id: str | None = None,
+        cast: str = "allow",
+        buffer_bytes: int = 256 << 20,
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Hand over whole tensors that all ranks gather one after another, as RL frameworks do, as a new version.
+
+        All ranks call it with the same tensors; each pushes its share of each, before it asks for the next one. So a tensor need not outlive
+        that, and no rank holds more than the one that it is given: on the local lane it is copied straight to its place in the version. Returns
+        when all have passed by. Of ``weights`` all are taken in any case, also if the push fails: other ranks may gather them together with
+        this one. Names are understood as by `push_state_dict`; a copy of a tied tensor may be among them, and is compared.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            weights: ``(name, tensor)`` pairs, on any device; an iterator is taken to its end.
+            step: the training step.
+            rank: this rank; by default torch.distributed's, or 0.
+            world_size: number of ranks that push; by default torch.distributed's, or 1.
+            run: overrides the client's.
+            request_id: what makes the ranks of one push find each other; by default run and step.
+            cast: as for `push_state_dict`.
+            buffer_bytes: host memory that what goes by gRPC may take; 2 MiB at the least.
+            options: as for `push`.
+
+        Raises:
+            NotFound: the model is not registered.
+            InvalidArgument: ``cast`` is not known.
+            LayoutError: names, shapes or dtypes contradict the model, or tensors are missing; names each.
+            AlreadyExists: another process pushes as this rank of this step.
+        """
+        passing = iter(weights)
+        try:
+            check_options(options)
+            from weighbridge._formats.gathered_shards import GatheredShards, OpenPassing, share_layout
+            from weighbridge._formats.torch_state import check_cast, rank_and_world
+
+            check_cast(cast)
+            rank, ranks = rank_and_world(rank, world_size)
+            opening = self._opening(model, step, run, ranks, request_id)
+            with self._tensors(model) as tensors:
+                with self._pusher.telling(opening, rank):
+                    say(opening, options)
+                    shares = share_layout(tensors, rank, ranks)
+                make = partial(GatheredShards, passing, tensors, rank=rank, ranks=ranks, cast=cast)
+                return self._pusher.push(
+                    opening, rank, shares, TensorSpace.HUGGING_FACE, OpenPassing(make, buffer_bytes)
+                )
+        except Exception:
+            for _ in (
+                passing
+            ):  # the other ranks gather them together with this one: they would wait for it for ever
+                pass
+            raise
 
     def _opening(
         self, model: str, step: int, run: str | None, ranks: int, request_id: str | None

@@ -8,6 +8,7 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.errors`.
 - `dequantizing`: block-quantised weights as floating-point ones.
 - `megatron_state`: the shards of a ``sharded_state_dict``.
 - `torch_state`: the tensors of a torch state dict that has Hugging Face's names.
+- `gathered_shards`: shares of whole tensors that all ranks are given one after another.
 - `memory_forms`: tensors that are stacked, merged or renamed in memory.
 - `dtensors`: boxes and local tensors of DTensors.
 - `zero3`: parameters that DeepSpeed's ZeRO-3 has partitioned.

@@ -220,15 +220,16 @@ class StagingPool:
         """
         ranges = [(0, layout.nbytes)] if ranges is None else ranges
         nbytes = sum(stop - start for start, stop in ranges)
-        buffer = self._take(nbytes, pinned=any(tensor.is_cuda for tensor in tensors))
+        buffer = self.take(nbytes, pinned=any(tensor.is_cuda for tensor in tensors))
         try:
             copy_out(layout, tensors, buffer, ranges)
         except BaseException:
-            self._give(buffer)
+            self.give(buffer)
             raise
-        return _Staged(layout, buffer, ranges, lambda: self._give(buffer))
+        return _Staged(layout, buffer, ranges, lambda: self.give(buffer))
 
-    def _take(self, nbytes: int, *, pinned: bool) -> Bytes:
+    def take(self, nbytes: int, *, pinned: bool) -> Bytes:
+        """A buffer of at least so many bytes; page-locked for copies of GPUs, if it has to be made."""
         with self._lock:
             for index, buffer in enumerate(self._free):
                 if len(buffer) >= nbytes:
@@ -242,7 +243,8 @@ class StagingPool:
             return made
         return np.empty(max(nbytes, 1), np.uint8)
 
-    def _give(self, buffer: Bytes) -> None:
+    def give(self, buffer: Bytes) -> None:
+        """Give a buffer back."""
         with self._lock:
             self._free.append(buffer)
 

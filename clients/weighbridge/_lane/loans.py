@@ -6,7 +6,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weighbridge._core.layouts import Layout
 from weighbridge._formats.push_sources import ShardSource
@@ -39,29 +39,40 @@ class WriteLoan:
         self._number = number
         self._memory: MappedMemory | None = memory
         self._copies = plan.copies
+        self._ranges: Sequence[tuple[int, int]] | None = None
         self._sample: list[pb.SampledPiece] = []
-        self._uncounted: Sequence[Uncounted] = ()
+        self._uncounted: list[Uncounted] = []
 
-    def fill(self, source: ShardSource, nbytes: int) -> Sequence[int] | None:
-        """Copy the shards to where they belong, and take note of a sample of them before.
+    def fill(
+        self, source: ShardSource, stream: Layout, part: Sequence[int] | None = None
+    ) -> Sequence[int] | None:
+        """Copy shards to where they belong, and take note of a sample of them before.
 
         Args:
             source: the shards.
-            nbytes: of their stream.
+            stream: layout of all shards of the rank.
+            part: which of them these are; all by default. Parts that follow each other are all of them together.
 
         Returns:
-            For each shard how many of the elements that were written are non-finite; but for those that `count` counts. None if the
-            source does not count.
+            For each shard of the stream how many of the elements that were written are non-finite; but for those that `count` counts. None
+            if the source does not count.
         """
+        counts = [0] * len(self._copies)
         if self._memory is None:
-            return [0] * len(self._copies)
+            return counts
+        if self._ranges is None:
+            self._ranges = sample_of(stream.nbytes, self.streamed)
+        indexes = range(len(self._copies)) if part is None else part
         try:
-            self._sample = _sampled(source, nbytes, self.streamed)
-            written = source.write(self._copies, [self._memory])
+            sampled = _all_of(self._ranges) if part is None else _within(self._ranges, stream, part)
+            self._sample += _sampled(source, sampled)
+            written = source.write([self._copies[index] for index in indexes], [self._memory])
             if written is None:
                 return None
-            self._uncounted = written.uncounted
-            return written.counts
+            self._uncounted += [each._replace(shard=indexes[each.shard]) for each in written.uncounted]
+            for index, count in zip(indexes, written.counts, strict=True):
+                counts[index] += count
+            return counts
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold arrays over the memory
             raise
@@ -95,16 +106,47 @@ class WriteLoan:
             self._connection.ask(pb.LaneRequest(end_write=end))
 
 
-def _sampled(source: ShardSource, nbytes: int, streamed: Sequence[tuple[int, int]]) -> list[pb.SampledPiece]:
+class _Sampled(NamedTuple):
+    """A range of a rank's stream that is sampled.
+
+    Attributes:
+        start, end: in the stream of the rank.
+        at: where it begins in the stream of the source.
+    """
+
+    start: int
+    end: int
+    at: int
+
+
+def _all_of(ranges: Sequence[tuple[int, int]]) -> list[_Sampled]:
+    """The ranges, of a source that has the whole stream."""
+    return [_Sampled(start, end, start) for start, end in ranges]
+
+
+def _within(ranges: Sequence[tuple[int, int]], stream: Layout, part: Sequence[int]) -> list[_Sampled]:
+    """What of the ranges lies in some of the shards, which are the stream of a source."""
+    found, at = [], 0
+    for index in part:
+        placement = stream.placements[index]
+        for start, end in ranges:
+            first, last = max(start, placement.offset), min(end, placement.offset + placement.nbytes)
+            if first < last:
+                found.append(_Sampled(first, last, at + first - placement.offset))
+        at += placement.nbytes
+    return found
+
+
+def _sampled(source: ShardSource, ranges: Sequence[_Sampled]) -> list[pb.SampledPiece]:
     """Checksums of parts of a stream that are going to be written: the service compares them when it verifies the version."""
-    ranges = sample_of(nbytes, streamed)
     if not ranges:
         return []
-    staged = source.stage(ranges)
+    there = sorted((each.at, each.at + each.end - each.start) for each in ranges)
+    staged = source.stage(there)
     try:
         return [
-            pb.SampledPiece(start=start, end=end, checksum=rpc.checksum(staged.read(start, end)))
-            for start, end in ranges
+            pb.SampledPiece(start=start, end=end, checksum=rpc.checksum(staged.read(at, at + end - start)))
+            for start, end, at in ranges
         ]
     finally:
         if staged is not source:

@@ -1,0 +1,139 @@
+"""Delivery of a rank's shards: copied to the service's memory where some is lent, and to buffers for what goes by gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weighbridge._clients.passing_chunks import PassingChunks, Send
+from weighbridge._clients.push_routes import Route
+from weighbridge._core.layouts import Layout
+from weighbridge._formats.gathered_shards import GatheredShards
+from weighbridge._formats.push_counts import PushCounts
+from weighbridge._formats.push_sources import ShardSource, StagingPool, StreamSource, TensorSource
+from weighbridge._formats.tensor_stream import Ranges
+from weighbridge._lane.loans import WriteLoan
+from weighbridge._lane.local_lane import GRPC, LOCAL, MIXED, LocalLane
+from weighbridge.errors import WeighbridgeError
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Memory that is lent to a rank for its stream.
+
+    Attributes:
+        loan: the memory; None if there is none.
+        streamed: which parts of the stream go by gRPC.
+        why_not_local: why all of it does, if something else was wanted.
+    """
+
+    loan: WriteLoan | None
+    streamed: Ranges
+    why_not_local: str = ""
+
+    @property
+    def lane(self) -> str:
+        """How the stream goes."""
+        if self.loan is None:
+            return GRPC
+        return MIXED if self.streamed else LOCAL
+
+    def give_back(self) -> None:
+        """Give it back, not filled; nothing happens if that has been done."""
+        if self.loan is not None:
+            with contextlib.suppress(WeighbridgeError):
+                self.loan.end(complete=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Shards that have been copied out, on their way.
+
+    Attributes:
+        lent: the memory that they were written to.
+        staged: a copy of what still goes by gRPC; None if nothing does.
+        routes: which parts of the stream still go by gRPC, and where.
+        local_bytes: how many were written to the memory.
+    """
+
+    lent: Lent
+    staged: StreamSource | None
+    routes: Sequence[Route]
+    local_bytes: int
+
+    def give_up(self) -> None:
+        """Let go of everything; nothing happens to what has been delivered."""
+        if self.staged is not None:
+            self.staged.release()
+        self.lent.give_back()
+
+
+def lend(lane: LocalLane, header: pb.PushHeader, stream: Layout) -> Lent:
+    """Ask for memory to write a rank's stream to, if there is a lane for that."""
+    everything = [(0, stream.nbytes)]
+    if not lane.wanted or not stream.nbytes:
+        return Lent(None, everything)
+    try:
+        loan = lane.write(header.model, header.number, header.rank, stream)
+    except WeighbridgeError as error:
+        return Lent(None, everything, lane.refused(error, f"push of {header.model}@{header.number}"))
+    return Lent(loan, loan.streamed)
+
+
+def copy_out(
+    lent: Lent, stream: Layout, source: ShardSource, routes: Sequence[Route], counts: PushCounts
+) -> Delivery:
+    """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""
+    staged: StreamSource | None = None
+    try:
+        if lent.loan is None or lent.streamed:
+            staged = source.stage(lent.streamed)
+        if lent.loan is not None:
+            counts.add(lent.loan.fill(source, stream))
+    except BaseException:
+        Delivery(lent, staged, (), 0).give_up()
+        raise
+    finally:
+        if staged is not source:
+            source.release()
+    parts = [route.within(lent.streamed) for route in routes]
+    return Delivery(lent, staged, parts, _local_bytes(lent, stream))
+
+
+def take_passing(
+    lent: Lent,
+    stream: Layout,
+    passing: GatheredShards,
+    send: Send,
+    buffer_bytes: int,
+    counts: PushCounts,
+) -> Delivery:
+    """Copy shards out as they pass by. What goes by gRPC has arrived when all have.
+
+    Args:
+        lent: memory for them.
+        stream: their layout.
+        passing: the shards.
+        send: sends a part of the stream.
+        buffer_bytes: host memory for what is being sent.
+        counts: takes the counts of what was written.
+    """
+    staging = StagingPool()
+    try:
+        with PassingChunks(stream, lent.streamed, staging, buffer_bytes, send) as chunks:
+            for part in passing.parts():
+                chunks.take(part)
+                if lent.loan is not None:
+                    source = TensorSource(staging, stream.select(part.indexes), part.tensors)
+                    counts.add(lent.loan.fill(source, stream, part.indexes))
+            chunks.finish()
+    except BaseException:
+        lent.give_back()
+        raise
+    return Delivery(lent, None, (), _local_bytes(lent, stream))
+
+
+def _local_bytes(lent: Lent, stream: Layout) -> int:
+    return stream.nbytes - sum(stop - start for start, stop in lent.streamed)

@@ -1,0 +1,225 @@
+"""Shares of tensors that all ranks of a framework gather: whole ones, one after another, each gone when the next one is asked for.
+
+Every rank is given the same tensors, and takes its share of each. So what has been gathered is copied once, by all ranks at a time, and none
+holds more than the tensor that it is being given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
+
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge._core.text.counts import counted
+from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge._formats.memory_forms import TensorForms
+from weighbridge._formats.tensor_stream import written_as
+from weighbridge._formats.torch_state import NAMED, check_cast, check_merged, mismatch, model_form
+from weighbridge.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+LEAST_SHARE_BYTES = 256 << 10
+"""What a rank takes of a tensor at the least: smaller copies cost more than they carry."""
+
+
+def share_layout(tensors: Mapping[str, TensorSpec], rank: int, ranks: int) -> Layout:
+    """The share of one of the ranks: rows of large tensors, and some of the small ones whole. The shares of all ranks are the model.
+
+    Args:
+        tensors: the model's, by name; in the same order on all ranks.
+        rank: which rank, from 0.
+        ranks: how many there are.
+    """
+    shards = []
+    turn = 0
+    for spec in tensors.values():
+        rows = spec.shape[0] if spec.shape else 1
+        count = max(min(ranks, rows, spec.nbytes // LEAST_SHARE_BYTES), 1)
+        part = (rank - turn) % ranks
+        if part < count and not spec.shape:
+            shards.append(Shard(spec.name, Box((), ())))
+        elif part < count:
+            first, last = part * rows // count, (part + 1) * rows // count
+            offset, extent = (0,) * (len(spec.shape) - 1), spec.shape[1:]
+            shards.append(Shard(spec.name, Box((first, *offset), (last - first, *extent))))
+        turn = (turn + count) % ranks
+    return Layout.stream([tensors[shard.tensor] for shard in shards], shards)
+
+
+class Passing(NamedTuple):
+    """Shards that are there until the next ones are asked for.
+
+    Attributes:
+        indexes: of their placements in the stream.
+        tensors: one for each, of the extent of its box.
+    """
+
+    indexes: Sequence[int]
+    tensors: Sequence[torch.Tensor]
+
+
+class GatheredShards:
+    """The shards that a rank is to push, of tensors that pass by. They can be gone through once.
+
+    Names are understood as `push_state_dict` does. Left out are rotary frequencies, and copies of tied tensors, whose bytes are compared.
+
+    Args:
+        weights: ``(name, tensor)`` pairs, of the whole tensors.
+        model: its tensors, by name.
+        stream: layout of the shards.
+        rank, ranks: which rank of how many this is.
+        cast: as for `torch_shards`.
+    """
+
+    def __init__(
+        self,
+        weights: Iterator[Any],
+        model: TensorForms,
+        stream: Layout,
+        *,
+        rank: int,
+        ranks: int,
+        cast: str,
+    ) -> None:
+        check_cast(cast)
+        self._weights = weights
+        self._model = model
+        self._stream = stream
+        self._rank, self._ranks = rank, ranks
+        self._cast = cast
+        self._casts: dict[str, bool] = {}
+        self._found: set[str] = set()
+        self._problems: list[str] = []
+        self._ties = _Ties(model, rank, ranks)
+
+    @property
+    def casts(self) -> tuple[int, int]:
+        """How many tensors were cast on the way, and how many of these casts are exact; once they have passed by."""
+        return len(self._casts), sum(self._casts.values())
+
+    def parts(self) -> Iterator[Passing]:
+        """The shards, as their tensors come.
+
+        Raises:
+            LayoutError: when all have come, if names, shapes or dtypes contradict the model, or tensors are missing; names each.
+        """
+        for given in self._weights:
+            match given:
+                case (str(name), value):
+                    yield from self._taken(name, value)
+                case _:
+                    self._problems.append(f"a {type(given).__name__} is no pair of a name and a tensor")
+        self._check()
+
+    def _taken(self, given_name: str, value: Any) -> Iterator[Passing]:
+        import torch
+
+        form = model_form(given_name, self._model)
+        if not isinstance(value, torch.Tensor):
+            self._problems.append(f"{given_name} is a {type(value).__name__}, not a tensor")
+        elif hasattr(value, "full_tensor"):
+            self._problems.append(
+                f"{given_name} is a DTensor, whose shards push_state_dict takes as they are"
+            )
+        elif value.is_meta:
+            self._problems.append(f"{given_name} is on the meta device, and has no data")
+        elif form is None:
+            self._ties.unknown(given_name, value)
+        elif not self._found.isdisjoint(form.tensors):
+            self._problems.append(f"{form.name} is given twice")
+        else:
+            self._found.update(form.tensors)
+            problem = mismatch(form, tuple(value.shape), value.dtype, self._cast)
+            if problem:
+                self._problems.append(problem)
+                return
+            self._ties.known(form.name, value)
+            swapped = form.is_swapped(value.shape)
+            indexes: list[int] = []
+            tensors: list[torch.Tensor] = []
+            for part in form.parts(Box.whole(tuple(value.shape)), swapped=swapped):
+                for index in self._stream.by_tensor.get(part.tensor, ()):
+                    box = self._stream.placements[index].shard.box
+                    rows = slice(box.offset[0], box.end[0]) if box.offset else ...
+                    indexes.append(index)
+                    tensors.append(part.view(value.detach())[rows])
+                spec = self._model[part.tensor]
+                if written_as(spec, value) != value.dtype:
+                    self._casts[part.tensor] = dtypes.from_torch(value.dtype).widens_to(spec.dtype)
+            if indexes:
+                yield Passing(indexes, tensors)
+
+    def _check(self) -> None:
+        problems = self._problems
+        names = self._ties.unmatched()
+        check_merged(names)
+        problems += [
+            f"{name}: the model has no such tensor{did_you_mean(name, self._model) if index < NAMED else ''}"
+            for index, name in enumerate(names)
+        ]
+        problems += [f"{spec} is missing" for name, spec in self._model.items() if name not in self._found]
+        if problems:
+            raise LayoutError(
+                f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
+                details=problems[:NAMED],
+                fix="give what the model's safetensors files hold, by the same names and in the same shapes, whole, and nothing else",
+            )
+
+
+class _Ties:
+    """Names that the model does not have, and whether they are copies of a tensor that it has: a tied head, of the embedding.
+
+    Each rank compares a share of the rows, so that all together compare everything.
+    """
+
+    def __init__(self, model: Mapping[str, TensorSpec], rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        # tied are embeddings, and they have a row for each token: more than anything else has
+        self._tokens = max((spec.shape[0] for spec in model.values() if len(spec.shape) == 2), default=0)
+        self._digests: set[tuple[tuple[int, ...], torch.dtype, bytes]] = set()
+        self._unknown: list[tuple[str, tuple[tuple[int, ...], torch.dtype, bytes] | None]] = []
+
+    def known(self, name: str, value: torch.Tensor) -> None:
+        """Take note of a tensor that the model has."""
+        if self._may_be_tied(value):
+            self._digests.add(self._digest(value))
+
+    def unknown(self, name: str, value: torch.Tensor) -> None:
+        """Take note of one that it does not have."""
+        if not name.endswith("inv_freq"):
+            self._unknown.append((name, self._digest(value) if self._may_be_tied(value) else None))
+
+    def unmatched(self) -> list[str]:
+        """The names of those that are no copies."""
+        return [name for name, digest in self._unknown if digest not in self._digests]
+
+    def _may_be_tied(self, value: torch.Tensor) -> bool:
+        return value.ndim == 2 and value.shape[0] == self._tokens
+
+    def _digest(self, value: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, bytes]:
+        import torch
+
+        rows = value.shape[0]
+        share = value.detach()[self._rank * rows // self._ranks : (self._rank + 1) * rows // self._ranks]
+        data = share.to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+        return tuple(value.shape), value.dtype, xxhash.xxh3_128_digest(data.data)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPassing:
+    """Makes the shards that pass by, once it is known which of them a rank is to push.
+
+    Attributes:
+        make: of the layout of these.
+        buffer_bytes: host memory for what of them goes by gRPC.
+    """
+
+    make: Callable[[Layout], GatheredShards]
+    buffer_bytes: int
