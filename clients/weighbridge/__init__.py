@@ -4,7 +4,7 @@ This package is all that trainers and engines install. Its public surface is ``_
 `weighbridge.follow` and `weighbridge.integrations`; `weighbridge.v1` is the wire contract. What begins with an underscore is private to
 this distribution and may change at any time. Names are imported when first used, so that ``import weighbridge`` costs nothing.
 
-May import: neither storage nor service. A folder imports only folders above it here:
+May import: neither storage nor service. A folder imports only those listed before it:
 
 - `errors`: what can go wrong, named by what the caller can do about it; `_version` is this distribution's.
 - `_core`: the vocabulary: boxes, layouts, dtypes, resources.
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from weighbridge._clients.client import Client
     from weighbridge._clients.engine import EngineClient, Pull
     from weighbridge._clients.filling import Filled
+    from weighbridge._clients.pulling import PullPlan
     from weighbridge._clients.push_handle import PushHandle, PushReport
     from weighbridge._clients.push_options import PushOptions
     from weighbridge._clients.trainer import TrainerClient
@@ -44,7 +45,12 @@ if TYPE_CHECKING:
     from weighbridge._core.dtypes import DType
     from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
     from weighbridge._core.megatron_rank import MegatronRank
+    from weighbridge._core.metadata import Metadata
     from weighbridge._core.resources import (
+        HELD_CANDIDATE,
+        HELD_NONFINITE,
+        REF_LATEST,
+        REF_LIVE,
         DeletedModel,
         Gate,
         Model,
@@ -57,7 +63,7 @@ if TYPE_CHECKING:
     from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
     from weighbridge._core.tensor_spaces import TensorSpace
     from weighbridge._formats.host_slices import HostSlices, Slices
-    from weighbridge._formats.push_sources import ShardSource, StreamSource
+    from weighbridge._formats.push_sources import OpenSource, ShardSource, StreamSource
     from weighbridge._transport.credentials import Credentials
     from weighbridge.aio.client import AsyncEngineClient
     from weighbridge.aio.pulls import AsyncPull
@@ -80,6 +86,10 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 __all__ = [
+    "HELD_CANDIDATE",
+    "HELD_NONFINITE",
+    "REF_LATEST",
+    "REF_LIVE",
     "AlreadyExists",
     "AsyncEngineClient",
     "AsyncPull",
@@ -107,11 +117,14 @@ __all__ = [
     "LayoutError",
     "LayoutRequest",
     "MegatronRank",
+    "Metadata",
     "Model",
     "NotFound",
+    "OpenSource",
     "PermissionDenied",
     "Placement",
     "Pull",
+    "PullPlan",
     "PushHandle",
     "PushOptions",
     "PushReport",
@@ -148,6 +161,7 @@ _MODULES = {
         "PushHandle",
         "PushReport",
     ),
+    "_clients.pulling": ("PullPlan",),
     "_clients.push_options": ("PushOptions",),
     "_clients.trainer": ("TrainerClient",),
     "_core.boxes": ("Box",),
@@ -166,7 +180,12 @@ _MODULES = {
         "TensorSpec",
     ),
     "_core.megatron_rank": ("MegatronRank",),
+    "_core.metadata": ("Metadata",),
     "_core.resources": (
+        "HELD_CANDIDATE",
+        "HELD_NONFINITE",
+        "REF_LATEST",
+        "REF_LIVE",
         "DeletedModel",
         "Gate",
         "Model",
@@ -189,6 +208,7 @@ _MODULES = {
         "Slices",
     ),
     "_formats.push_sources": (
+        "OpenSource",
         "ShardSource",
         "StreamSource",
     ),

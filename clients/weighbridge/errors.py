@@ -7,7 +7,7 @@
     |   `-- LayoutError         a layout contradicts the model or itself; names tensors and boxes
     |-- Unauthenticated         nobody knows who asks: show a token or a certificate that is known
     |-- PermissionDenied        whoever asks may not do this
-    |-- NotFound                no such model, version, ref or job
+    |-- NotFound                no such model, version, ref, file or job
     |-- AlreadyExists           someone else has that name, rank or number
     |-- FailedPrecondition      right request, wrong state (sealed, failed, not yet ready)
     |   `-- VersionFailed       the version failed; says why

@@ -1,8 +1,9 @@
 """Weighbridge service. `server` is the process, `service` wires its parts, `exports` writes versions as folders in the background.
 
-May import: `weighbridge_storage`, `weighbridge`. A folder imports only folders above it here:
+May import: `weighbridge_storage`, `weighbridge`. A folder imports only those listed before it:
 
 - `runtime`: settings, limits and clock of the process.
+- `access`: who somebody is, and what they may do.
 - `admission`: who asks, what they may have, and whose turn it is.
 - `plan`: which bytes go where.
 - `families`: families of models, a file each.

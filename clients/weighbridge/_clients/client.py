@@ -262,12 +262,14 @@ class Client:
         """
         return self._connection.run(control_calls.set_gate(model, gate))
 
-    def approve(self, model: str, number: int | None = None, *, note: str = "", by: str = "") -> Version:
+    def approve(
+        self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
+    ) -> Version:
         """Hold a version no longer: ``live`` and ``latest`` may name it, if it is newer than what they name. Repeating it is harmless.
 
         Args:
             model: which model.
-            number: the version's number.
+            version: its number; None if ``model`` names it, as ``acme/smol@17`` does.
             note: is kept with the approval.
             by: who approves it; by default the address that the service sees.
 
@@ -278,16 +280,16 @@ class Client:
             NotFound: no such model or version.
             FailedPrecondition: it is not complete yet, or was taken out of history.
         """
-        return self._connection.run(control_calls.approve(model, number, by=by, note=note))
+        return self._connection.run(control_calls.approve(model, version, by=by, note=note))
 
-    def delete_version(self, model: str, number: int | None = None) -> Version:
-        """Take a version out of history, whatever the retention says; it can be read by its number for a grace time.
+    def delete_version(self, model: str, version: str | int | None = None) -> Version:
+        """Take a version, by its number, out of history, whatever the retention says; it can be read by that for a grace time.
 
         Raises:
             NotFound: no such model or version.
             FailedPrecondition: a ref names it, as ``latest`` does the newest one, or it is not durable yet.
         """
-        return self._connection.run(control_calls.delete_version(model, number))
+        return self._connection.run(control_calls.delete_version(model, version))
 
     def delete_model(self, model: str) -> DeletedModel:
         """Take a model away with all of its versions, refs and rules.
@@ -304,8 +306,10 @@ class Client:
         """
         return self._connection.run(control_calls.delete_model(model))
 
-    def abort(self, model: str, number: int | None = None, reason: str = "aborted by a client") -> Version:
-        """Give a version up that has not become visible yet, or that cannot be made durable.
+    def abort(
+        self, model: str, version: str | int | None = None, reason: str = "aborted by a client"
+    ) -> Version:
+        """Give a version up, by its number, that has not become visible yet, or that cannot be made durable.
 
         The latter stays visible until a newer version is; no further attempt is made.
 
@@ -313,7 +317,7 @@ class Client:
             NotFound: no such model or version.
             FailedPrecondition: it is visible already, and nothing keeps it from becoming durable.
         """
-        return self._connection.run(push_calls.abort(model, number, reason))
+        return self._connection.run(push_calls.abort(model, version, reason))
 
     def collect(self, model: str, *, dry_run: bool = False) -> Collection:
         """Delete what need not be kept of a model now; services do so by themselves now and then.

@@ -252,9 +252,9 @@ def set_gate(model: str, gate: Gate) -> Steps[Gate]:
     return wire.read(Gate, (yield from _call("SetGate", request)).gate)
 
 
-def approve(model: str, number: int | None, *, by: str, note: str) -> Steps[Version]:
+def approve(model: str, version: str | int | None, *, by: str, note: str) -> Steps[Version]:
     """Hold a version no longer for the reasons for which it is held now, and for no others if the call has to be repeated."""
-    meant = Reference.of(model, number)
+    meant = Reference.of(model, version)
     found = yield from get_version(meant.model, meant.number)
     if not found.held:
         return found
@@ -264,9 +264,9 @@ def approve(model: str, number: int | None, *, by: str, note: str) -> Steps[Vers
     return wire.version_from_proto((yield from _call("ApproveVersion", request)).version)
 
 
-def delete_version(model: str, number: int | None) -> Steps[Version]:
+def delete_version(model: str, version: str | int | None) -> Steps[Version]:
     """Take a version out of history."""
-    meant = Reference.of(model, number)
+    meant = Reference.of(model, version)
     request = pb.DeleteVersionRequest(model=meant.model, number=meant.number)
     return wire.version_from_proto((yield from _call("DeleteVersion", request)).version)
 

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weighbridge._clients.passing_chunks import PassingChunks, Send
 from weighbridge._clients.push_routes import Route
 from weighbridge._core.layouts import Layout
 from weighbridge._formats.gathered_shards import GatheredShards
+from weighbridge._formats.passing_chunks import PassingChunks, Send
 from weighbridge._formats.push_counts import PushCounts
 from weighbridge._formats.push_sources import ShardSource, StagingPool, StreamSource, TensorSource
 from weighbridge._formats.tensor_stream import Ranges

@@ -46,8 +46,8 @@ def same_as(known: KnownLayout | None, digest: str) -> Layout:
     """The layout that the service has not sent again.
 
     Raises:
-        DataLoss: it counts on one that is not known here.
+        DataLoss: it referred to one that this client does not have.
     """
     if known is None or known.digest != digest:
-        raise DataLoss("the service counts on a layout that is not known here")
+        raise DataLoss("the service referred to a layout that this client does not have")
     return known.layout

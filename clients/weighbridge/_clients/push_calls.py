@@ -118,18 +118,18 @@ def seal(
 
 
 def abort(
-    model: str, number: int | None, reason: str, *, refused: str = "", refused_rank: int | None = None
+    model: str, version: str | int | None, reason: str, *, refused: str = "", refused_rank: int | None = None
 ) -> Steps[Version]:
     """Give a version up.
 
     Args:
         model: which model.
-        number: which version; None for the one that ``model`` names.
+        version: its number; None for the one that ``model`` names.
         reason: is told to its ranks.
         refused: the id of a process that cannot take part, so that ranks that have not come yet are told, too.
         refused_rank: its rank, if that was refused before it declared a layout.
     """
-    meant = Reference.of(model, number)
+    meant = Reference.of(model, version)
     request = pb.AbortVersionRequest(
         model=meant.model,
         number=meant.number,

@@ -26,9 +26,12 @@ class Reference:
             not (self.version.isascii() and self.version.isdigit())
             or not 0 < int(self.version[:20]) < 1 << 64
         ):
-            raise InvalidArgument(
-                f"{self.version[:80]!r} is no version number", fix=f"write it like {self.model}@17"
+            said = (
+                f"{self.version[:80]!r} is no version number"
+                if self.version
+                else f"no version of {self.model} is named"
             )
+            raise InvalidArgument(said, fix=f"name it by its number, like {self.model}@17")
         return int(self.version)
 
     @staticmethod

@@ -66,7 +66,7 @@ class Connections:
 
     def __init__(self, addresses: Addresses, most: int, credentials: Credentials = NONE) -> None:
         if not 0 < most <= MOST_CALLS:
-            raise InvalidArgument(f"{most} connections cannot be", fix=f"ask for 1 to {MOST_CALLS}")
+            raise InvalidArgument(f"connections={most} is out of range", fix=f"use 1 to {MOST_CALLS}")
         self.addresses = addresses
         self.most = most
         self.credentials = credentials

@@ -63,7 +63,7 @@ class Credentials:
                 fix=f"say who has issued the service's certificate: {CA_VARIABLE}, a file or {SYSTEM}",
             )
         if self.token is not None and self.token_file is not None:
-            raise InvalidArgument("there are two tokens", fix="name a token or its file, not both")
+            raise InvalidArgument("token and token_file are both set", fix="set one of them")
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] | None = None) -> Credentials:

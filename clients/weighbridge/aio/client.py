@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class AsyncEngineClient:
-    """The asyncio twin of `weighbridge.EngineClient`; one for each rank. Belongs to the event loop that it is first used on.
+    """Client of an engine rank for asyncio: what an agent needs of `weighbridge.EngineClient`; one for each rank. Belongs to the event loop that it is first used on.
 
     Every method may be cancelled, so ``asyncio.timeout`` sets a deadline for any of them. Errors are those of `weighbridge.errors`.
 
@@ -154,10 +154,10 @@ class AsyncEngineClient:
         return await self._connection.run(control_calls.set_ref(model, ref, version))
 
     async def approve(
-        self, model: str, number: int | None = None, *, note: str = "", by: str = ""
+        self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
     ) -> Version:
         """Hold a version no longer; as `Client.approve`."""
-        return await self._connection.run(control_calls.approve(model, number, by=by, note=note))
+        return await self._connection.run(control_calls.approve(model, version, by=by, note=note))
 
     async def delete_ref(self, model: str, ref: str) -> None:
         """Take a tag away. Raises NotFound."""

@@ -14,13 +14,14 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.push_options import PushOptions
+from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.megatron_state import sharded_tensors
+from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import InvalidArgument
 from weighbridge.integrations.checkpoint_names import step_named
 from weighbridge.integrations.guarded_pushes import GuardedPushes
@@ -39,8 +40,8 @@ def push_on_save(
     strict: bool = False,
     lane: str | None = None,
     retry_seconds: float = 60.0,
-    allow_nonfinite: bool = False,
-    candidate: bool = False,
+    credentials: Credentials | None = None,
+    **options: Unpack[PushOptions],
 ) -> PushOnSave:
     """Push the model's weights whenever a distributed checkpoint is saved. All ranks call it, before the first save.
 
@@ -58,14 +59,15 @@ def push_on_save(
             on, as Megatron-LM names them, or else all of it.
         strict: a push that fails, or a version that cannot be completed, raises before anything is saved, and each save waits
             until its version is ready. Otherwise it is logged, and the save goes on.
-        lane, retry_seconds: as for `TrainerClient`.
-        allow_nonfinite, candidate: as for `TrainerClient.push`. A version that is held is logged.
+        lane, retry_seconds, credentials: as for `TrainerClient`.
+        options: ``metadata``, ``candidate`` and ``allow_nonfinite`` of each version, as for `TrainerClient.push`. A version that is held is
+            logged.
 
     Returns:
         The hook; close it, or use it as a context manager, to undo it.
     """
-    client = TrainerClient(server, run=run, retry_seconds=retry_seconds, lane=lane)
-    options = PushOptions(allow_nonfinite=allow_nonfinite, candidate=candidate)
+    check_options(options)
+    client = TrainerClient(server, run=run, retry_seconds=retry_seconds, lane=lane, credentials=credentials)
     return PushOnSave(client, model, hf_dir, step, weights or model_weights, strict=strict, options=options)
 
 

@@ -1,4 +1,5 @@
-"""Conversion of folders, with no service running: Hugging Face folders to torch_dist checkpoints of Megatron-core, and back.
+"""Conversion of folders: Hugging Face folders to torch_dist checkpoints of Megatron-core, and back.
+No service need run, but for `pushing`.
 
 May import: `models`, `plan`, `weighbridge_storage`, `weighbridge`.
 
@@ -8,7 +9,7 @@ May import: `models`, `plan`, `weighbridge_storage`, `weighbridge`.
 - `checkpoint_keys`: which keys and chunks a checkpoint is given.
 - `units`: the plan as pieces of work that can be done in any order.
 - `working_folder`: what an interrupted conversion leaves, so that the next run goes on.
-- `pushing`: a checkpoint as a version of a model, which does need a service.
+- `pushing`: a checkpoint as a version of a model.
 - `workers`: processes that do the work.
 - `worker`: what runs in them.
 """

@@ -74,7 +74,7 @@ class EndedPush:
         return client_id in self.clients
 
     def refuse(self) -> NoReturn:
-        """Raise why nothing more can be received: what the version has failed of, or FailedPrecondition."""
+        """Raise why nothing more can be received: the error that ended the version, or FailedPrecondition."""
         check_not_failed(self.state)
         raise sealed(self.state)
 
@@ -86,7 +86,7 @@ class EndedPush:
         return [(0, length)] if length else [], length, True
 
     def seal(self, rank: int) -> None:
-        """A rank says again that it has pushed everything. Raises what the version has failed of."""
+        """A rank says again that it has pushed everything. Raises the error that ended the version."""
         check_not_failed(self.state)
         self.state.declarations.check_rank(rank)
 

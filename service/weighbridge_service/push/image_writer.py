@@ -137,7 +137,7 @@ class ImageWriter:
             DataLoss: the piece does not agree with its checksum; send it again.
             InvalidArgument: it lies outside of the stream.
             FailedPrecondition: the rank or the version is sealed, or the piece belongs to another replica.
-            WeighbridgeError: what the version has failed of.
+            WeighbridgeError: the version has failed; its error.
         """
         self._take(rank, offset, data, checksum, own=True)
 
@@ -148,7 +148,7 @@ class ImageWriter:
             DataLoss, InvalidArgument: as `write`.
             FailedPrecondition: the replicas have not agreed on the same plan, the piece belongs to another one, or the rank is this
                 replica's own.
-            WeighbridgeError: what the version has failed of.
+            WeighbridgeError: the version has failed; its error.
         """
         # said to the sender alone: who sends what it should not must not end the version
         self._agreed.check_claim(claim)
@@ -263,7 +263,7 @@ class ImageWriter:
         Raises:
             FailedPrecondition: all of the stream has come, files are filled already and must not change, or none of the rank's bytes
                 belongs to this replica alone.
-            WeighbridgeError: what the version has failed of.
+            WeighbridgeError: the version has failed; its error.
         """
         with self._lock:
             if self._closed is not None:
@@ -296,7 +296,7 @@ class ImageWriter:
             The bytes that it has written.
 
         Raises:
-            WeighbridgeError: what the version has failed of.
+            WeighbridgeError: the version has failed; its error.
         """
         rank, granted = grant.rank, grant.prepared.grantable[grant.rank]
         try:

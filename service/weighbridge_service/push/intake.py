@@ -170,7 +170,7 @@ class Intake:
         model_name = ModelName.parse(name)
         if self._registry.find(model_name, number) is None:
             still_open(self._catalog.head(model_name), number)
-            raise Unavailable(f"no rank of {name}@{number} has come to {self.home} yet", fix="try again")
+            raise Unavailable(f"no rank of {name}@{number} has declared at {self.home} yet", fix="try again")
         writer = self.opener.find(name, number).writer_for_other(rank, claim)
         return writer.take_of_other(claim, rank, pieces, self._count)
 

@@ -393,7 +393,7 @@ class PushSession:
         Raises:
             FailedPrecondition: the version is sealed, or the rank or not all others have declared.
             AlreadyExists: the rank belongs to another process.
-            WeighbridgeError: what the version has failed of.
+            WeighbridgeError: the version has failed; its error.
         """
         state = self._state
         check_incomplete(state)
@@ -411,7 +411,7 @@ class PushSession:
             InvalidArgument: there is no such rank.
             FailedPrecondition: the replicas have not agreed on the same plan.
             Unavailable: this replica has not come so far; try again.
-            WeighbridgeError: what the version has failed of.
+            WeighbridgeError: the version has failed; its error.
         """
         state = self._state
         check_not_failed(state)
@@ -459,7 +459,7 @@ class PushSession:
         Raises:
             FailedPrecondition: something is missing; names tensors and boxes.
             LayoutError: another rank holds different bytes under one box; the version is given up.
-            WeighbridgeError: what the version has failed of; the future may also give it.
+            WeighbridgeError: the version has failed; its error; the future may also give it.
         """
 
         def sealed(state: PushState) -> bool | None:
@@ -521,7 +521,7 @@ class PushSession:
         Raises:
             FailedPrecondition: not all of its bytes are here, or they could still be changed.
             NotFound: it is in no image any more, or never was.
-            WeighbridgeError: what the version has failed of.
+            WeighbridgeError: the version has failed; its error.
         """
         state, image = self._state, self._runner.image
         check_not_failed(state)

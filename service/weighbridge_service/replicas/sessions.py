@@ -96,7 +96,7 @@ class SharedSessions:
         return FilesElsewhere(agreed.claim, files, lambda file: _home_of(session.state, owners[file]))
 
     def is_durable(self, name: ModelName, number: int, claim: str) -> bool:
-        """Whether a version that was visible here is durable by now. Raises what it has failed of."""
+        """Whether a version that was visible here is durable by now. Raises the error that ended it."""
         pushes = self._pushes(str(name), number, claim)
         if not pushes:  # it has ended a while ago
             return True

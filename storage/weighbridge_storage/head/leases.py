@@ -45,7 +45,7 @@ class Grace:
 
     def __post_init__(self) -> None:
         if type(self.ms) is not int or not 4 <= self.ms <= strict_json.MAX_INTEGER:
-            raise InvalidArgument(f"a grace time of {self.ms!r} milliseconds cannot be")
+            raise InvalidArgument(f"a grace time of {self.ms!r} ms is out of range", fix="use 4 ms or more")
 
     @property
     def quarter_ms(self) -> int:

@@ -15,6 +15,7 @@ from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.torch_state import rank_and_world, torch_shards
+from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, NotFound
 from weighbridge.integrations.guarded_pushes import GuardedPushes
 
@@ -37,7 +38,7 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
         dtype: in which the model is registered, such as ``bf16``; by default its config's.
         run: name of the training run, part of the version's lineage.
         strict: a push that fails, or a version that cannot be completed, raises, and each push waits until its version is ready.
-        lane, retry_seconds: as for `TrainerClient`.
+        lane, retry_seconds, credentials: as for `TrainerClient`.
         options: ``metadata``, ``candidate`` and ``allow_nonfinite`` of each version, as for `TrainerClient.push`.
 
     Raises:
@@ -55,6 +56,7 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
         strict: bool = False,
         lane: str | None = None,
         retry_seconds: float = 60.0,
+        credentials: Credentials | None = None,
         **options: Unpack[PushOptions],
     ) -> None:
         if every is not None and every < 1:
@@ -64,7 +66,9 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
         check_options(options)
         self._dtype = dtype
         self._options = options
-        self._client = TrainerClient(server, run=run, retry_seconds=retry_seconds, lane=lane)
+        self._client = TrainerClient(
+            server, run=run, retry_seconds=retry_seconds, lane=lane, credentials=credentials
+        )
         self._pushes = GuardedPushes(self._client, model, None, strict=strict, logger=logger)
 
     @property

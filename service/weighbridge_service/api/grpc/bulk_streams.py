@@ -114,7 +114,7 @@ def received(
             return
         if len(message.data) > rpc.MESSAGE_BYTES:
             raise InvalidArgument(
-                f"a message of {len(message.data)} bytes came; {rpc.MESSAGE_BYTES} are the most",
+                f"a message of {len(message.data)} bytes exceeds the limit of {rpc.MESSAGE_BYTES}",
                 fix="cut the stream into smaller messages",
             )
         yield message.message.offset, message.data, message.message.checksum

@@ -96,9 +96,7 @@ def encoded(response: Message | bytes) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
-_STUCK = Unavailable(
-    "the stream has not got on, and what it holds is needed", fix="open it again where it broke"
-)
+_STUCK = Unavailable("the stream stalled, and other streams need its memory", fix="resume it at its offset")
 _GONE = Unavailable("the caller has gone")
 _BROKEN = grpc.aio.InternalError
 """Is raised where a message or a status is sent to a caller that has gone, before the call's task is cancelled."""

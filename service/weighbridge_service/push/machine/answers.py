@@ -23,7 +23,7 @@ _RETRY_MS_PER_RANK = 2
 
 
 def check_not_failed(state: PushState) -> None:
-    """Raise what the version has failed of, if it has."""
+    """Raise the error that ended the version, if any has."""
     error = state.error
     if error is not None and state.phase is Phase.ABORTED:
         raise aborted(state, error)
@@ -32,7 +32,7 @@ def check_not_failed(state: PushState) -> None:
 
 
 def check_incomplete(state: PushState) -> None:
-    """Raise if nothing more can be received: what the version has failed of, or FailedPrecondition."""
+    """Raise if nothing more can be received: the error that ended the version, or FailedPrecondition."""
     check_not_failed(state)
     if state.phase not in INCOMPLETE:
         raise sealed(state)
@@ -59,7 +59,7 @@ def answer_declare(state: PushState, rank: int, client_id: str, digest: str) -> 
     Raises:
         AlreadyExists: another process has declared this rank.
         FailedPrecondition: the rank has declared another layout, or the version is sealed.
-        WeighbridgeError: what the version has failed of.
+        WeighbridgeError: the version has failed; its error.
     """
     check_incomplete(state)
     state.declarations.check_rank(rank)
@@ -92,7 +92,7 @@ def answer_seal(state: PushState, rank: int) -> bool | None:
     """Whether a rank is sealed: True. The rank that completes a version which no other replica receives waits until it is ready.
 
     Raises:
-        WeighbridgeError: what the version has failed of.
+        WeighbridgeError: the version has failed; its error.
     """
     check_not_failed(state)
     if state.phase not in INCOMPLETE:

@@ -79,10 +79,10 @@ class PushState:
         leave_until: until when the last steps are left to the replica that came last.
         confirmed_at: when head.json last said, with all bytes here, that the version was still open; None before that.
         publishing: whether a publication was ever begun by this replica.
-        settling: what a publication has failed of, as long as it is not known whether it was made all the same.
+        settling: the error of a publication of which it is not known yet whether it was made all the same.
         received_bytes: of tensors that have come.
         ready_ms, verified_ms, durable_ms: when it became so, in milliseconds since 1970 UTC; 0 if it did not.
-        error: what it has failed of; of a visible version, why it is not durable.
+        error: what ended it; of a visible version, why it is not durable.
         gave_up: of a visible version, that no further attempt is made.
         superseded: whether a newer version of the model is visible.
         hurrying: whether the service shuts down.
