@@ -47,7 +47,8 @@ def measure(
 
     ``copy`` and ``cast_copy`` are torch's copies, of bf16 tensors and of fp32 tensors to bf16. ``megatron``, ``state_dict`` and ``cast`` are
     times until a push returns: of tensor-parallel shards in Megatron's names, of DTensors cut by rows as FSDP2 cuts them, of these
-    once more (``counted``) and without the count of their non-finite elements (``uncounted``), and of these in fp32, cast on the way.
+    once more (``counted``) and without the count of their non-finite elements (``uncounted``), and of these in fp32, cast on the way;
+    and of whole tensors that pass by (``gathered``), of which each rank copies its share.
     ``*_ready`` last until the version is ready.
     """
     torch.set_num_threads(threads)
@@ -88,6 +89,9 @@ class _Rank:
             }
             for dtype, local in self._local.items()
         }
+        self._whole = dict(
+            zip(rows, bits.tensors([(torch.bfloat16, spec.shape) for spec in specs]), strict=True)
+        )
         self._copy = WarmCopy([(torch.bfloat16, shape) for shape in rows.values()], device)
 
     def round(self) -> Iterator[tuple[str, float]]:
@@ -99,6 +103,7 @@ class _Rank:
         yield from self._push("counted", lambda step: self._push_state(torch.bfloat16, step))
         with _without_counts():
             yield from self._push("uncounted", lambda step: self._push_state(torch.bfloat16, step))
+        yield from self._push("gathered", self._push_gathered)
         yield "cast_copy", _timed(lambda: self._copy.run(self._local[torch.float32]))
         yield from self._push("cast", lambda step: self._push_state(torch.float32, step))
 
@@ -125,6 +130,9 @@ class _Rank:
         return self._client.push_shards(
             MODEL, self._layout, self._space, source, step=step, rank=self._rank, world_size=self._ranks
         )
+
+    def _push_gathered(self, step: int) -> PushHandle:
+        return self._client.push_gathered(MODEL, self._whole.items(), step=step)
 
     def _push_state(self, dtype: torch.dtype, step: int) -> PushHandle:
         return self._client.push_state_dict(MODEL, self._state[dtype], step=step)

@@ -1,7 +1,7 @@
 """``python -m benchmarks.torch_trainers``: how long a push of a torch state dict holds its ranks.
 
 Real gloo ranks hold one model as DTensors cut by rows, as FSDP2 cuts them, in bf16 and in fp32, and as Megatron's tensor-parallel shards;
-on GPUs, which they share if there are fewer, with ``--device cuda``. Each round pushes all three, and lets torch copy as much, with the same cast, so that each ratio is of times under the same load.
+on GPUs, which they share if there are fewer, with ``--device cuda``. Each round pushes all three, and whole tensors that pass by, and lets torch copy as much, with the same cast, so that each ratio is of times under the same load.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ RATIOS = {
     "a state dict held / torch's copy": ("state_dict", "copy"),
     "Megatron's shards held / torch's copy": ("megatron", "copy"),
     "a state dict held / the same without the count of non-finite elements": ("counted", "uncounted"),
+    "whole tensors that pass by held / a state dict held": ("gathered", "state_dict"),
     "fp32 cast to bf16 held / torch's cast": ("cast", "cast_copy"),
     "a state dict ready / Megatron's shards ready": ("state_dict_ready", "megatron_ready"),
     "fp32 cast to bf16 ready / a state dict ready": ("cast_ready", "state_dict_ready"),

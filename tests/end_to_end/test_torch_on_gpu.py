@@ -137,6 +137,45 @@ def test_fully_sharded_parameters_on_gpus_are_pushed_and_filled_bit_for_bit(
     assert sum(report.cast_tensors for report in reports) >= (len(first) if kept != held else 0)
 
 
+def _push_gathered(rank: int, address: str, name: str, held: torch.dtype, lane: str) -> Any:
+    """Whole tensors in one buffer, which the GPU overwrites as soon as the next one is asked for."""
+    model = tiny_model(CONFIG, seed=5).to(held).cuda()
+    state = {key: tensor.detach() for key, tensor in model.state_dict().items()}
+    buffer = torch.empty(max(tensor.numel() for tensor in state.values()), dtype=held, device="cuda")
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for key, tensor in state.items():
+            passing = buffer[: tensor.numel()].view(tensor.shape)
+            passing.copy_(tensor)
+            yield key, passing
+            buffer.fill_(7.0)
+
+    with TrainerClient(address, lane=lane) as trainer:
+        handle = trainer.push_gathered(name, weights(), step=1, buffer_bytes=2 << 20)
+        return (
+            {key: tensor.cpu() for key, tensor in state.items()},
+            handle.wait(timeout=100).number,
+            handle.report(),
+        )
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_whole_tensors_that_pass_by_on_gpus_arrive_bit_for_bit(
+    service: RunningService, tmp_path: Path, lane: str, held: torch.dtype
+) -> None:
+    name = f"tests/gathered-{str(held).rpartition('.')[2]}-{lane}"
+    register(service, name, tmp_path, "bf16")
+    ranks = run_on_gpus(_push_gathered, service.address, name, held, lane)
+    expected, number, _ = ranks[0]
+    with EngineClient(service.address) as engine:
+        found = dict(engine.pull(name, number))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor.bfloat16()) for key, tensor in expected.items())
+    assert {report.lane for *_, report in ranks} == {lane}
+    assert sum(report.stream_bytes for *_, report in ranks) == sum(tensor.nbytes for tensor in found.values())
+
+
 @pytest.mark.parametrize("lane", LANES)
 def test_what_is_not_finite_on_a_gpu_is_counted_there_and_holds_the_version(
     service: RunningService, tmp_path: Path, lane: str
