@@ -11,7 +11,7 @@ from weighbridge._core.layouts import Layout
 from weighbridge._formats.gathered_shards import GatheredShards
 from weighbridge._formats.passing_chunks import PassingChunks, Send
 from weighbridge._formats.push_counts import PushCounts
-from weighbridge._formats.push_sources import ShardSource, StagingPool, StreamSource, TensorSource
+from weighbridge._formats.push_sources import ShardSource, StagingPool, StreamSource
 from weighbridge._formats.tensor_stream import Ranges
 from weighbridge._lane.loans import WriteLoan
 from weighbridge._lane.local_lane import GRPC, LOCAL, MIXED, LocalLane
@@ -91,7 +91,7 @@ def copy_out(
         if lent.loan is None or lent.streamed:
             staged = source.stage(lent.streamed)
         if lent.loan is not None:
-            counts.add(lent.loan.fill(source, stream))
+            counts.add(lent.loan.fill(source, stream.nbytes))
     except BaseException:
         Delivery(lent, staged, (), 0).give_up()
         raise
@@ -109,6 +109,7 @@ def take_passing(
     send: Send,
     buffer_bytes: int,
     counts: PushCounts,
+    staging: StagingPool,
 ) -> Delivery:
     """Copy shards out as they pass by. What goes by gRPC has arrived when all have.
 
@@ -119,15 +120,16 @@ def take_passing(
         send: sends a part of the stream.
         buffer_bytes: host memory for what is being sent.
         counts: takes the counts of what was written.
+        staging: where buffers come from.
     """
-    staging = StagingPool()
     try:
-        with PassingChunks(stream, lent.streamed, staging, buffer_bytes, send) as chunks:
+        with contextlib.ExitStack() as stack:
+            chunks = stack.enter_context(PassingChunks(stream, lent.streamed, staging, buffer_bytes, send))
+            fill = None if lent.loan is None else stack.enter_context(lent.loan.passing(stream, counts))
             for part in passing.parts():
                 chunks.take(part)
-                if lent.loan is not None:
-                    source = TensorSource(staging, stream.select(part.indexes), part.tensors)
-                    counts.add(lent.loan.fill(source, stream, part.indexes))
+                if fill is not None:
+                    fill.take(part, staging)
             chunks.finish()
     except BaseException:
         lent.give_back()

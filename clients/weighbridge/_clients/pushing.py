@@ -25,7 +25,7 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
 from weighbridge._formats.gathered_shards import OpenPassing
 from weighbridge._formats.push_counts import PlacedPart, PushCounts
-from weighbridge._formats.push_sources import OpenSource, StreamSource
+from weighbridge._formats.push_sources import OpenSource, StagingPool, StreamSource
 from weighbridge._formats.tensor_stream import Ranges
 from weighbridge._transport import bulk, pieces, rpc
 from weighbridge.errors import AlreadyExists, InvalidArgument, VersionFailed, WeighbridgeError
@@ -54,6 +54,7 @@ class Pusher:
         self._running: list[Future[PushReport]] = []
         self._slots = threading.BoundedSemaphore(_PUSHES_AT_ONCE)
         self._replicas = ReplicaChecksums()
+        self._staging = StagingPool()
 
     def push(
         self,
@@ -103,7 +104,9 @@ class Pusher:
                 lent = lend(connection.lane, header, chosen)
                 send = partial(self._send_all, header, at, routes, counts)
                 passing = open_source.make(chosen)
-                delivery = take_passing(lent, chosen, passing, send, open_source.buffer_bytes, counts)
+                delivery = take_passing(
+                    lent, chosen, passing, send, open_source.buffer_bytes, counts, self._staging
+                )
                 casts = passing.casts
             else:
                 replicas = self._replicas.of_push(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,6 +57,12 @@ class PushCounts:
                 self._complete = False
             else:
                 self._found += np.array(counts, np.int64)
+
+    def add_of(self, counts: Mapping[int, int]) -> None:
+        """Take the counts of what was written of some shards, by their indexes."""
+        with self._lock:
+            for index, count in counts.items():
+                self._found[index] += count
 
     def take(self, start: int, data: Buffer, read: Callable[[int, int], Buffer]) -> None:
         """Count in a piece of the stream what no earlier one has brought: pieces are sent again where a stream breaks.

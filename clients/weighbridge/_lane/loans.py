@@ -5,19 +5,24 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from weighbridge._core.layouts import Layout
-from weighbridge._formats.push_sources import ShardSource
-from weighbridge._formats.tensor_stream import check_target
+from weighbridge._formats.gathered_shards import Passing
+from weighbridge._formats.push_counts import PushCounts, encodings_of
+from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge._formats.tensor_stream import check_size, check_target, written_as
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._lane.plans import PlacedPlan
 from weighbridge._memory.copying import read_tensors
 from weighbridge._memory.mappings import MappedMemory
+from weighbridge._memory.passing_writes import PassingWriter
 from weighbridge._memory.sampling import sample_of
 from weighbridge._memory.strided import ShardCopies, Uncounted, count_written, is_dense
 from weighbridge._transport import rpc
+from weighbridge.errors import FailedPrecondition
 from weighbridge.v1 import local_lane_pb2 as pb
 
 if TYPE_CHECKING:
@@ -39,43 +44,54 @@ class WriteLoan:
         self._number = number
         self._memory: MappedMemory | None = memory
         self._copies = plan.copies
-        self._ranges: Sequence[tuple[int, int]] | None = None
         self._sample: list[pb.SampledPiece] = []
-        self._uncounted: list[Uncounted] = []
+        self._uncounted: Sequence[Uncounted] = ()
 
-    def fill(
-        self, source: ShardSource, stream: Layout, part: Sequence[int] | None = None
-    ) -> Sequence[int] | None:
-        """Copy shards to where they belong, and take note of a sample of them before.
+    def fill(self, source: ShardSource, nbytes: int) -> Sequence[int] | None:
+        """Copy the shards to where they belong, and take note of a sample of them before.
 
         Args:
             source: the shards.
-            stream: layout of all shards of the rank.
-            part: which of them these are; all by default. Parts that follow each other are all of them together.
+            nbytes: of their stream.
 
         Returns:
-            For each shard of the stream how many of the elements that were written are non-finite; but for those that `count` counts. None
-            if the source does not count.
+            For each shard how many of the elements that were written are non-finite; but for those that `count` counts. None if the
+            source does not count.
         """
-        counts = [0] * len(self._copies)
         if self._memory is None:
-            return counts
-        if self._ranges is None:
-            self._ranges = sample_of(stream.nbytes, self.streamed)
-        indexes = range(len(self._copies)) if part is None else part
+            return [0] * len(self._copies)
         try:
-            sampled = _all_of(self._ranges) if part is None else _within(self._ranges, stream, part)
-            self._sample += _sampled(source, sampled)
-            written = source.write([self._copies[index] for index in indexes], [self._memory])
+            self._sample = _sampled(source, nbytes, self.streamed)
+            written = source.write(self._copies, [self._memory])
             if written is None:
                 return None
-            self._uncounted += [each._replace(shard=indexes[each.shard]) for each in written.uncounted]
-            for index, count in zip(indexes, written.counts, strict=True):
-                counts[index] += count
-            return counts
+            self._uncounted = written.uncounted
+            return written.counts
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold arrays over the memory
             raise
+
+    @contextmanager
+    def passing(self, stream: Layout, counts: PushCounts) -> Iterator[PassingFill]:
+        """Copy shards to where they belong as they pass by. When the block ends without an error, all that passed by is there.
+
+        Args:
+            stream: layout of all shards of the rank.
+            counts: takes the counts of the elements that are non-finite; but for those that `count` counts.
+        """
+        memory = self._memory
+        if memory is None:
+            raise FailedPrecondition("the memory has been given back")
+        try:
+            with PassingWriter([memory]) as writer:
+                yield PassingFill(
+                    stream, sample_of(stream.nbytes, self.streamed), writer, self._copies, self._sample
+                )
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold arrays over the memory
+            raise
+        counts.add_of(writer.counts)
+        self._uncounted = writer.uncounted
 
     def count(self) -> Sequence[int]:
         """For each shard how many elements are non-finite of those that were not counted while they were written; once, before the end."""
@@ -106,6 +122,42 @@ class WriteLoan:
             self._connection.ask(pb.LaneRequest(end_write=end))
 
 
+class PassingFill:
+    """Shards on their way to lent memory; made by `WriteLoan.passing`."""
+
+    def __init__(
+        self,
+        stream: Layout,
+        ranges: Sequence[tuple[int, int]],
+        writer: PassingWriter,
+        copies: Sequence[ShardCopies],
+        sample: list[pb.SampledPiece],
+    ) -> None:
+        self._stream = stream
+        self._ranges = ranges
+        self._writer = writer
+        self._copies = copies
+        self._sample = sample
+        self._encodings = encodings_of(stream)
+
+    def take(self, passing: Passing, staging: StagingPool) -> None:
+        """Copy shards, and take note of what of them is in the sample before; they may change afterwards, on a GPU in stream order.
+
+        Args:
+            passing: the shards.
+            staging: where buffers for the sample come from.
+        """
+        sampled = _within(self._ranges, self._stream, passing.indexes)
+        if sampled:
+            source = TensorSource(staging, self._stream.select(passing.indexes), passing.tensors)
+            self._sample += _pieces(source, sampled)
+        for index, tensor in zip(passing.indexes, passing.tensors, strict=True):
+            placement = self._stream.placements[index]
+            dtype = written_as(self._stream.tensors[placement.shard.tensor], tensor)
+            check_size(placement, tensor, dtype)
+            self._writer.write(index, tensor, dtype, self._copies[index], self._encodings[index])
+
+
 class _Sampled(NamedTuple):
     """A range of a rank's stream that is sampled.
 
@@ -117,11 +169,6 @@ class _Sampled(NamedTuple):
     start: int
     end: int
     at: int
-
-
-def _all_of(ranges: Sequence[tuple[int, int]]) -> list[_Sampled]:
-    """The ranges, of a source that has the whole stream."""
-    return [_Sampled(start, end, start) for start, end in ranges]
 
 
 def _within(ranges: Sequence[tuple[int, int]], stream: Layout, part: Sequence[int]) -> list[_Sampled]:
@@ -137,16 +184,19 @@ def _within(ranges: Sequence[tuple[int, int]], stream: Layout, part: Sequence[in
     return found
 
 
-def _sampled(source: ShardSource, ranges: Sequence[_Sampled]) -> list[pb.SampledPiece]:
+def _sampled(source: ShardSource, nbytes: int, streamed: Sequence[tuple[int, int]]) -> list[pb.SampledPiece]:
     """Checksums of parts of a stream that are going to be written: the service compares them when it verifies the version."""
-    if not ranges:
+    return _pieces(source, [_Sampled(start, end, start) for start, end in sample_of(nbytes, streamed)])
+
+
+def _pieces(source: ShardSource, sampled: Sequence[_Sampled]) -> list[pb.SampledPiece]:
+    if not sampled:
         return []
-    there = sorted((each.at, each.at + each.end - each.start) for each in ranges)
-    staged = source.stage(there)
+    staged = source.stage(sorted((at, at + end - start) for start, end, at in sampled))
     try:
         return [
             pb.SampledPiece(start=start, end=end, checksum=rpc.checksum(staged.read(at, at + end - start)))
-            for start, end, at in ranges
+            for start, end, at in sampled
         ]
     finally:
         if staged is not source:

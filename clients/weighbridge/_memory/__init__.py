@@ -3,6 +3,7 @@
 May import: `_core`, `weighbridge.errors`.
 
 - `mappings`: a mapping of the service's memory, and its registration with CUDA.
+- `passing_writes`: copies of tensors that are there for a moment only.
 - `paging`: huge pages of a mapping.
 - `strided`: strided copies as values, and on bytes.
 - `copying`: the same on tensors of any device.

@@ -51,7 +51,7 @@ def write_tensors(
     rest: list[_Copied] = []
     for index, (shard, copies) in enumerate(shards):
         each = _Copied(index, shard, copies, encodings[index] if encodings else None)
-        (by_engine if shard.is_cuda and _pinned(copies, memories) else rest).append(each)
+        (by_engine if shard.is_cuda and is_pinned(copies, memories) else rest).append(each)
     found = [0] * (len(by_engine) + len(rest))
     with contextlib.ExitStack() as stack:
         if by_engine:
@@ -112,7 +112,7 @@ def read_tensors(
                 if sum(copy.nbytes for copy in copies) < target.nbytes:
                     target.zero_()
                 filled: torch.cuda.Event | None = None
-                if target.is_cuda and _pinned(copies, memories):
+                if target.is_cuda and is_pinned(copies, memories):
                     if queue is None:
                         from weighbridge._memory.cuda_copies import CopyQueue
 
@@ -261,7 +261,7 @@ def has_bytes(shard: torch.Tensor) -> bool:
     return known and shard.is_cpu and shard.is_contiguous() and not (shard.is_neg() or shard.is_conj())
 
 
-def _pinned(copies: Sequence[ByteCopy[int]], memories: Sequence[MappedMemory]) -> bool:
+def is_pinned(copies: Sequence[ByteCopy[int]], memories: Sequence[MappedMemory]) -> bool:
     """Whether GPUs can copy to and from what these copies need."""
     return all(_try_to_pin(memories[number]) for number in {copy.file for copy in copies})
 

@@ -46,7 +46,8 @@ def register(address: int, nbytes: int, *, read_only: bool) -> Callable[[], None
 class CopyQueue:
     """Copies that are asked for one after the other and are all done when the context ends, on any number of GPUs.
 
-    They wait for what the current streams have been given to do so far, and later work of these streams waits for nothing.
+    They wait for what the current streams have been given to do so far; later work of these streams waits for nothing but what
+    `precede` says.
 
     Args:
         addresses: of each memory's first byte; those that are used must be registered.
@@ -76,6 +77,13 @@ class CopyQueue:
             return None
         filled: torch.cuda.Event = self._streams[shard.device].record_event()
         return filled
+
+    def precede(self, device: torch.device) -> None:
+        """Let what the device's current stream is given from now on wait for the copies so far: shards may then be overwritten or freed there."""
+        import torch
+
+        torch.cuda.current_stream(device).wait_stream(self._streams[device])
+        self._kept.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -29,11 +29,30 @@ _FLOATS = {
 """Names of the dtypes that torch compares as numbers, by their masks."""
 
 
+class Screen:
+    """Reductions of tensors that may be gone when it is asked which of them have non-finite elements."""
+
+    def __init__(self) -> None:
+        self._screened: list[_Screened] = []
+
+    def add(
+        self, index: int, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding | None
+    ) -> None:
+        """Begin to reduce, on the current stream of the tensor's device; arguments as for `TensorCounts.add`."""
+        if encoding is not None and flat.numel():
+            self._screened.append(_screened(index, flat, copies, encoding))
+
+    def suspects(self) -> list[tuple[int, Sequence[ByteCopy[int]], Encoding]]:
+        """Wait for the reductions; what was added of the tensors that may have non-finite elements."""
+        screened, self._screened = self._screened, []
+        return [(each.index, each.copies, each.encoding) for each in _not_cleared(screened)]
+
+
 class TensorCounts:
     """Counts of the elements that copies take out of tensors. What is added must stay as it is until the counts were taken."""
 
     def __init__(self) -> None:
-        self._added: list[_Added] = []
+        self._added: dict[_Screened, torch.Tensor] = {}
 
     def add(
         self, index: int, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding | None
@@ -47,29 +66,38 @@ class TensorCounts:
             encoding: None if there is nothing to count.
         """
         if encoding is not None and flat.numel():
-            bits = flat.detach().resolve_conj().resolve_neg()
-            self._added.append(_Added(index, bits, copies, encoding, _extremes(bits, encoding)))
+            self._added[_screened(index, flat, copies, encoding)] = flat
 
     def take(self) -> dict[int, int]:
         """Wait for the counts; those above 0, by index."""
-        added, self._added = self._added, []
-        found = ((each.index, each.count()) for each in _not_cleared(added))
+        added, self._added = self._added, {}
+        found = ((each.index, each.count(added[each])) for each in _not_cleared(added))
         return {index: count for index, count in found if count}
 
 
-@dataclass(frozen=True, slots=True)
-class _Added:
-    """A tensor and its smallest and largest element, which are NaN if any element is; of bytes, the largest signed and unsigned one."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Screened:
+    """What is counted, and a tensor's smallest and largest element, which are NaN if any element is; of bytes, the largest signed and unsigned one."""
 
     index: int
-    flat: torch.Tensor
     copies: Sequence[ByteCopy[int]]
     encoding: Encoding
     extremes: torch.Tensor
 
-    def count(self) -> int:
-        """Count one element after another."""
-        return sum(_count(_patterns(self.flat, copy, self.encoding), self.encoding) for copy in self.copies)
+    def count(self, flat: torch.Tensor) -> int:
+        """Count one element of the tensor after another."""
+        bits = _bits(flat)
+        return sum(_count(_patterns(bits, copy, self.encoding), self.encoding) for copy in self.copies)
+
+
+def _screened(
+    index: int, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding
+) -> _Screened:
+    return _Screened(index, copies, encoding, _extremes(_bits(flat), encoding))
+
+
+def _bits(flat: torch.Tensor) -> torch.Tensor:
+    return flat.detach().resolve_conj().resolve_neg()
 
 
 def _extremes(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
@@ -80,12 +108,12 @@ def _extremes(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     return torch.stack(torch.aminmax(flat.view(getattr(torch, _FLOATS[encoding.mask]))))
 
 
-def _not_cleared(added: Iterable[_Added]) -> Iterable[_Added]:
+def _not_cleared(screened: Iterable[_Screened]) -> Iterable[_Screened]:
     """Those that may have non-finite elements; waits once for each device and dtype."""
     import torch
 
-    alike: dict[object, list[_Added]] = defaultdict(list)
-    for each in added:
+    alike: dict[object, list[_Screened]] = defaultdict(list)
+    for each in screened:
         alike[each.extremes.device, each.extremes.dtype].append(each)
     for group in alike.values():
         extremes = torch.stack([each.extremes for each in group]).tolist()

@@ -1,0 +1,115 @@
+"""Copies to mapped memory of tensors that are there for a moment only.
+
+A tensor in host memory has been copied when `PassingWriter.write` returns. Of one on a GPU nobody waits for the copy: what the current stream of its
+device is given to do afterwards does, so whoever overwrites or frees the tensor in stream order, as torch does, comes after it. So copy engines
+are kept busy from one tensor to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._core.nonfinite import Encoding
+from weighbridge._memory.casting import write_cast
+from weighbridge._memory.copying import is_pinned, write_tensors
+from weighbridge._memory.mappings import MappedMemory
+from weighbridge._memory.strided import Uncounted
+from weighbridge._memory.tensor_counts import Screen
+
+if TYPE_CHECKING:
+    import torch
+
+    from weighbridge._memory.cuda_copies import CopyQueue
+
+
+class PassingWriter:
+    """Copies shards to memory, one after another; a context, at whose end all are there.
+
+    Args:
+        memories: mapped for writing.
+
+    Attributes:
+        counts: of non-finite elements, by the shard's index, where there are any; complete at the end.
+        uncounted: what is still to be counted, in memory; likewise.
+    """
+
+    def __init__(self, memories: Sequence[MappedMemory]) -> None:
+        self.counts: dict[int, int] = {}
+        self.uncounted: list[Uncounted] = []
+        self._memories = memories
+        self._screen = Screen()
+        self._queue: CopyQueue | None = None
+
+    def write(
+        self,
+        index: int,
+        shard: torch.Tensor,
+        dtype: torch.dtype,
+        copies: Sequence[ByteCopy[int]],
+        encoding: Encoding | None,
+    ) -> None:
+        """Copy a shard.
+
+        Args:
+            index: names it.
+            shard: on any device, its elements in row-major order of its axes.
+            dtype: to which they are cast, if it is another one.
+            copies: where the bytes of the cast go.
+            encoding: of the cast's elements; None if they are not counted.
+        """
+        if (
+            shard.is_cuda
+            and is_pinned(copies, self._memories)
+            and self._begin(index, shard, dtype, copies, encoding)
+        ):
+            return
+        if dtype == shard.dtype:
+            found = write_tensors([(shard, copies)], self._memories, [encoding])
+        else:
+            written = write_cast([(shard, dtype, copies)], self._memories, [encoding])
+            found = list(written.counts)
+            self.uncounted += [each._replace(shard=index) for each in written.uncounted]
+        self._count(index, found[0])
+
+    def _begin(
+        self,
+        index: int,
+        shard: torch.Tensor,
+        dtype: torch.dtype,
+        copies: Sequence[ByteCopy[int]],
+        encoding: Encoding | None,
+    ) -> bool:
+        """Have a copy engine copy a shard; False if it cannot, and nothing was done."""
+        if self._queue is None:
+            from weighbridge._memory.cuda_copies import CopyQueue
+
+            self._queue = CopyQueue([memory.address for memory in self._memories])
+        flat = shard.detach().contiguous().to(dtype).view(-1)
+        if not self._queue.write(flat, copies):
+            return False
+        self._screen.add(index, flat, copies, encoding)
+        self._queue.precede(flat.device)
+        return True
+
+    def _count(self, index: int, count: int) -> None:
+        if count:
+            self.counts[index] = self.counts.get(index, 0) + count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._queue is not None:
+            with self._queue:  # its end waits for all copies
+                pass
+        if error is None:
+            self.uncounted += [
+                Uncounted(index, copy, encoding)
+                for index, copies, encoding in self._screen.suspects()
+                for copy in copies
+            ]
