@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 LEAST_SHARE_BYTES = 256 << 10
 """What a rank takes of a tensor at the least: smaller copies cost more than they carry."""
+_WORD_BYTES = 8
+_WORDS_AT_ONCE = 1 << 22
 
 
 def share_layout(tensors: Mapping[str, TensorSpec], rank: int, ranks: int) -> Layout:
@@ -174,42 +176,75 @@ class GatheredShards:
 
 
 class _Ties:
-    """Names that the model does not have, and whether they are copies of a tensor that it has: a tied head, of the embedding.
+    """Names that the model does not have, and whether they are copies of its embedding: a head that is tied to it.
 
-    Each rank compares a share of the rows, so that all together compare everything.
+    Each rank compares a share of the rows, so that all together compare everything. A model that has a head beside the embedding has none that is
+    tied.
     """
 
     def __init__(self, model: Mapping[str, TensorSpec], rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
-        # tied are embeddings, and they have a row for each token: more than anything else has
-        self._tokens = max((spec.shape[0] for spec in model.values() if len(spec.shape) == 2), default=0)
-        self._digests: set[tuple[tuple[int, ...], torch.dtype, bytes]] = set()
-        self._unknown: list[tuple[str, tuple[tuple[int, ...], torch.dtype, bytes] | None]] = []
+        # embeddings have a row for each token: more than anything else has
+        tables = [spec for spec in model.values() if len(spec.shape) == 2]
+        tokens = max((spec.shape[0] for spec in tables), default=0)
+        longest = [spec for spec in tables if spec.shape[0] == tokens]
+        self._embedding = longest[0] if len(longest) == 1 else None
+        self._given: _Digest | None = None
+        self._unknown: list[tuple[str, _Digest | None]] = []
 
     def known(self, name: str, value: torch.Tensor) -> None:
         """Take note of a tensor that the model has."""
-        if self._may_be_tied(value):
-            self._digests.add(self._digest(value))
+        if self._embedding is not None and name == self._embedding.name:
+            self._given = self._digest(value)
 
     def unknown(self, name: str, value: torch.Tensor) -> None:
         """Take note of one that it does not have."""
         if not name.endswith("inv_freq"):
-            self._unknown.append((name, self._digest(value) if self._may_be_tied(value) else None))
+            alike = self._embedding is not None and tuple(value.shape) == self._embedding.shape
+            self._unknown.append((name, self._digest(value) if alike else None))
 
     def unmatched(self) -> list[str]:
         """The names of those that are no copies."""
-        return [name for name, digest in self._unknown if digest not in self._digests]
+        given = None if self._given is None else self._given.value()
+        return [name for name, digest in self._unknown if digest is None or digest.value() != given]
 
-    def _may_be_tied(self, value: torch.Tensor) -> bool:
-        return value.ndim == 2 and value.shape[0] == self._tokens
-
-    def _digest(self, value: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, bytes]:
-        import torch
-
+    def _digest(self, value: torch.Tensor) -> _Digest:
         rows = value.shape[0]
         share = value.detach()[self._rank * rows // self._ranks : (self._rank + 1) * rows // self._ranks]
-        data = share.to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
-        return tuple(value.shape), value.dtype, xxhash.xxh3_128_digest(data.data)
+        return _Digest.of(share.contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class _Digest:
+    """Digest of a tensor: XXH3 of its bytes; on a GPU, sums of its words with random weights, for which nobody waits until they are compared."""
+
+    dtype: torch.dtype
+    found: bytes | torch.Tensor
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Digest:
+        """The digest of a contiguous tensor."""
+        import torch
+
+        octets = tensor.view(-1).view(torch.uint8)
+        if not tensor.is_cuda or octets.numel() % _WORD_BYTES:
+            return _Digest(tensor.dtype, xxhash.xxh3_128_digest(octets.cpu().numpy().data))
+        words = octets.view(torch.int64)
+        random = torch.Generator(tensor.device).manual_seed(0)
+        weights = torch.randint(
+            -(1 << 63),
+            (1 << 63) - 1,
+            (min(len(words), _WORDS_AT_ONCE),),
+            device=tensor.device,
+            generator=random,
+        )
+        sums = [(part * weights[: len(part)]).sum() for part in words.split(_WORDS_AT_ONCE)]  # type: ignore[no-untyped-call]
+        return _Digest(tensor.dtype, torch.stack(sums) if sums else words)
+
+    def value(self) -> object:
+        """What is equal for equal tensors."""
+        found = self.found if isinstance(self.found, bytes) else tuple(self.found.tolist())
+        return self.dtype, found
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.passing_chunks import PassingChunks
 from weighbridge._formats.push_sources import Bytes, StagingPool, StreamSource
 from weighbridge._formats.tensor_stream import Ranges
-from weighbridge.errors import Unavailable
+from weighbridge.errors import LayoutError, Unavailable
 
 SHAPES = st.lists(st.integers(1, 6), max_size=1).flatmap(
     lambda tail: st.tuples(st.integers(1, 3 * LEAST_SHARE_BYTES // 2), *map(st.just, tail))
@@ -125,3 +125,45 @@ def test_what_cannot_be_sent_ends_the_push_and_gives_buffers_back() -> None:
     with pytest.raises(Unavailable, match="gone"):
         bring(shards, PassingChunks(stream, [(0, stream.nbytes)], pool, 2 << 20, send))
     assert pool.out == 0
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_head_is_tied_only_if_each_of_its_bits_is_the_embedding_s(device: str, ranks: int) -> None:
+    rows, width = 4099, 2056
+    model = TensorForms({"embed": TensorSpec("embed", dtypes.parse("bf16"), (rows, width))})
+    embedding = torch.randn(rows, width, device=device).bfloat16()
+
+    def problems(head: torch.Tensor) -> list[str]:
+        """What the ranks say, together."""
+        found = []
+        for rank in range(ranks):
+            stream = share_layout(model, rank, ranks)
+            given = iter([("head", head), ("embed", embedding)])
+            try:
+                list(GatheredShards(given, model, stream, rank=rank, ranks=ranks, cast="allow").parts())
+            except LayoutError as error:
+                found.extend(error.details)
+        return found
+
+    assert problems(embedding.clone()) == []
+    for row, column in ((0, 0), (rows // 2, 7), (rows - 1, width - 1)):
+        changed = embedding.clone()
+        changed[row, column] += 1
+        assert problems(changed) == ["head: the model has no such tensor"]
+    swapped = embedding.clone()
+    swapped[[10, 11]] = swapped[[11, 10]]
+    assert problems(swapped) == ["head: the model has no such tensor"]
+    assert problems(embedding.float()) == ["head: the model has no such tensor"] * ranks
