@@ -89,6 +89,8 @@ def test_what_changes_something_needs_more_than_to_read() -> None:
         (models.GetModelFilesRequest(model="a/b", version="7"), [("a/b", "7")]),
         (models.GetVersionRequest(model="a/b", version="live"), [("a/b", "live")]),
         (models.SetRefRequest(model="a/b", ref="prod", version="7"), [("a/b", "prod")]),
+        (models.ApproveRefRequest(model="a/b", ref="prod", request_id="q"), [("a/b", "prod")]),
+        (models.SetProtectionRequest(model="a/b", ref="prod"), [("a/b", "prod")]),
         (models.DeleteRefRequest(model="a/b", ref="prod"), [("a/b", "prod")]),
         (models.DeleteVersionRequest(model="a/b", number=7), [("a/b", "7")]),
         (models.ApproveVersionRequest(model="a/b", number=7), [("a/b", "7")]),
