@@ -151,13 +151,13 @@ class Catalog:
         self.snapshots.forget_deleted(model_name, head)
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
-    def get_model(self, name: str) -> Model:
-        """One model. Raises NotFound, which says what was perhaps meant."""
+    def get_model(self, name: str, shown: Callable[[str], bool] = lambda _name: True) -> Model:
+        """One model. Raises NotFound, which says what was perhaps meant of the models that are ``shown``."""
         model_name = ModelName.parse(name)
         try:
             head = self.head(model_name)
         except NotFound as error:
-            raise NotFound(f"{error.message}{self._alike(model_name)}", fix=error.fix) from error
+            raise NotFound(f"{error.message}{self._alike(model_name, shown)}", fix=error.fix) from error
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
     def list_models(
@@ -225,10 +225,11 @@ class Catalog:
             )
         return found
 
-    def _alike(self, name: ModelName) -> str:
+    def _alike(self, name: ModelName, shown: Callable[[str], bool]) -> str:
         """Which model was perhaps meant by a name that none has."""
         try:
-            known = [str(each) for each in islice(self.heads.models(), _MOST_ALIKE) if each != name]
+            there = map(str, islice(self.heads.models(), _MOST_ALIKE))
+            known = [each for each in there if each != str(name) and shown(each)]
         except WeighbridgeError:  # the store is going away; what is wrong is known all the same
             return ""
         return did_you_mean(str(name), known)

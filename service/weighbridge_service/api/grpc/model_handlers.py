@@ -79,7 +79,7 @@ class ModelHandlers:
         self, request: model_service_pb2.GetModelRequest, call: Call
     ) -> model_service_pb2.GetModelResponse:
         return model_service_pb2.GetModelResponse(
-            model=wire.model_to_proto(self._catalog.get_model(request.model))
+            model=wire.model_to_proto(self._catalog.get_model(request.model, call.peer.sees))
         )
 
     def ListModels(

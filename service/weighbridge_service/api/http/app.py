@@ -22,7 +22,7 @@ from weighbridge._core.metadata import conditions
 from weighbridge._core.resources import Gate, Retention
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge_service.access.scopes import Verb
-from weighbridge_service.api.http.callers import Recorder, ask, peer_of
+from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
 from weighbridge_service.api.http.guard import Guard, HostNames
 from weighbridge_service.api.http.hub_documents import HubNotFound
 from weighbridge_service.api.http.hub_reading import Hub
@@ -123,9 +123,10 @@ def _models_router(service: Weighbridge) -> APIRouter:
         )
 
     @router.get("/{namespace}/{name}", tags=["models"])
-    def get_model(namespace: Namespace, name: Name) -> ModelOut:
+    def get_model(namespace: Namespace, name: Name, request: Request) -> ModelOut:
         """One model."""
-        return ModelOut.model_validate(service.catalog.get_model(f"{namespace}/{name}"))
+        sees = peer_of(request).sees
+        return ModelOut.model_validate(service.catalog.get_model(f"{namespace}/{name}", sees))
 
     @router.delete("/{namespace}/{name}", tags=["models"])
     def delete_model(
@@ -245,6 +246,8 @@ def _exports_router(exports: Exports) -> APIRouter:
         """An export, of a model for which the caller may do this."""
         ask(request, Verb.LOOK)
         job = exports.get(job_id)
+        if not peer_of(request).sees(job.model):  # as if there were none
+            raise exports.unknown(job_id)
         ask(request, verb, job.model)
         return job
 
@@ -296,9 +299,12 @@ def _exports_router(exports: Exports) -> APIRouter:
     async def follow_export(job_id: JobId, request: Request) -> EventSourceResponse:
         """Follow an export until it ends."""
         asked(request, Verb.LOOK, job_id)  # not found is a problem document, not a stream that breaks
+        standing = Standing(request)
 
         async def events() -> AsyncIterator[ServerSentEvent]:
             async for job in exports.changes(job_id):
+                if standing.ended:
+                    return
                 data = ExportOut.model_validate(job).model_dump_json()
                 yield ServerSentEvent(data, event="end" if job.state.ended else "progress")
 
