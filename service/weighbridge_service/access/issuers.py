@@ -137,22 +137,33 @@ class KeyRing:
             self._asked, self._asking = self._clock(), False
 
     def _read_file_if_changed(self) -> None:
+        changed = _changed(Path(self.issuer.keys))
+        if changed == self._changed:
+            return
+        self._changed = changed  # one that is wrong is told once
         try:
-            if Path(self.issuer.keys).stat().st_mtime_ns != self._changed:
-                self._read_file()
-        except (OSError, InvalidArgument) as error:
+            self._read_file()
+        except InvalidArgument as error:
             log.warning("keys of %s stay as they are: %s", self.issuer.name, error)
 
     def _read_file(self) -> None:
         path = Path(self.issuer.keys)
         try:
-            changed, raw = path.stat().st_mtime_ns, path.read_bytes()
+            changed, raw = _changed(path), path.read_bytes()
         except OSError as error:
             raise InvalidArgument(
                 f"the keys of {self.issuer.name} cannot be read: {path}: {error.strerror}",
                 fix="name a file with a JSON web key set, or its https:// URL",
             ) from error
         self._keys, self._changed = _keys_in(raw, self.issuer), changed
+
+
+def _changed(path: Path) -> int:
+    """When a file was changed last; -1 if it cannot be looked at."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return -1
 
 
 def claims(token: str, rings: Mapping[str, KeyRing]) -> Claims | str:

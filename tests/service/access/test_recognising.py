@@ -137,6 +137,24 @@ def test_a_web_token_whose_key_its_issuer_has_withdrawn_is_believed_no_longer(tm
     assert not access.identify(evidence).name
 
 
+def test_keys_that_cannot_be_read_again_stay_and_are_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    issuer = TokenIssuer(tmp_path / "issuer")
+    policy = policy_file(tmp_path, issuer.table, identity("engine", ["pull"], subjects=["test|*"]))
+    access, evidence = Access(policy, KEY), shown(issuer.token("one"))
+    whole = issuer.keys.read_bytes()
+    for damage in (lambda: issuer.keys.write_bytes(whole[:-9]), issuer.keys.unlink):
+        caplog.clear()
+        damage()
+        assert {access.identify(evidence).name for _ in range(5)} == {"engine"}
+        assert [each.getMessage().partition(":")[0] for each in caplog.records] == [
+            "keys of test stay as they are"
+        ]
+    issuer.keys.write_bytes(whole)
+    assert access.identify(evidence).name == "engine"
+
+
 def test_keys_are_not_fetched_from_where_a_redirect_leads_without_tls(tmp_path: Path) -> None:
     class Redirecting(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
