@@ -196,6 +196,14 @@ class Exports:
         with self._lock:
             return self._entry(job_id).job
 
+    @staticmethod
+    def unknown(job_id: str) -> NotFound:
+        """The error of a job that there is not."""
+        return NotFound(
+            f"there is no export {shown(job_id)}",
+            fix=f"the last {_KEPT_ENDED} that have ended are remembered",
+        )
+
     def list(self) -> list[ExportJob]:
         """All jobs that are remembered, newest first."""
         with self._lock:
@@ -243,10 +251,7 @@ class Exports:
     def _entry(self, job_id: str) -> _Entry:
         entry = self._entries.get(job_id)
         if entry is None:
-            raise NotFound(
-                f"there is no export {shown(job_id)}",
-                fix=f"the last {_KEPT_ENDED} that have ended are remembered",
-            )
+            raise self.unknown(job_id)
         return entry
 
     def _end(self, entry: _Entry, state: ExportState, error: str = "") -> None:

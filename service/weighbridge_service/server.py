@@ -117,6 +117,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # whoever comes from this machine could say that it comes from elsewhere
             timeout_graceful_shutdown=_HTTP_GRACE_SECONDS,
             ssl_context_factory=None if certificates is None else lambda *_: certificates.for_http(),
         )

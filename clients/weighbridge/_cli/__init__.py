@@ -4,11 +4,12 @@ May import: all of `weighbridge`; when a command runs, `weighbridge_service`, `w
 command's module is imported when the command is named, and what does the work (grpc, torch, rich) when it runs, so that help
 comes at once.
 
-- `looking`: models, versions, refs, tags; verification.
+- `looking`: models, versions, refs; verification.
+- `tagging`: tags, and what is asked for protected ones.
 - `pushing`: import, push.
 - `pulling`: pull, restore, export.
 - `keeping`: retention, collection, memory ahead of a push.
-- `gating`: which versions are held, and approval.
+- `gating`: which versions are held and which refs are protected, and approval.
 - `removing`: deletion of versions and models, pushes that are given up.
 - `following`: an agent beside a running engine.
 - `serving`: the service, and the demonstration.
@@ -46,7 +47,7 @@ _MODULE_OF = {
     "models": "looking",
     "versions": "looking",
     "show": "looking",
-    "tag": "looking",
+    "tag": "tagging",
     "watch": "looking",
     "follow": "following",
     "verify": "looking",

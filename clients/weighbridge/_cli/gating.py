@@ -1,4 +1,4 @@
-"""Commands that hold versions and release them: gate, approve."""
+"""Commands that hold versions, protect refs, and let both pass: gate, approve."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING
 import click
 
 from weighbridge._cli.output import print_json
-from weighbridge._cli.parsing import model_at_number
+from weighbridge._cli.parsing import model_at_number, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.tagging import (
+    approval_command,
+    asked_text,
+    named_request,
+    outcome_text,
+    protection_text,
+)
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, Gate
 from weighbridge.errors import FailedPrecondition
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
 
 _REQUIRED, _NONE = "required", "none"
 _HOLD, _ALLOW = "hold", "allow"
+_MOST_APPROVALS = 16
 _NAMED = 10
 """How many versions are named that are held."""
 
@@ -42,14 +50,38 @@ def _connect(server: str) -> Client:
     type=click.Choice([_HOLD, _ALLOW]),
     help="Whether versions are held of which elements are NaN or infinite.",
 )
+@click.option("--protect", metavar="REF", help="Protect a ref, whether it exists or not.")
+@click.option(
+    "--approvals",
+    type=click.IntRange(0, _MOST_APPROVALS),
+    help="With --protect: of how many other identities its changes take the approval.  [default: 0]",
+)
+@click.option(
+    "--unprotect", metavar="REF", help="Protect a ref no longer: it takes what it takes to move it."
+)
 @client_options
-def gate_command(model: str, approval: str | None, nonfinite: str | None, server: str, as_json: bool) -> None:
-    """Show or say which versions of a model are held.
+def gate_command(
+    model: str,
+    approval: str | None,
+    nonfinite: str | None,
+    protect: str | None,
+    approvals: int | None,
+    unprotect: str | None,
+    server: str,
+    as_json: bool,
+) -> None:
+    """Show or say which versions are held and which refs protected.
 
     live and latest pass by a version that is held, until it is approved. What is said goes for versions that are pushed from then
-    on; what is left out stays as it is. Without any option the gate is shown.
+    on; what is left out stays as it is. A protected ref is changed by those alone of whose scopes one names it. Without any option
+    the gate is shown.
     """
+    if approvals is not None and protect is None:
+        raise click.UsageError("--approvals goes with --protect REF")
     with _connect(server) as client:
+        if protect is not None:
+            client.protect_ref(model, protect, approvals=approvals or 0)
+        request = None if unprotect is None else client.unprotect_ref(model, unprotect)
         gate = client.gate(model)
         asked = Gate(
             approval_required=gate.approval_required if approval is None else approval == _REQUIRED,
@@ -57,26 +89,54 @@ def gate_command(model: str, approval: str | None, nonfinite: str | None, server
         )
         if asked != gate:
             gate = client.set_gate(model, asked)
+        protections = client.protections(model)
     if as_json:
-        print_json({"model": model, **gate.to_json()})
+        shown = {"model": model, **gate.to_json(), "protections": [each.to_json() for each in protections]}
+        print_json(shown if request is None else {**shown, "request": request.to_json()})
     else:
         held = [
             *(["every version, as a candidate"] if gate.approval_required else []),
             *([] if gate.allow_nonfinite else ["versions with NaN or infinite elements"]),
         ]
         click.echo(f"{model}: holds {' and '.join(held) or 'what is pushed as a candidate'}")
+        for protection in protections:
+            click.echo(f"{model}: protects {protection_text(protection)}")
+        if request is not None:
+            click.echo(outcome_text(request))
 
 
 @click.command("approve", cls=Command)
-@click.argument("reference", callback=model_at_number, metavar="MODEL@NUMBER")
+@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL[@NUMBER]")
+@click.argument("ref", required=False)
 @click.option("--note", default="", help="Kept with the approval.")
-@click.option("--by", help="Who approves it.  [default: USER@HOST of this process]")
+@click.option("--by", help="Who approves a version.  [default: USER@HOST of this process]")
+@click.option("--request", "request_id", help="With REF: which request, by its name.")
 @client_options
-def approve_command(reference: Reference, note: str, by: str | None, server: str, as_json: bool) -> None:
-    """Hold a version no longer.
+@click.pass_context
+def approve_command(
+    ctx: click.Context,
+    reference: Reference,
+    ref: str | None,
+    note: str,
+    by: str | None,
+    request_id: str | None,
+    server: str,
+    as_json: bool,
+) -> None:
+    """Hold a version no longer, or approve a change of a REF.
 
-    live and latest then name it, unless they name a newer one; they pass by what is held, so it is named by its number, or by a tag.
+    live and latest then name the version, unless they name a newer one; they pass by what is held, so it is named by its number, or by a tag.
+
+    With REF, which is protected, MODEL@NUMBER approves that it names this version, if that is what another identity has asked for. Other
+    requests are named by --request.
     """
+    if ref is not None:
+        _approve_request(reference, ref, request_id, note, server, as_json)
+        return
+    if request_id is not None:
+        raise click.UsageError("--request goes with REF")
+    if not reference.version:
+        model_at_number(ctx, ctx.command.params[0], reference.model)  # refuses it, in its words
     model = reference.model
     with _connect(server) as client:
         before = client.version(model, reference.version)
@@ -98,6 +158,24 @@ def approve_command(reference: Reference, note: str, by: str | None, server: str
         click.echo(f"{version}: approved ({', '.join(before.held)}); named by {', '.join(names) or 'no ref'}")
     else:
         click.echo(f"{version}: is not held, so there is nothing to approve")
+
+
+def _approve_request(
+    reference: Reference, ref: str, request_id: str | None, note: str, server: str, as_json: bool
+) -> None:
+    model = reference.model
+    with _connect(server) as client:
+        meant = named_request(client, reference, ref, request_id)
+        if request_id is None and not reference.version:
+            raise FailedPrecondition(
+                f"{meant.by} has asked for {asked_text(meant)} of {model}",
+                fix=f"say that this is meant: {approval_command(meant)}",
+            )
+        found = client.approve_ref(model, ref, meant.request_id, note=note)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        click.echo(outcome_text(found))
 
 
 def _caller() -> str:

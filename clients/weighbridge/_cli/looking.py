@@ -1,4 +1,4 @@
-"""Commands that look at models and versions, and name them: models, versions, show, tag, watch, verify."""
+"""Commands that look at models and versions: models, versions, show, watch, verify."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 from weighbridge._cli.output import print_json, print_table, readable_time
 from weighbridge._cli.parsing import comparisons, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.tagging import approval_command, asked_text, protection_text
 from weighbridge._core.metadata import Metadata, conditions
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, why_held
@@ -22,7 +23,7 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
     from weighbridge._clients.engine import EngineClient
-    from weighbridge._core.resources import Model, Version
+    from weighbridge._core.resources import Model, RefRequest, Version
 
 
 def _connect(server: str) -> EngineClient:
@@ -143,8 +144,14 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
                     fix=f"push one: weighbridge push HF_DIR {model.name} --step N",
                 )
             tensors = list(client.pull(model.name, version.number).layout.tensors.values())
+        protections, requests = client.protections(model.name), client.ref_requests(model.name)
     if as_json:
-        shown: dict[str, Any] = {"model": model.to_json(), "version": version.to_json() if version else None}
+        shown: dict[str, Any] = {
+            "model": model.to_json(),
+            "version": version.to_json() if version else None,
+            "protections": [each.to_json() for each in protections],
+            "requests": [each.to_json() for each in requests],
+        }
         if tensors is not None:
             shown["tensors"] = [
                 {"name": t.name, "dtype": t.dtype.name, "shape": list(t.shape)} for t in tensors
@@ -158,6 +165,8 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
         ("tensors", f"{model.tensor_count}, {readable_size(model.tensor_bytes)}"),
         ("files", ", ".join(model.files)),
         ("refs", _refs_text(model.refs)),
+        *(("protected", protection_text(each)) for each in protections),
+        *(("asked", _request_text(each)) for each in requests if each.pending),
         *(_version_lines(version, model.refs) if version else [("version", "none yet")]),
     ]
     for label, text in lines:
@@ -165,6 +174,12 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
     if tensors is not None:
         click.echo()
         print_table(("TENSOR", "DTYPE", "SHAPE"), [(t.name, t.dtype, list(t.shape)) for t in tensors])
+
+
+def _request_text(request: RefRequest) -> str:
+    note = f" ({request.note})" if request.note else ""
+    until = f"until {readable_time(request.expire_time_ms)}"
+    return f"{asked_text(request)}, by {request.by}{note}, {until}: {approval_command(request)}"
 
 
 def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -197,42 +212,6 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
     if version.error:
         lines.append(("error", version.error + "".join(f"\n  - {line}" for line in version.error_details)))
     return lines
-
-
-@click.command("tag", cls=Command)
-@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL@VERSION")
-@click.argument("name")
-@click.option("--delete", is_flag=True, help="Take the tag away; @VERSION may be left out.")
-@client_options
-def tag_command(reference: Reference, name: str, delete: bool, server: str, as_json: bool) -> None:
-    """Let the tag NAME name a version, or take the tag away."""
-    model, version = reference.model, reference.version
-    if not delete and not version:
-        raise click.UsageError(
-            f"{model!r} names no version: write {model}@latest, or a number or another ref"
-        )
-    number: int | None = None
-    with _connect(server) as client:
-        if delete:
-            if version:
-                _check_names(client, model, name, version)
-            client.delete_ref(model, name)
-        else:
-            number = client.set_ref(model, name, version).number
-    if as_json:
-        print_json({"model": model, "ref": name, "number": number})
-    else:
-        click.echo(f"{model}: {name} is gone" if delete else f"{model}: {name} names version {number}")
-
-
-def _check_names(client: EngineClient, model: str, name: str, version: str) -> None:
-    """Refuse to take a tag away that names another version than the caller thinks."""
-    named, meant = client.refs(model).get(name), client.version(model, version).number
-    if named is not None and named != meant:
-        raise FailedPrecondition(
-            f"the tag {name} of {model} names version {named}, not {meant}",
-            fix=f"leave @{version} out to take it away whatever it names",
-        )
 
 
 @click.command("watch", cls=Command)

@@ -19,6 +19,8 @@ from weighbridge._core.resources import (
     DeletedModel,
     Gate,
     Model,
+    Protection,
+    RefRequest,
     Retention,
     Verification,
     Version,
@@ -224,12 +226,100 @@ class Client:
         return self._connection.run(control_calls.list_refs(model))
 
     def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
-        """Let a tag name a version in the object store; by default the latest."""
+        """Let a tag name a version in the object store; by default the latest.
+
+        Raises:
+            PermissionDenied: the tag is protected, and no scope of this client's names it.
+            FailedPrecondition: a change of the tag takes approvals, and nothing was asked for: see `request_ref`.
+        """
         return self._connection.run(control_calls.set_ref(model, ref, version))
 
+    def request_ref(
+        self,
+        model: str,
+        ref: str,
+        version: str | int | None = None,
+        *,
+        note: str = "",
+        request_id: str = "",
+    ) -> RefRequest:
+        """As `set_ref`, but if that takes the approval of other identities, ask for it.
+
+        Args:
+            model: which model.
+            ref: the tag.
+            version: which version; by default the latest.
+            note: is kept with the request.
+            request_id: names the request, 1 to 64 letters, digits, ``-`` or ``_``; by default one of its own.
+
+        Returns:
+            The request as it stands: `RefRequest.done`, or `RefRequest.pending` until others approve it (`approve_ref`).
+
+        Raises:
+            PermissionDenied: the tag is protected, and no scope of this client's names it.
+            FailedPrecondition: the request of this name was withdrawn, superseded, or has expired.
+        """
+        return self._connection.run(control_calls.request_ref(model, ref, version, note, request_id))
+
     def delete_ref(self, model: str, ref: str) -> None:
-        """Take a tag away. Raises NotFound."""
+        """Take a tag away. Raises NotFound, and as `set_ref`."""
         self._connection.run(control_calls.delete_ref(model, ref))
+
+    def request_ref_deletion(
+        self, model: str, ref: str, *, note: str = "", request_id: str = ""
+    ) -> RefRequest:
+        """As `delete_ref`, but if that takes the approval of other identities, ask for it; see `request_ref`."""
+        return self._connection.run(control_calls.request_ref_deletion(model, ref, note, request_id))
+
+    def ref_requests(self, model: str) -> list[RefRequest]:
+        """Requests to change protected refs: those that are pending, and the last ones that have ended, in the order of asking."""
+        return self._connection.run(control_calls.ref_requests(model))
+
+    def approve_ref(self, model: str, ref: str, request_id: str, *, note: str = "") -> RefRequest:
+        """Approve a change of a protected ref that another identity has asked for; the last approval that it takes carries it out.
+
+        Repeating it is harmless, and a request that was asked for later is not approved by it.
+
+        Args:
+            model: which model.
+            ref: the ref.
+            request_id: of the request.
+            note: is kept with the approval.
+
+        Raises:
+            PermissionDenied: this identity has asked for it, or has no scope that names the ref.
+            FailedPrecondition: the request was withdrawn, superseded, or has expired.
+            NotFound: there is no such request, or what it names is gone.
+        """
+        return self._connection.run(control_calls.approve_ref(model, ref, request_id, note))
+
+    def withdraw_ref(self, model: str, ref: str, request_id: str) -> RefRequest:
+        """End a request without carrying it out. Repeating it is harmless. Raises as `approve_ref`."""
+        return self._connection.run(control_calls.withdraw_ref(model, ref, request_id))
+
+    def protections(self, model: str) -> list[Protection]:
+        """What it takes to change those refs of a model that are protected. Raises NotFound."""
+        return self._connection.run(control_calls.protections(model))
+
+    def protect_ref(self, model: str, ref: str, *, approvals: int = 0) -> list[Protection]:
+        """Protect a ref, whether it exists or not: from then on those alone change it of whose scopes one names it.
+
+        Args:
+            model: which model.
+            ref: the ref.
+            approvals: of how many other identities each change takes the approval, 16 at most.
+
+        Returns:
+            All protected refs of the model.
+
+        Raises:
+            FailedPrecondition: the service has no identities, or the ref takes more approvals now.
+        """
+        return self._connection.run(control_calls.protect_ref(model, ref, approvals))
+
+    def unprotect_ref(self, model: str, ref: str, *, note: str = "", request_id: str = "") -> RefRequest:
+        """Protect a ref no longer, or ask for it: it takes what it takes to move it; see `request_ref`."""
+        return self._connection.run(control_calls.unprotect_ref(model, ref, note, request_id))
 
     def verify(self, model: str, version: str | int | None = None) -> Verification:
         """Compare a version's files in the object store with the digests in its manifest."""

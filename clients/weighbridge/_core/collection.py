@@ -21,7 +21,7 @@ class KeptVersion(JsonValue):
     Attributes:
         number: which one.
         rules: the rules of the retention that speak for it.
-        refs: the refs in the store that name it.
+        refs: the refs in the store that name it, or are asked to.
     """
 
     number: int

@@ -22,6 +22,14 @@ HELD_NONFINITE = "nonfinite"
 """Reason for which a version is held: some of its elements are NaN or infinite."""
 
 
+REQUEST_MOVE, REQUEST_DELETE = "move", "delete"
+REQUEST_PROTECT, REQUEST_UNPROTECT = "protect", "unprotect"
+"""What is asked for a protected ref: that it names a version, that it is taken away, that it is protected, or that it is no longer."""
+REQUEST_PENDING, REQUEST_DONE = "pending", "done"
+REQUEST_WITHDRAWN, REQUEST_SUPERSEDED, REQUEST_EXPIRED = "withdrawn", "superseded", "expired"
+"""What becomes of a request: it waits for approval, was carried out, or will not be, for one of three reasons."""
+
+
 class VersionState(enum.Enum):
     """Where a version is in its life. Who may rely on what is in docs/design.md."""
 
@@ -225,6 +233,81 @@ class Gate(JsonValue):
 
     approval_required: bool = False
     allow_nonfinite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Protection(JsonValue):
+    """What it takes to change a ref of a model: a scope that names the ref, and the approval of others.
+
+    Attributes:
+        ref: which one.
+        approvals: of how many identities besides the one that asks; 0 if it takes none.
+    """
+
+    ref: str
+    approvals: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RefApproval(JsonValue):
+    """The approval of a request by one identity.
+
+    Attributes:
+        by: which one.
+        time_ms: when, as Unix time in milliseconds.
+        note: what they noted; may be empty.
+    """
+
+    by: str
+    time_ms: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RefRequest(JsonValue):
+    """A change of a ref that was asked for, and what has become of it.
+
+    Attributes:
+        model: ``namespace/name``.
+        ref: the ref.
+        action: `REQUEST_MOVE`, `REQUEST_DELETE`, `REQUEST_PROTECT`, `REQUEST_UNPROTECT`, or what a later release adds.
+        state: `REQUEST_PENDING`, `REQUEST_DONE`, or why it will not be carried out.
+        version: the number that the ref shall name; 0 if none.
+        request_id: which request; who approves it names it.
+        by: the identity that asks.
+        note: what they noted; may be empty.
+        ask_time_ms, expire_time_ms, close_time_ms: Unix time in milliseconds; 0 if there is none.
+        closed_by: whose call ended it; empty if that was time, or it has not ended.
+        previous: the number that the ref named before it was carried out; 0 if none.
+        approvals: those given so far.
+        missing: how many more it takes.
+    """
+
+    model: str
+    ref: str
+    action: str
+    state: str
+    version: int = 0
+    request_id: str = ""
+    by: str = ""
+    note: str = ""
+    ask_time_ms: int = 0
+    expire_time_ms: int = 0
+    close_time_ms: int = 0
+    closed_by: str = ""
+    previous: int = 0
+    approvals: tuple[RefApproval, ...] = ()
+    missing: int = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether it waits for approval."""
+        return self.state == REQUEST_PENDING
+
+    @property
+    def done(self) -> bool:
+        """Whether it was carried out."""
+        return self.state == REQUEST_DONE
 
 
 @dataclass(frozen=True, slots=True)

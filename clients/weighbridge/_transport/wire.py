@@ -13,7 +13,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.collection import Collection
 from weighbridge._core.layouts import MAX_TENSORS, Layout, Shard, TensorSpec, check_spec
 from weighbridge._core.metadata import Metadata, MetadataValue, checked_metadata
-from weighbridge._core.resources import Gate, Model, Retention, Version, VersionState
+from weighbridge._core.resources import Gate, Model, Protection, RefRequest, Retention, Version, VersionState
 from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
 from weighbridge._core.striping import MOST_CALLS, WHOLE, Striping
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -262,6 +262,16 @@ def _value_from_proto(message: resources_pb2.MetadataValue) -> MetadataValue | N
 def gate_to_proto(gate: Gate) -> resources_pb2.Gate:
     """Which versions are held, as a message."""
     return resources_pb2.Gate(**gate.to_json())
+
+
+def protection_to_proto(protection: Protection) -> resources_pb2.Protection:
+    """What it takes to change a ref, as a message."""
+    return resources_pb2.Protection(**protection.to_json())
+
+
+def ref_request_to_proto(request: RefRequest) -> resources_pb2.RefRequest:
+    """A change of a ref that was asked for, as a message."""
+    return resources_pb2.RefRequest(**request.to_json())
 
 
 def model_to_proto(model: Model) -> resources_pb2.Model:

@@ -399,20 +399,28 @@ class SetRefRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     REF_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     ref: _builtins.str
     version: _builtins.str
     """A number or another ref."""
+    request_id: _builtins.str
+    """Names the request, if it takes approvals: 1 to 64 letters, digits, - or _; the same in each repetition of a call."""
+    note: _builtins.str
+    """Kept with the request: printable, 256 characters at most."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         ref: _builtins.str = ...,
         version: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "ref", b"ref", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "note", b"note", "ref", b"ref", "request_id", b"request_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -423,16 +431,24 @@ class SetRefResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def version(self) -> _resources_pb2.Version: ...
+    def version(self) -> _resources_pb2.Version:
+        """The version that the ref names, or is asked to name."""
+
+    @_builtins.property
+    def request(self) -> _resources_pb2.RefRequest:
+        """Whether that is done; unset by services of before."""
+
     def __init__(
         self,
         *,
         version: _resources_pb2.Version | None = ...,
+        request: _resources_pb2.RefRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -444,17 +460,24 @@ class DeleteRefRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     REF_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     ref: _builtins.str
+    request_id: _builtins.str
+    """As in SetRefRequest."""
+    note: _builtins.str
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         ref: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "ref", b"ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "note", b"note", "ref", b"ref", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -464,16 +487,215 @@ Global___DeleteRefRequest: _TypeAlias = DeleteRefRequest  # noqa: Y015
 class DeleteRefResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> _resources_pb2.RefRequest:
+        """Whether that is done; unset by services of before."""
+
     def __init__(
         self,
+        *,
+        request: _resources_pb2.RefRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteRefResponse: _TypeAlias = DeleteRefResponse  # noqa: Y015
+
+@_typing.final
+class ApproveRefRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    ref: _builtins.str
+    request_id: _builtins.str
+    """Which request: one that was asked for later is not approved by this."""
+    note: _builtins.str
+    """Kept with the approval: printable, 256 characters at most."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        ref: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        note: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "note", b"note", "ref", b"ref", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApproveRefRequest: _TypeAlias = ApproveRefRequest  # noqa: Y015
+
+@_typing.final
+class ApproveRefResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> _resources_pb2.RefRequest: ...
+    def __init__(
+        self,
+        *,
+        request: _resources_pb2.RefRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApproveRefResponse: _TypeAlias = ApproveRefResponse  # noqa: Y015
+
+@_typing.final
+class WithdrawRefRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    ref: _builtins.str
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        ref: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "ref", b"ref", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WithdrawRefRequest: _TypeAlias = WithdrawRefRequest  # noqa: Y015
+
+@_typing.final
+class WithdrawRefResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> _resources_pb2.RefRequest: ...
+    def __init__(
+        self,
+        *,
+        request: _resources_pb2.RefRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WithdrawRefResponse: _TypeAlias = WithdrawRefResponse  # noqa: Y015
+
+@_typing.final
+class SetProtectionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    APPROVALS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    ref: _builtins.str
+    approvals: _builtins.int
+    """Of how many identities besides the one that asks a change takes the approval; 16 at most."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        ref: _builtins.str = ...,
+        approvals: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approvals", b"approvals", "model", b"model", "ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetProtectionRequest: _TypeAlias = SetProtectionRequest  # noqa: Y015
+
+@_typing.final
+class SetProtectionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTECTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def protections(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.Protection]:
+        """All protected refs of the model."""
+
+    def __init__(
+        self,
+        *,
+        protections: _abc.Iterable[_resources_pb2.Protection] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protections", b"protections"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetProtectionResponse: _TypeAlias = SetProtectionResponse  # noqa: Y015
+
+@_typing.final
+class DeleteProtectionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    ref: _builtins.str
+    request_id: _builtins.str
+    """As in SetRefRequest."""
+    note: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        ref: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        note: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "note", b"note", "ref", b"ref", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteProtectionRequest: _TypeAlias = DeleteProtectionRequest  # noqa: Y015
+
+@_typing.final
+class DeleteProtectionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> _resources_pb2.RefRequest: ...
+    def __init__(
+        self,
+        *,
+        request: _resources_pb2.RefRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteProtectionResponse: _TypeAlias = DeleteProtectionResponse  # noqa: Y015
 
 @_typing.final
 class ListRefsRequest(_message.Message):
@@ -519,16 +741,28 @@ class ListRefsResponse(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     REFS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    PROTECTIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def refs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.RefRequest]:
+        """To change protected refs: those that are pending, and the last ones that have ended, in the order of asking."""
+
+    @_builtins.property
+    def protections(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.Protection]:
+        """Protected refs, whether they exist or not."""
+
     def __init__(
         self,
         *,
         refs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        requests: _abc.Iterable[_resources_pb2.RefRequest] | None = ...,
+        protections: _abc.Iterable[_resources_pb2.Protection] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refs", b"refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protections", b"protections", "refs", b"refs", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

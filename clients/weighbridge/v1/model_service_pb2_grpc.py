@@ -79,6 +79,26 @@ class ModelServiceStub(object):
                 request_serializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteRefRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteRefResponse.FromString,
                 _registered_method=True)
+        self.ApproveRef = channel.unary_unary(
+                '/weighbridge.v1.ModelService/ApproveRef',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.ApproveRefRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.ApproveRefResponse.FromString,
+                _registered_method=True)
+        self.WithdrawRef = channel.unary_unary(
+                '/weighbridge.v1.ModelService/WithdrawRef',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.WithdrawRefRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.WithdrawRefResponse.FromString,
+                _registered_method=True)
+        self.SetProtection = channel.unary_unary(
+                '/weighbridge.v1.ModelService/SetProtection',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.SetProtectionRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.SetProtectionResponse.FromString,
+                _registered_method=True)
+        self.DeleteProtection = channel.unary_unary(
+                '/weighbridge.v1.ModelService/DeleteProtection',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteProtectionRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteProtectionResponse.FromString,
+                _registered_method=True)
         self.ListRefs = channel.unary_unary(
                 '/weighbridge.v1.ModelService/ListRefs',
                 request_serializer=weighbridge_dot_v1_dot_model__service__pb2.ListRefsRequest.SerializeToString,
@@ -186,13 +206,43 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetRef(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Moves a ref. If it is protected and takes approvals, that is asked for; without a `request_id` it is refused.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRef(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Takes a ref away, or asks for it, likewise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApproveRef(self, request, context):
+        """Approves a request of another identity; the last approval that it takes carries it out. Repeating it changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WithdrawRef(self, request, context):
+        """Ends a request without carrying it out. Repeating it changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetProtection(self, request, context):
+        """Protects a ref, whether it exists or not, or raises what its changes take.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteProtection(self, request, context):
+        """Protects a ref no longer, or asks for it: it takes what it takes to move the ref.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -319,6 +369,26 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.DeleteRef,
                     request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteRefRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteRefResponse.SerializeToString,
+            ),
+            'ApproveRef': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApproveRef,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.ApproveRefRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.ApproveRefResponse.SerializeToString,
+            ),
+            'WithdrawRef': grpc.unary_unary_rpc_method_handler(
+                    servicer.WithdrawRef,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.WithdrawRefRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.WithdrawRefResponse.SerializeToString,
+            ),
+            'SetProtection': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetProtection,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.SetProtectionRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.SetProtectionResponse.SerializeToString,
+            ),
+            'DeleteProtection': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteProtection,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteProtectionRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.DeleteProtectionResponse.SerializeToString,
             ),
             'ListRefs': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRefs,
@@ -619,6 +689,114 @@ class ModelService(object):
             '/weighbridge.v1.ModelService/DeleteRef',
             weighbridge_dot_v1_dot_model__service__pb2.DeleteRefRequest.SerializeToString,
             weighbridge_dot_v1_dot_model__service__pb2.DeleteRefResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApproveRef(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/ApproveRef',
+            weighbridge_dot_v1_dot_model__service__pb2.ApproveRefRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.ApproveRefResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WithdrawRef(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/WithdrawRef',
+            weighbridge_dot_v1_dot_model__service__pb2.WithdrawRefRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.WithdrawRefResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetProtection(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/SetProtection',
+            weighbridge_dot_v1_dot_model__service__pb2.SetProtectionRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.SetProtectionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteProtection(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/DeleteProtection',
+            weighbridge_dot_v1_dot_model__service__pb2.DeleteProtectionRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.DeleteProtectionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,7 +48,17 @@ class ModelServiceStub:
     WatchRefs: _grpc.UnaryStreamMultiCallable[_model_service_pb2.WatchRefsRequest, _model_service_pb2.WatchRefsResponse]
     """Sends the versions that refs name now, and again each time one moves. One stream can watch many refs, also of many models."""
     SetRef: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.SetRefRequest, _model_service_pb2.SetRefResponse]
+    """Moves a ref. If it is protected and takes approvals, that is asked for; without a `request_id` it is refused."""
     DeleteRef: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.DeleteRefRequest, _model_service_pb2.DeleteRefResponse]
+    """Takes a ref away, or asks for it, likewise."""
+    ApproveRef: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ApproveRefRequest, _model_service_pb2.ApproveRefResponse]
+    """Approves a request of another identity; the last approval that it takes carries it out. Repeating it changes nothing."""
+    WithdrawRef: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.WithdrawRefRequest, _model_service_pb2.WithdrawRefResponse]
+    """Ends a request without carrying it out. Repeating it changes nothing."""
+    SetProtection: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.SetProtectionRequest, _model_service_pb2.SetProtectionResponse]
+    """Protects a ref, whether it exists or not, or raises what its changes take."""
+    DeleteProtection: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.DeleteProtectionRequest, _model_service_pb2.DeleteProtectionResponse]
+    """Protects a ref no longer, or asks for it: it takes what it takes to move the ref."""
     ListRefs: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ListRefsRequest, _model_service_pb2.ListRefsResponse]
     VerifyVersion: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.VerifyVersionRequest, _model_service_pb2.VerifyVersionResponse]
     """Compares the files in the object store with the digests in the manifest."""
@@ -87,7 +97,17 @@ class ModelServiceAsyncStub(ModelServiceStub):
     WatchRefs: _aio.UnaryStreamMultiCallable[_model_service_pb2.WatchRefsRequest, _model_service_pb2.WatchRefsResponse]  # type: ignore[assignment]
     """Sends the versions that refs name now, and again each time one moves. One stream can watch many refs, also of many models."""
     SetRef: _aio.UnaryUnaryMultiCallable[_model_service_pb2.SetRefRequest, _model_service_pb2.SetRefResponse]  # type: ignore[assignment]
+    """Moves a ref. If it is protected and takes approvals, that is asked for; without a `request_id` it is refused."""
     DeleteRef: _aio.UnaryUnaryMultiCallable[_model_service_pb2.DeleteRefRequest, _model_service_pb2.DeleteRefResponse]  # type: ignore[assignment]
+    """Takes a ref away, or asks for it, likewise."""
+    ApproveRef: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ApproveRefRequest, _model_service_pb2.ApproveRefResponse]  # type: ignore[assignment]
+    """Approves a request of another identity; the last approval that it takes carries it out. Repeating it changes nothing."""
+    WithdrawRef: _aio.UnaryUnaryMultiCallable[_model_service_pb2.WithdrawRefRequest, _model_service_pb2.WithdrawRefResponse]  # type: ignore[assignment]
+    """Ends a request without carrying it out. Repeating it changes nothing."""
+    SetProtection: _aio.UnaryUnaryMultiCallable[_model_service_pb2.SetProtectionRequest, _model_service_pb2.SetProtectionResponse]  # type: ignore[assignment]
+    """Protects a ref, whether it exists or not, or raises what its changes take."""
+    DeleteProtection: _aio.UnaryUnaryMultiCallable[_model_service_pb2.DeleteProtectionRequest, _model_service_pb2.DeleteProtectionResponse]  # type: ignore[assignment]
+    """Protects a ref no longer, or asks for it: it takes what it takes to move the ref."""
     ListRefs: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ListRefsRequest, _model_service_pb2.ListRefsResponse]  # type: ignore[assignment]
     VerifyVersion: _aio.UnaryUnaryMultiCallable[_model_service_pb2.VerifyVersionRequest, _model_service_pb2.VerifyVersionResponse]  # type: ignore[assignment]
     """Compares the files in the object store with the digests in the manifest."""
@@ -170,14 +190,48 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _model_service_pb2.SetRefRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_model_service_pb2.SetRefResponse, _abc.Awaitable[_model_service_pb2.SetRefResponse]]: ...
+    ) -> _typing.Union[_model_service_pb2.SetRefResponse, _abc.Awaitable[_model_service_pb2.SetRefResponse]]:
+        """Moves a ref. If it is protected and takes approvals, that is asked for; without a `request_id` it is refused."""
 
     @_abc_1.abstractmethod
     def DeleteRef(
         self,
         request: _model_service_pb2.DeleteRefRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_model_service_pb2.DeleteRefResponse, _abc.Awaitable[_model_service_pb2.DeleteRefResponse]]: ...
+    ) -> _typing.Union[_model_service_pb2.DeleteRefResponse, _abc.Awaitable[_model_service_pb2.DeleteRefResponse]]:
+        """Takes a ref away, or asks for it, likewise."""
+
+    @_abc_1.abstractmethod
+    def ApproveRef(
+        self,
+        request: _model_service_pb2.ApproveRefRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.ApproveRefResponse, _abc.Awaitable[_model_service_pb2.ApproveRefResponse]]:
+        """Approves a request of another identity; the last approval that it takes carries it out. Repeating it changes nothing."""
+
+    @_abc_1.abstractmethod
+    def WithdrawRef(
+        self,
+        request: _model_service_pb2.WithdrawRefRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.WithdrawRefResponse, _abc.Awaitable[_model_service_pb2.WithdrawRefResponse]]:
+        """Ends a request without carrying it out. Repeating it changes nothing."""
+
+    @_abc_1.abstractmethod
+    def SetProtection(
+        self,
+        request: _model_service_pb2.SetProtectionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.SetProtectionResponse, _abc.Awaitable[_model_service_pb2.SetProtectionResponse]]:
+        """Protects a ref, whether it exists or not, or raises what its changes take."""
+
+    @_abc_1.abstractmethod
+    def DeleteProtection(
+        self,
+        request: _model_service_pb2.DeleteProtectionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.DeleteProtectionResponse, _abc.Awaitable[_model_service_pb2.DeleteProtectionResponse]]:
+        """Protects a ref no longer, or asks for it: it takes what it takes to move the ref."""
 
     @_abc_1.abstractmethod
     def ListRefs(

@@ -475,6 +475,130 @@ class Gate(_message.Message):
 Global___Gate: _TypeAlias = Gate  # noqa: Y015
 
 @_typing.final
+class Protection(_message.Message):
+    """What it takes to change a protected ref: a scope that names it, and the approval of others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    APPROVALS_FIELD_NUMBER: _builtins.int
+    ref: _builtins.str
+    approvals: _builtins.int
+    """Of how many identities besides the one that asks; 0 if it takes none."""
+    def __init__(
+        self,
+        *,
+        ref: _builtins.str = ...,
+        approvals: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approvals", b"approvals", "ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Protection: _TypeAlias = Protection  # noqa: Y015
+
+@_typing.final
+class RefRequest(_message.Message):
+    """A change of a ref that was asked for, and what has become of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    ASK_TIME_MS_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_MS_FIELD_NUMBER: _builtins.int
+    CLOSE_TIME_MS_FIELD_NUMBER: _builtins.int
+    CLOSED_BY_FIELD_NUMBER: _builtins.int
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    APPROVALS_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    ref: _builtins.str
+    action: _builtins.str
+    """"move", "delete" (the ref), "protect" or "unprotect", or what a later release adds."""
+    state: _builtins.str
+    """"pending" and "done"; "withdrawn", "superseded" by a newer one for the ref, or "expired"; or what a later release adds."""
+    version: _builtins.int
+    """The number that the ref shall name; unset if none."""
+    request_id: _builtins.str
+    """Who approves it names it by this."""
+    by: _builtins.str
+    """The identity that asks, and what it noted."""
+    note: _builtins.str
+    ask_time_ms: _builtins.int
+    expire_time_ms: _builtins.int
+    close_time_ms: _builtins.int
+    """When it ended, and by whose call; unset until then."""
+    closed_by: _builtins.str
+    previous: _builtins.int
+    """The number that the ref named before it was carried out; unset if none."""
+    missing: _builtins.int
+    """How many more it takes."""
+    @_builtins.property
+    def approvals(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefApproval]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        ref: _builtins.str = ...,
+        action: _builtins.str = ...,
+        state: _builtins.str = ...,
+        version: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        by: _builtins.str = ...,
+        note: _builtins.str = ...,
+        ask_time_ms: _builtins.int = ...,
+        expire_time_ms: _builtins.int = ...,
+        close_time_ms: _builtins.int = ...,
+        closed_by: _builtins.str = ...,
+        previous: _builtins.int = ...,
+        approvals: _abc.Iterable[Global___RefApproval] | None = ...,
+        missing: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "approvals", b"approvals", "ask_time_ms", b"ask_time_ms", "by", b"by", "close_time_ms", b"close_time_ms", "closed_by", b"closed_by", "expire_time_ms", b"expire_time_ms", "missing", b"missing", "model", b"model", "note", b"note", "previous", b"previous", "ref", b"ref", "request_id", b"request_id", "state", b"state", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefRequest: _TypeAlias = RefRequest  # noqa: Y015
+
+@_typing.final
+class RefApproval(_message.Message):
+    """The approval of a request by one identity."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BY_FIELD_NUMBER: _builtins.int
+    TIME_MS_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    by: _builtins.str
+    time_ms: _builtins.int
+    note: _builtins.str
+    def __init__(
+        self,
+        *,
+        by: _builtins.str = ...,
+        time_ms: _builtins.int = ...,
+        note: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "note", b"note", "time_ms", b"time_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefApproval: _TypeAlias = RefApproval  # noqa: Y015
+
+@_typing.final
 class Collection(_message.Message):
     """What collecting the versions of a model did, or would have done."""
 

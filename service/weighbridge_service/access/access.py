@@ -31,12 +31,20 @@ _TICKET_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
+class _Proved:
+    """Whose a web token is, and whether the key still counts with which that was proved."""
+
+    identity: Identity
+    signed: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class _Known:
     """A policy, and what was found out under it: another one begins anew."""
 
     policy: Policy | None = None
     rings: Mapping[str, KeyRing] = field(default_factory=dict)
-    proved: Cache[Identity] = field(default_factory=lambda: Cache(_MOST_PROVED))
+    proved: Cache[_Proved] = field(default_factory=lambda: Cache(_MOST_PROVED))
 
 
 class Access:
@@ -144,8 +152,8 @@ class Access:
     def _of_web_token(self, token: str, known: _Known, policy: Policy) -> Identity:
         key = hashlib.sha256(token.encode()).digest()
         before = known.proved.get(key)
-        if before is not None and (before.expires or 0.0) > self._clock():
-            return before
+        if before is not None and (before.identity.expires or 0.0) > self._clock() and before.signed():
+            return before.identity
         found = issuers.claims(token, known.rings)
         if isinstance(found, str):
             return Identity.nobody(found)
@@ -153,14 +161,15 @@ class Access:
         if entry is None:
             return Identity.nobody(f"the policy knows nobody called {found.subject[:100]}")
         proved = Identity(entry.name, entry.scopes, expires=found.expires)
-        known.proved.put(key, proved)
+        known.proved.put(key, _Proved(proved, found.signed))
         return proved
 
     def _of_replica(self, token: str) -> Identity:
         _, until, code = (*token.split(".", 2), "", "")[:3]
         if not until.isdecimal() or len(until) > 12 or not self._replica_key:
             return Identity.nobody("the token is not known")
-        genuine = hmac.compare_digest(self._code(int(until)), code)
+        # as bytes: what is shown need not be ASCII
+        genuine = hmac.compare_digest(self._code(int(until)).encode(), code.encode())
         if not genuine or int(until) < self._clock():
             return Identity.nobody("the token of a replica is not valid")
         return Identity(REPLICA.name, REPLICA.scopes, expires=float(until))
@@ -197,5 +206,5 @@ class Access:
                 rings[url] = before
             else:
                 rings[url] = KeyRing(issuer)
-                rings[url].start()
+                rings[url].start(wait=self._known.policy is None)
         self._known = _Known(policy, rings)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
@@ -16,7 +18,18 @@ from weighbridge_service.access.scopes import Verb
 
 _QUIET = frozenset({Verb.PROBE, Verb.LOOK, Verb.OBSERVE, Verb.REPLICATE})
 """Verbs of which refusals alone are recorded."""
+_LONGEST = 200
+"""Characters of what a caller says: a refused request may be long, and fills no disk."""
 _REFUSALS = frozenset({Unauthenticated.reason, PermissionDenied.reason})
+
+
+class _AuditFile(WatchedFileHandler):
+    """A file that is made for the service's user and group alone: it says who uses what."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(  # the handler closes it
+            self.baseFilename, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o640)
+        )
 
 
 class Audit:
@@ -34,7 +47,7 @@ class Audit:
         if path is None:
             return
         try:
-            self._handler = WatchedFileHandler(path, encoding="utf-8")
+            self._handler = _AuditFile(path, encoding="utf-8")
         except OSError as error:
             raise InvalidArgument(
                 f"the audit log {path} cannot be written: {error.strerror}",
@@ -74,8 +87,8 @@ class Audit:
             "face": face,
             "action": action,
             "verb": verb.value,
-            "model": model,
-            "ref": ref,
+            "model": model[:_LONGEST],
+            "ref": ref[:_LONGEST],
             "result": result,
         }
         # a text as an argument would be formatted

@@ -123,6 +123,9 @@ class Certificates:
             if files.client_ca is not None:
                 context.load_verify_locations(files.client_ca)
                 context.verify_mode = ssl.CERT_OPTIONAL
+                # none is resumed: it would show the certificate of before, whatever has become of that and of its authority
+                context.options |= ssl.OP_NO_TICKET
+                context.num_tickets = 0
         except (OSError, ssl.SSLError) as error:
             raise InvalidArgument(
                 f"{files.certificate} and {files.key} cannot be used for TLS: {error}",

@@ -41,25 +41,31 @@ class Identity:
         name: in the policy; empty for nobody.
         scopes: what they may do.
         problem: why nobody was recognised; empty if somebody was.
+        proven: whether they have shown something that others have not.
         expires: seconds since 1970 at which the evidence ends to prove it; None if it does not.
     """
 
     name: str
     scopes: tuple[Scope, ...] = ()
     problem: str = ""
+    proven: bool = True
     expires: float | None = field(default=None, compare=False)
 
     def may(self, verb: Verb, model: str = "", ref: str = "") -> bool:
         """Whether they may do this; see `Scope.allows`."""
         return verb is Verb.PROBE or any(scope.allows(verb, model, ref) for scope in self.scopes)
 
+    def names(self, verb: Verb, model: str, ref: str) -> bool:
+        """Whether one of their scopes for this names the ref, and not just all refs; see `Scope.names`."""
+        return any(scope.names(verb, model, ref) for scope in self.scopes)
+
     @staticmethod
     def nobody(problem: str) -> Identity:
         """Who has shown nothing that proves anything."""
-        return Identity("", (), problem)
+        return Identity("", (), problem, proven=False)
 
 
-EVERYBODY = Identity("anonymous", (Scope(None),))
+EVERYBODY = Identity("anonymous", (Scope(None),), proven=False)
 """Whoever reaches a service that was told of no policy."""
 REPLICA = Identity("replica", (Scope(Verb.REPLICATE),))
 """Another service over the same store."""

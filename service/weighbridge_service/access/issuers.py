@@ -59,15 +59,17 @@ class Claims:
         issuer: name of the issuer.
         subject: whom it is about (``sub``).
         expires: seconds since 1970.
+        signed: whether the issuer still has the key that it was signed with.
     """
 
     issuer: str
     subject: str
     expires: float
+    signed: Callable[[], bool]
 
 
 class KeyRing:
-    """Keys of one issuer. Thread-safe; never waits for the network but in `start`.
+    """Keys of one issuer, each another object whenever they were read anew. Thread-safe; never waits for the network but in `start`.
 
     Args:
         issuer: whose.
@@ -90,16 +92,21 @@ class KeyRing:
         self._asking = False
         self._changed = 0
 
-    def start(self) -> None:
+    def start(self, *, wait: bool = True) -> None:
         """Read the keys for the first time.
+
+        Args:
+            wait: for those behind a URL; otherwise there are none until they have come.
 
         Raises:
             InvalidArgument: the file cannot be read or has no keys. What is behind a URL is asked for again later.
         """
-        if self._remote:
+        if not self._remote:
+            self._read_file()
+        elif wait:
             self._refresh()
         else:
-            self._read_file()
+            self._refresh_soon()
 
     def key(self, kid: str) -> jwt.PyJWK | None:
         """The key of that name; None if there is none now, and one that is asked for may be there soon."""
@@ -108,11 +115,14 @@ class KeyRing:
             return self._keys.get(kid)
         found, age = self._keys.get(kid), self._clock() - self._asked
         if age > (_RETRY_SECONDS if found is None else _REFRESH_SECONDS):
-            with self._lock:
-                asking, self._asking = self._asking, True
-            if not asking:
-                threading.Thread(target=self._refresh, name="issuer-keys", daemon=True).start()
+            self._refresh_soon()
         return found
+
+    def _refresh_soon(self) -> None:
+        with self._lock:
+            asking, self._asking = self._asking, True
+        if not asking:
+            threading.Thread(target=self._refresh, name="issuer-keys", daemon=True).start()
 
     @property
     def _remote(self) -> bool:
@@ -127,22 +137,33 @@ class KeyRing:
             self._asked, self._asking = self._clock(), False
 
     def _read_file_if_changed(self) -> None:
+        changed = _changed(Path(self.issuer.keys))
+        if changed == self._changed:
+            return
+        self._changed = changed  # one that is wrong is told once
         try:
-            if Path(self.issuer.keys).stat().st_mtime_ns != self._changed:
-                self._read_file()
-        except (OSError, InvalidArgument) as error:
+            self._read_file()
+        except InvalidArgument as error:
             log.warning("keys of %s stay as they are: %s", self.issuer.name, error)
 
     def _read_file(self) -> None:
         path = Path(self.issuer.keys)
         try:
-            changed, raw = path.stat().st_mtime_ns, path.read_bytes()
+            changed, raw = _changed(path), path.read_bytes()
         except OSError as error:
             raise InvalidArgument(
                 f"the keys of {self.issuer.name} cannot be read: {path}: {error.strerror}",
                 fix="name a file with a JSON web key set, or its https:// URL",
             ) from error
         self._keys, self._changed = _keys_in(raw, self.issuer), changed
+
+
+def _changed(path: Path) -> int:
+    """When a file was changed last; -1 if it cannot be looked at."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return -1
 
 
 def claims(token: str, rings: Mapping[str, KeyRing]) -> Claims | str:
@@ -160,7 +181,8 @@ def claims(token: str, rings: Mapping[str, KeyRing]) -> Claims | str:
         if ring is None:
             return "the token comes from an issuer that is not trusted here"
         issuer = ring.issuer
-        key = ring.key(str(jwt.get_unverified_header(token).get("kid", "")))
+        kid = str(jwt.get_unverified_header(token).get("kid", ""))
+        key = ring.key(kid)
         if key is None:
             return f"the token is signed with a key that {issuer.name} is not known to have"
         proved: dict[str, Any] = jwt.decode(
@@ -174,7 +196,9 @@ def claims(token: str, rings: Mapping[str, KeyRing]) -> Claims | str:
         )
     except (jwt.PyJWTError, ValueError, TypeError) as error:
         return f"the token proves nothing: {error}"
-    return Claims(issuer.name, str(proved["sub"]), float(proved["exp"]) + _LEEWAY)
+    return Claims(
+        issuer.name, str(proved["sub"]), float(proved["exp"]) + _LEEWAY, lambda: ring.key(kid) is key
+    )
 
 
 def _keys_in(raw: bytes, issuer: Issuer) -> Mapping[str, jwt.PyJWK]:
@@ -189,7 +213,7 @@ def _keys_in(raw: bytes, issuer: Issuer) -> Mapping[str, jwt.PyJWK]:
                 continue
             if key.algorithm_name in issuer.algorithms:
                 found[str(each.get("kid", ""))] = key
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidArgument(
             f"the keys of {issuer.name} are no JSON web key set", fix=f"look at {issuer.keys}"
         ) from error
@@ -201,7 +225,16 @@ def _keys_in(raw: bytes, issuer: Issuer) -> Mapping[str, jwt.PyJWK]:
     return found
 
 
+class _OverTls(urllib.request.HTTPRedirectHandler):
+    """Follows redirects that stay with TLS: keys that came without would be those of whoever is in between."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if not newurl.startswith("https://"):
+            raise OSError(f"{req.full_url} leads to {newurl[:200]}, which is not https://")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
 def _fetched(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=_FETCH_SECONDS) as answer:  # noqa: S310  # the policy allows https alone
+    with urllib.request.build_opener(_OverTls).open(url, timeout=_FETCH_SECONDS) as answer:
         found: bytes = answer.read(_MOST_BYTES)
     return found

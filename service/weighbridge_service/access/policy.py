@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weighbridge.errors import InvalidArgument
@@ -110,7 +110,7 @@ class Policy:
             if table.get("anybody") is True:
                 if anybody is not None:
                     raise InvalidArgument(f"{where} is a second one for anybody", fix="leave one of them")
-                anybody = entry.identity
+                anybody = replace(entry.identity, proven=False)
             entries.append(entry)
         return Policy(tuple(entries), by_token, by_user, trusted, anybody)
 

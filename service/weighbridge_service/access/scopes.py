@@ -23,7 +23,7 @@ class Verb(StrEnum):
     TAG = "tag"
     """Move and delete tags."""
     APPROVE = "approve"
-    """Hold versions no longer that are held."""
+    """Hold versions no longer that are held, and carry out what others have asked for a protected ref."""
     MANAGE = "manage"
     """Delete models and versions, say what is kept and what is held, and export."""
     OBSERVE = "observe"
@@ -39,6 +39,8 @@ ALL = "*"
 _SCOPE = re.compile(
     r"(?P<verb>[a-z]+)(?::(?P<model>[A-Za-z0-9._*-]+(?:/[A-Za-z0-9._*-]+)?)(?:@(?P<ref>[A-Za-z0-9._*-]+))?)?"
 )
+WITH_REF = frozenset({Verb.TAG, Verb.APPROVE})
+"""Verbs of which a scope may be for some refs alone; of others no scope is, as they see through a ref to the version."""
 _WITHOUT_MODEL = frozenset({Verb.OBSERVE, Verb.REPLICATE})
 _WORDS = (*(verb.value for verb in Verb if verb is not Verb.PROBE), ADMIN)
 
@@ -50,7 +52,7 @@ class Scope:
     Attributes:
         verb: None for all of them.
         model: pattern of ``namespace/name``.
-        ref: pattern of refs; of `Verb.TAG` alone, as others see through a ref to the version.
+        ref: pattern of refs; of those in `WITH_REF` alone.
     """
 
     verb: Verb | None
@@ -64,12 +66,12 @@ class Scope:
         if found is None or found["verb"] not in _WORDS:
             raise InvalidArgument(
                 f"{text[:80]!r} is no scope",
-                fix=f"write VERB, VERB:MODEL or tag:MODEL@REF, with * for any characters; verbs are {', '.join(_WORDS)}",
+                fix=f"write VERB, VERB:MODEL, tag:MODEL@REF or approve:MODEL@REF, with * for any characters; verbs are {', '.join(_WORDS)}",
             )
         verb = None if found["verb"] == ADMIN else Verb(found["verb"])
-        if found["ref"] is not None and verb is not Verb.TAG:
+        if found["ref"] is not None and verb not in WITH_REF:
             raise InvalidArgument(
-                f"the scope {text!r} names a ref, and only tags have their own permission",
+                f"the scope {text!r} names a ref, which those of tag and approve alone do",
                 fix=f"write {text.partition('@')[0]}",
             )
         if found["model"] is not None and verb in _WITHOUT_MODEL:
@@ -98,7 +100,11 @@ class Scope:
             return False
         if not (matches(self.model, model) if model else self.model == ALL):
             return False
-        return verb is not Verb.TAG or (matches(self.ref, ref) if ref else self.ref == ALL)
+        return verb not in WITH_REF or (matches(self.ref, ref) if ref else self.ref == ALL)
+
+    def names(self, verb: Verb, model: str, ref: str) -> bool:
+        """Whether it allows this by naming the ref: neither by a pattern of refs, nor by a scope for all verbs."""
+        return self.verb is verb and self.ref == ref and self.allows(verb, model, ref)
 
 
 def matches(pattern: str, text: str) -> bool:

@@ -10,7 +10,8 @@ from urllib.parse import unquote
 
 from weighbridge.errors import PermissionDenied, Unauthenticated
 from weighbridge_service.access.identities import EVERYBODY, Identity
-from weighbridge_service.access.scopes import ALL, Scope, Verb
+from weighbridge_service.access.scopes import ALL, WITH_REF, Scope, Verb
+from weighbridge_storage.head.ref_requests import Asker
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class Peer:
         """
         return self.identity.name if self.identity is not EVERYBODY else said or self.host
 
+    def asker(self, verb: Verb, model: str, ref: str) -> Asker:
+        """Who asks for something of a ref, where it may be protected."""
+        names = self.identity.names(verb, model, ref)
+        return Asker(self.identity.name, self.identity.proven, names, str(_scope(verb, model, ref)))
+
     def __str__(self) -> str:
         return f"{self.host}:{self.connection}"
 
@@ -76,8 +82,15 @@ def authorize(peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:
             identity.problem,
             fix="show a token (WEIGHBRIDGE_TOKEN; over HTTP `Authorization: Bearer ...`) or a certificate that the service's policy knows",
         )
-    what = f"{verb} {model}{f'@{ref}' if ref and verb is Verb.TAG else ''}".strip()
+    scope = _scope(verb, model, ref)
+    what = f"{verb} {model}{'' if scope.ref == ALL else f'@{scope.ref}'}".strip()
     raise PermissionDenied(
         f"{identity.name} may not {what}",
-        fix=f"let the service's policy give {identity.name} the scope {Scope(verb, model or ALL, ref if ref and verb is Verb.TAG else ALL)}",
+        fix=f"let the service's policy give {identity.name} the scope {scope}",
     )
+
+
+def _scope(verb: Verb, model: str, ref: str) -> Scope:
+    """The least scope that allows something; versions have none of their own."""
+    named = ref if verb in WITH_REF and not ref.isdecimal() else ""
+    return Scope(verb, model or ALL, named or ALL)

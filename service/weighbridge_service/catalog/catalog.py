@@ -49,7 +49,7 @@ from weighbridge_service.models.registration import (
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import RESERVED_REFS, ModelName, first_version_of
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import delete_ref, give_up_abandoned, set_ref
+from weighbridge_storage.head.head_changes import give_up_abandoned
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.leases import Grace
@@ -151,13 +151,13 @@ class Catalog:
         self.snapshots.forget_deleted(model_name, head)
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
-    def get_model(self, name: str) -> Model:
-        """One model. Raises NotFound, which says what was perhaps meant."""
+    def get_model(self, name: str, shown: Callable[[str], bool] = lambda _name: True) -> Model:
+        """One model. Raises NotFound, which says what was perhaps meant of the models that are ``shown``."""
         model_name = ModelName.parse(name)
         try:
             head = self.head(model_name)
         except NotFound as error:
-            raise NotFound(f"{error.message}{self._alike(model_name)}", fix=error.fix) from error
+            raise NotFound(f"{error.message}{self._alike(model_name, shown)}", fix=error.fix) from error
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
     def list_models(
@@ -225,10 +225,11 @@ class Catalog:
             )
         return found
 
-    def _alike(self, name: ModelName) -> str:
+    def _alike(self, name: ModelName, shown: Callable[[str], bool]) -> str:
         """Which model was perhaps meant by a name that none has."""
         try:
-            known = [str(each) for each in islice(self.heads.models(), _MOST_ALIKE) if each != name]
+            there = map(str, islice(self.heads.models(), _MOST_ALIKE))
+            known = [each for each in there if each != str(name) and shown(each)]
         except WeighbridgeError:  # the store is going away; what is wrong is known all the same
             return ""
         return did_you_mean(str(name), known)
@@ -351,30 +352,6 @@ class Catalog:
         """Version number by ref."""
         model_name = ModelName.parse(name)
         return self.refs_of(model_name, self.head(model_name))
-
-    def set_ref(self, name: str, ref: str, version: str) -> Version:
-        """Let a tag name a durable version.
-
-        Raises:
-            InvalidArgument: the tag's name is not allowed.
-            NotFound: no such version.
-            FailedPrecondition: it is not durable yet.
-        """
-        model_name = ModelName.parse(name)
-        found = self.resolve(model_name, version)
-        if not found.state.stored:
-            raise FailedPrecondition(
-                f"{found} is not in the object store yet", fix="wait until it is durable"
-            )
-        self.heads.edit(model_name, lambda history: (set_ref(history, ref, found.number), None))
-        self.changes.notify(model_name)
-        return found
-
-    def delete_ref(self, name: str, ref: str) -> None:
-        """Take a tag away. Raises NotFound."""
-        model_name = ModelName.parse(name)
-        self.heads.update(model_name, lambda head: (delete_ref(head, ref), None))
-        self.changes.notify(model_name)
 
     def verify(self, name: str, version: str) -> Verification:
         """Compare a durable version's files with its manifest."""

@@ -23,7 +23,8 @@ from weighbridge_service.push.intake import Intake
 from weighbridge_service.replicas.directory import Directory
 from weighbridge_service.replicas.links import Links
 from weighbridge_service.replicas.progress import Progress, Stage, home_from_proto, home_to_proto
-from weighbridge_storage.documents import entries, strict_json
+from weighbridge_storage.documents import entry_json, strict_json
+from weighbridge_storage.documents.entries import OpenEntry
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.stores.objects import ByteArray
 
@@ -141,7 +142,7 @@ def handed_to_proto(version: HandedVersion, memory_wait: float) -> pb.TakeOverRe
     model, share = version.model, version.share
     return pb.TakeOverRequest(
         model=str(model.name),
-        entry=strict_json.encode(entries.to_json(version.entry)),
+        entry=strict_json.encode(entry_json.to_json(version.entry)),
         claim=version.claim,
         ready_time_ms=version.ready_ms,
         ranks=[pb.RankDeclaration(client_id=client, digest=digest) for client, digest in version.ranks],
@@ -175,7 +176,7 @@ def handed_from_proto(message: pb.TakeOverRequest) -> HandedVersion:
     """
     sent = message.registration
     try:
-        entry = entries.from_json(entries.OpenEntry, json.loads(message.entry), "the entry")
+        entry = entry_json.from_json(OpenEntry, json.loads(message.entry), "the entry")
         kept = ModelTensors.from_json(json.loads(sent.tensors))
         listed = _listed_from_proto(sent.listed, kept.listed)
     except (DataLoss, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,23 +1,25 @@
-"""Entries of a model's history: versions in each of their states, and refs, as objects of stored JSON text.
+"""Entries of a model's head and history: versions in each of their states, refs, and what is asked of those that are protected.
 
-An entry keeps the fields of its object that this release does not know, and writes them back (`extra`). A field that has a default is
-left out where it has that value.
+An entry keeps the fields of its object that this release does not know, and writes them back (`extra`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from weighbridge._core.metadata import Metadata, checked_metadata
-from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge._core.resources import REQUEST_PENDING
+from weighbridge.errors import InvalidArgument
 from weighbridge_storage.documents import strict_json
-from weighbridge_storage.documents.names import MAX_VERSION, shown
+from weighbridge_storage.documents.names import MAX_VERSION, check_ref_name, check_request_id, shown
 
 MAX_TEXT = 256
 MAX_REASONS = 16
 """Most reasons for which a version is held."""
+MAX_APPROVALS = 16
+"""Most approvals that a change of a ref can take."""
 FAILED, ABORTED = "failed", "aborted"
 """The states of `FailedEntry`."""
 _COUNTS_AND_TIMES = (
@@ -240,67 +242,99 @@ class Ref:
         check_number("version", self.version, 1, MAX_VERSION)
 
 
-Numbered = VersionEntry | OpenEntry | FailedEntry
-E = TypeVar("E", VersionEntry, OpenEntry, FailedEntry, Ref, Approval)
-N = TypeVar("N", VersionEntry, OpenEntry, FailedEntry)
+@dataclass(frozen=True, slots=True)
+class ProtectionEntry:
+    """What it takes to change a ref that is protected.
+
+    Attributes:
+        approvals: of how many identities besides the one that asks; 0 if it takes none.
+        extra: the fields that this release does not know.
+    """
+
+    approvals: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_number("approvals", self.approvals, 0, MAX_APPROVALS)
 
 
-def to_json(entry: Numbered | Ref | Approval) -> dict[str, Any]:
-    """An entry as a JSON object."""
-    document = dict(entry.extra)
-    for item in fields(entry):
-        value = getattr(entry, item.name)
-        if item.name != "extra" and value != _default(item):
-            document[item.name] = to_json(value) if isinstance(value, Approval) else value
-    return document
+@dataclass(frozen=True, slots=True)
+class RefApproval:
+    """The approval of a request by one identity.
+
+    Attributes:
+        by: which one.
+        approved_ms: when, in milliseconds since 1970 UTC.
+        note: what they noted; may be empty.
+        extra: the fields that this release does not know.
+    """
+
+    by: str
+    approved_ms: int
+    note: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_number("approved_ms", self.approved_ms)
+        for name in ("by", "note"):
+            check_text(name, getattr(self, name))
 
 
-def _default(item: Field[Any]) -> Any:
-    """The value with which a field is left out; `MISSING` if there is none."""
-    return item.default if item.default_factory is MISSING else item.default_factory()
+@dataclass(frozen=True, slots=True)
+class RequestEntry:
+    """A request to change a ref that is protected, and what has become of it.
 
-
-_READERS: Mapping[Any, Callable[[strict_json.Fields, str], Any]] = {
-    "str": strict_json.Fields.text,
-    "int": strict_json.Fields.integer,
-    "bool": strict_json.Fields.boolean,
-    "tuple[str, ...]": strict_json.Fields.texts,
-    "Metadata": strict_json.Fields.table,
-    "Approval | None": lambda found, name: from_json(Approval, found.table(name), f"{found.where}, {name}"),
-}
-"""How a field is read, by its type."""
-
-
-def from_json(kind: type[E], value: object, where: str) -> E:
-    """What `to_json` gave; ``where`` names it in errors.
+    Attributes:
+        request_id: which one; approvals name it.
+        ref: the ref.
+        action: what is asked, one of `REQUEST_MOVE` and so on, or what a later release adds.
+        by: the identity that asks.
+        asked_ms: when it did, in milliseconds since 1970 UTC.
+        until_ms: when it expires.
+        version: the version that the ref shall name; 0 if none.
+        note: what they noted; may be empty.
+        approvals: those given so far.
+        state: pending, or how it ended: `REQUEST_DONE` and so on, or what a later release adds.
+        closed_ms: when it ended; 0 if it has not.
+        closed_by: whose call ended it; empty if that was time.
+        previous: what the ref named before it was carried out; 0 if nothing.
+        extra: the fields that this release does not know.
 
     Raises:
-        DataLoss: a field is missing, or has the wrong type.
-        InvalidArgument: a value is out of bounds.
+        InvalidArgument: a number is out of bounds, a name malformed, or a text longer than `MAX_TEXT` or not printable.
     """
-    found = strict_json.Fields(value, where)
-    values: dict[str, Any] = {
-        item.name: _READERS[item.type](found, item.name)
-        for item in fields(kind)
-        if item.name != "extra" and (_default(item) is MISSING or item.name in found)
-    }
-    return kind(**values, extra=found.rest())
 
+    request_id: str
+    ref: str
+    action: str
+    by: str
+    asked_ms: int
+    until_ms: int
+    version: int = 0
+    note: str = ""
+    approvals: tuple[RefApproval, ...] = ()
+    state: str = REQUEST_PENDING
+    closed_ms: int = 0
+    closed_by: str = ""
+    previous: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-def list_to_json(entries: Mapping[int, Numbered]) -> list[dict[str, Any]]:
-    """Entries by number as a JSON array, in the order of their numbers."""
-    return [to_json(entries[number]) for number in sorted(entries)]
+    def __post_init__(self) -> None:
+        check_request_id(self.request_id)
+        check_ref_name(self.ref)
+        for name in ("asked_ms", "until_ms", "closed_ms"):
+            check_number(name, getattr(self, name))
+        for name in ("version", "previous"):
+            check_number(name, getattr(self, name), 0, MAX_VERSION)
+        for name in ("action", "by", "note", "state", "closed_by"):
+            check_text(name, getattr(self, name))
+        if len(self.approvals) > MAX_APPROVALS:
+            raise InvalidArgument(f"the request {self.request_id} has more than {MAX_APPROVALS} approvals")
 
-
-def list_from_json(kind: type[N], items: Iterable[object], where: str) -> dict[int, N]:
-    """What `list_to_json` gave; raises as `from_json`, and if a number occurs twice."""
-    found: dict[int, N] = {}
-    for i, item in enumerate(items):
-        entry = from_json(kind, item, f"{where}[{i}]")
-        if entry.number in found:
-            raise DataLoss(f"{where} lists version {entry.number} twice")
-        found[entry.number] = entry
-    return found
+    @property
+    def pending(self) -> bool:
+        """Whether it waits for approvals, unless it has expired since."""
+        return self.state == REQUEST_PENDING
 
 
 def check_number(name: str, value: int, low: int = 0, high: int = strict_json.MAX_INTEGER) -> int:

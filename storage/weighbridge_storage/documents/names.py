@@ -34,10 +34,13 @@ MODEL_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git(?:/|$)){_PART}/{_PART}$"
 """Of a model's name."""
 REF_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 """Of refs; numbers of versions are such names too."""
+REQUEST_PATTERN = "^[A-Za-z0-9_-]{1,64}$"
+"""Of what names a request to change a ref."""
 
 _MODEL_PART = re.compile(MODEL_PART_PATTERN)
 _TWO_PARTS = re.compile(r"[^/]*/[^/]*")
 _REF = re.compile(REF_PATTERN)
+_REQUEST = re.compile(REQUEST_PATTERN)
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -277,6 +280,16 @@ def check_ref_name(name: str) -> str:
     if name in RESERVED_REFS:
         raise InvalidArgument(f"the ref {name!r} moves by itself", fix="choose another name")
     return name
+
+
+def check_request_id(request_id: str) -> str:
+    """``request_id``, if a request to change a ref may be called so: 1 to 64 letters, digits, ``-`` or ``_``. Raises InvalidArgument."""
+    if not _is(_REQUEST, request_id):
+        raise InvalidArgument(
+            f"{shown(request_id)} cannot name a request",
+            fix="use 1 to 64 letters, digits, '-' or '_', such as a UUID",
+        )
+    return request_id
 
 
 def check_version_file_name(name: str) -> str:

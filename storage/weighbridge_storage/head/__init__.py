@@ -4,6 +4,7 @@ May import: `stores`, `documents`, `weighbridge`.
 
 - `head`: content of `head.json`.
 - `head_changes`: its transitions; pure.
+- `ref_requests`: transitions of refs that are protected; pure.
 - `head_store`: conditional reads and writes of heads.
 - `history`: versions that a head leads to.
 - `history_nodes`: nodes of the tree that holds them.

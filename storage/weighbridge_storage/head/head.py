@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 from weighbridge._core.resources import REF_LATEST, Gate, Retention
 from weighbridge.errors import DataLoss, InvalidArgument
-from weighbridge_storage.documents import document_digests, entries, strict_json
+from weighbridge_storage.documents import document_digests, entry_json, strict_json
 from weighbridge_storage.documents.entries import (
     FailedEntry,
     OpenEntry,
+    ProtectionEntry,
     Ref,
+    RequestEntry,
     VersionEntry,
     check_number,
     check_text,
@@ -29,13 +31,17 @@ FORMAT = 3
 HELD_VERSIONS = "held-versions"
 DELETED = "deleted"
 LISTED_TENSORS = "listed-tensors"
-FEATURES: frozenset[str] = frozenset((HELD_VERSIONS, DELETED, LISTED_TENSORS))
+PROTECTED_REFS = "protected-refs"
+FEATURES: frozenset[str] = frozenset((HELD_VERSIONS, DELETED, LISTED_TENSORS, PROTECTED_REFS))
 """The features that a head may require here. `HELD_VERSIONS`: there are versions that are, or will be, held; who does not know it would
 take them for the newest. `DELETED`: a model of this name was deleted, and its numbers go on; who does not know it would go on
-receiving versions of it, or take what is left of them for rubbish of now. `LISTED_TENSORS`: the registration names a list of tensors; who does not know it would derive others from the config."""
+receiving versions of it, or take what is left of them for rubbish of now. `LISTED_TENSORS`: the registration names a list of tensors; who does not know it would derive others from the config. `PROTECTED_REFS`:
+refs are protected; who does not know it would move them for whoever asks."""
 REMEMBERED_WRITES = 64
 """How many write ids a head remembers: a writer whose response was lost finds its own among them."""
 REMEMBERED_FAILURES = 32
+REMEMBERED_REQUESTS = 32
+"""How many requests to change refs a head remembers that have ended."""
 _KEEP_EVERYTHING = Retention()
 _OPEN_GATE = Gate()
 
@@ -153,6 +159,9 @@ class Head:
         retention_extra: the fields of the retention that this release does not know.
         gate: which versions are held.
         gate_extra: the fields of the gate that this release does not know.
+        protected: what it takes to change those refs that are protected, whether they exist or not. Stored with the gate.
+        requests: requests to change them: one at most for each that is pending, and the last `REMEMBERED_REQUESTS` that have ended,
+            in the order in which they were asked.
         writes: ids of the last `REMEMBERED_WRITES` writes, the newest last.
         deletion: the last deletion of a model of this name; None if there was none.
         extra: the fields that this release does not know.
@@ -176,6 +185,8 @@ class Head:
     retention_extra: Mapping[str, Any] = field(default_factory=dict)
     gate: Gate = _OPEN_GATE
     gate_extra: Mapping[str, Any] = field(default_factory=dict)
+    protected: Mapping[str, ProtectionEntry] = field(default_factory=dict)
+    requests: tuple[RequestEntry, ...] = ()
     writes: tuple[str, ...] = ()
     deletion: Deletion | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -186,6 +197,7 @@ class Head:
         check_files_id(self.files_id)
         self._check_numbers()
         self._check_refs()
+        self._check_requests()
         for write_id in self.writes:
             check_text("write id", write_id)
         if len(self.writes) > REMEMBERED_WRITES:
@@ -213,6 +225,14 @@ class Head:
         """The number that each ref names."""
         return {name: ref.version for name, ref in self.refs.items()}
 
+    def requested(self, now_ms: int) -> dict[str, int]:
+        """The number that each ref is asked to name, of requests that have not expired."""
+        return {
+            each.ref: each.version
+            for each in self.requests
+            if each.pending and each.version and each.until_ms >= now_ms
+        }
+
     @property
     def requires(self) -> tuple[str, ...]:
         """The features without which it would be misread. Held versions below the root are held no more if `recent` says so."""
@@ -226,6 +246,7 @@ class Head:
             DELETED: self.deletion is not None,
             HELD_VERSIONS: held,
             LISTED_TENSORS: bool(self.registration.get("listed")),
+            PROTECTED_REFS: bool(self.protected),
         }
         return tuple(feature for feature, is_wanted in wanted.items() if is_wanted)
 
@@ -291,6 +312,20 @@ class Head:
         if self.latest < max(released, default=0) or (published and not self.latest):
             raise InvalidArgument(f"{REF_LATEST} is not the highest version that is not held")
 
+    def _check_requests(self) -> None:
+        """No request stands there twice, and at most one for a ref is pending."""
+        for name in self.protected:
+            check_ref_name(name)
+        pending = [each.ref for each in self.requests if each.pending]
+        if len({*pending}) < len(pending) or not self.protected.keys() >= {*pending}:
+            raise InvalidArgument(
+                "two requests for one ref are pending, or one for a ref that is not protected"
+            )
+        if len({each.request_id for each in self.requests}) < len(self.requests):
+            raise InvalidArgument("two requests have the same name")
+        if len(self.requests) - len(pending) > REMEMBERED_REQUESTS:
+            raise InvalidArgument(f"more than {REMEMBERED_REQUESTS} requests that have ended are remembered")
+
     def to_json(self) -> bytes:
         """The head as the text of `head.json`, which ends with its digest.
 
@@ -306,16 +341,21 @@ class Head:
                 "next_version": self.next_version,
                 "files_id": self.files_id,
                 "registration": dict(self.registration),
-                "recent": entries.list_to_json(self.recent),
+                "recent": entry_json.list_to_json(self.recent),
                 "removed": sorted(self.removed),
                 "root": None if self.root is None else self.root.to_json(),
                 "mark": None if self.mark is None else self.mark.to_json(),
-                "open": entries.list_to_json(self.open),
-                "failed": entries.list_to_json(self.failed),
-                "refs": {name: entries.to_json(ref) for name, ref in self.refs.items()},
+                "open": entry_json.list_to_json(self.open),
+                "failed": entry_json.list_to_json(self.failed),
+                "refs": {name: entry_json.to_json(ref) for name, ref in self.refs.items()},
                 "retention": {**self.retention_extra, **self.retention.to_json()},
                 "writes": list(self.writes),
                 **self._gate_to_json(),
+                **(
+                    {"requests": [entry_json.to_json(each) for each in self.requests]}
+                    if self.requests
+                    else {}
+                ),
                 **({} if self.deletion is None else {"deletion": self.deletion.to_json()}),
             }
         )
@@ -323,7 +363,8 @@ class Head:
     def _gate_to_json(self) -> dict[str, Any]:
         """The gate as a field of the text; none if nothing was ever said of it."""
         said = {name: value for name, value in self.gate.to_json().items() if value}
-        found = {**self.gate_extra, **said}
+        protected = {name: entry_json.to_json(each) for name, each in self.protected.items()}
+        found = {**self.gate_extra, **said, **({"protected": protected} if protected else {})}
         return {"gate": found} if found else {}
 
     @staticmethod
@@ -347,26 +388,38 @@ class Head:
         retention = strict_json.Fields(document.table("retention"), f"{where}, retention")
         gate = strict_json.Fields(document.table("gate") if "gate" in document else {}, f"{where}, gate")
         with strict_json.malformed_as_data_loss(where):
+            protected = gate.table("protected") if "protected" in gate else {}
+            requests = document.array("requests") if "requests" in document else []
             removed = [check_number("removed version", n, 1, MAX_VERSION) for n in document.array("removed")]
             return Head(
                 generation=document.integer("generation", 1),
                 next_version=document.integer("next_version", 1),
                 files_id=document.text("files_id"),
                 registration=document.table("registration"),
-                recent=entries.list_from_json(VersionEntry, document.array("recent"), f"{where}, recent"),
+                recent=entry_json.list_from_json(VersionEntry, document.array("recent"), f"{where}, recent"),
                 removed=frozenset(removed),
                 root=_read_nullable(document, "root", NodeRef.from_json),
                 mark=_read_nullable(document, "mark", Mark.from_json),
-                open=entries.list_from_json(OpenEntry, document.array("open"), f"{where}, open"),
-                failed=entries.list_from_json(FailedEntry, document.array("failed"), f"{where}, failed"),
+                open=entry_json.list_from_json(OpenEntry, document.array("open"), f"{where}, open"),
+                failed=entry_json.list_from_json(FailedEntry, document.array("failed"), f"{where}, failed"),
                 refs={
-                    name: entries.from_json(Ref, value, f"{where}, ref {shown(name)}")
+                    name: entry_json.from_json(Ref, value, f"{where}, ref {shown(name)}")
                     for name, value in document.table("refs").items()
                 },
                 retention=Retention(**{name: retention.integer(name) for name in _KEEP_EVERYTHING.to_json()}),
                 retention_extra=retention.rest(),
                 gate=Gate(**{name: gate.boolean(name) for name in _OPEN_GATE.to_json() if name in gate}),
                 gate_extra=gate.rest(),
+                protected={
+                    name: entry_json.from_json(
+                        ProtectionEntry, value, f"{where}, protected ref {shown(name)}"
+                    )
+                    for name, value in protected.items()
+                },
+                requests=tuple(
+                    entry_json.from_json(RequestEntry, value, f"{where}, requests[{i}]")
+                    for i, value in enumerate(requests)
+                ),
                 writes=tuple(document.array("writes")),
                 deletion=_read_nullable(document, "deletion", Deletion.from_json)
                 if "deletion" in document

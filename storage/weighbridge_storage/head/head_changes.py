@@ -345,7 +345,7 @@ def delete_versions(history: History, numbers: Collection[int], retired_ms: int)
 
     Raises:
         NotFound: one of them is not there.
-        FailedPrecondition: one is still being received, or a ref names it. ``latest`` always names one, so the newest version
+        FailedPrecondition: one is still being received, or a ref names it or is asked to. ``latest`` always names one, so the newest version
             that is not held cannot be deleted.
     """
     head = history.head
@@ -366,6 +366,12 @@ def delete_versions(history: History, numbers: Collection[int], retired_ms: int)
             f"version {number} is what {', '.join(names[:5])} names",
             fix="publish a newer version first" if REF_LATEST in names else "move or delete the ref first",
         )
+    for ref, number in head.requested(retired_ms).items():
+        if number in gone:
+            raise FailedPrecondition(
+                f"version {number} is what {ref} is asked to name",
+                fix="approve or withdraw the request first",
+            )
     return replace(head, recent={**head.recent, **gone})
 
 
@@ -407,8 +413,13 @@ def delete_model(head: Head, now_ms: int, *, request_id: str = "", versions: int
         versions: how many were part of its history.
 
     Raises:
-        FailedPrecondition: versions are being received.
+        FailedPrecondition: versions are being received, or refs are protected.
     """
+    if head.protected:
+        raise FailedPrecondition(
+            f"refs of the model are protected: {', '.join(sorted(head.protected)[:5])}",
+            fix="protect them no longer first, which takes what it takes to move them: weighbridge gate MODEL --unprotect REF",
+        )
     if head.open:
         numbers = ", ".join(map(str, sorted(head.open)[:5]))
         raise FailedPrecondition(

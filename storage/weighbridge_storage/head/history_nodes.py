@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from weighbridge.errors import DataLoss, InvalidArgument
-from weighbridge_storage.documents import document_digests, entries, strict_json
+from weighbridge_storage.documents import document_digests, entry_json, strict_json
 from weighbridge_storage.documents.entries import VersionEntry, check_number
 from weighbridge_storage.documents.names import MAX_VERSION, check_node_name, node_name
 
@@ -153,7 +153,7 @@ def to_json(node: Node) -> bytes:
     """A node as the text of its object."""
     document: dict[str, Any] = {**node.extra, "format": FORMAT, "requires": []}
     if isinstance(node, Leaf):
-        document |= {"level": 0, "entries": entries.list_to_json(node.entries)}
+        document |= {"level": 0, "entries": entry_json.list_to_json(node.entries)}
     else:
         children = [node.children[first].to_json() for first in sorted(node.children)]
         document |= {"level": node.level, "children": children}
@@ -188,7 +188,7 @@ def _from_json(data: bytes, ref: NodeRef, where: str) -> Node:
     node: Node
     with strict_json.malformed_as_data_loss(where):
         if level == 0:
-            listed = entries.list_from_json(VersionEntry, document.array("entries"), f"{where}, entries")
+            listed = entry_json.list_from_json(VersionEntry, document.array("entries"), f"{where}, entries")
             node = Leaf(listed, document.rest())
         else:
             references = [

@@ -57,7 +57,7 @@ def decide(head: Head, versions: Mapping[int, VersionEntry], now_ms: int) -> Dec
     """
     rules = _rules(head.retention, versions, now_ms)
     refs: defaultdict[int, list[str]] = defaultdict(list)
-    for name, number in sorted(head.ref_numbers.items()):
+    for name, number in sorted([*head.ref_numbers.items(), *head.requested(now_ms).items()]):
         refs[number].append(name)
     kept, retired = [], []
     for number in versions:

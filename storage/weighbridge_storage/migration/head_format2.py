@@ -23,7 +23,7 @@ from typing import Any
 
 from weighbridge._core.resources import Retention
 from weighbridge.errors import DataLoss
-from weighbridge_storage.documents import entries, strict_json
+from weighbridge_storage.documents import entry_json, strict_json
 from weighbridge_storage.documents.entries import FailedEntry, OpenEntry, Ref, VersionEntry
 from weighbridge_storage.documents.names import HEAD_FILE
 from weighbridge_storage.head.head import Head
@@ -52,7 +52,7 @@ def read_head(data: bytes, where: str = HEAD_FILE) -> Head:
             next_version=document.integer("next_version", 1),
             files_id=document.text("files_id"),
             registration=document.table("registration"),
-            recent=entries.list_from_json(VersionEntry, document.array("versions"), f"{where}, versions"),
+            recent=entry_json.list_from_json(VersionEntry, document.array("versions"), f"{where}, versions"),
             refs={name: Ref(refs.integer(name, 1)) for name in refs.names},
             writes=tuple(document.array("writes")),
         )
@@ -70,7 +70,7 @@ def _with_format_2(head: Head, document: strict_json.Fields) -> Head:
     recent = dict(head.recent)
     for i, item in enumerate(document.array("tombstones")):
         found = strict_json.Fields(item, f"{where}, tombstones[{i}]")
-        entry = entries.from_json(VersionEntry, found.table("version"), f"{found.where}, version")
+        entry = entry_json.from_json(VersionEntry, found.table("version"), f"{found.where}, version")
         if entry.number in recent:
             raise DataLoss(f"{where} lists version {entry.number} twice")
         recent[entry.number] = replace(entry, retired_ms=max(found.integer("deleted_ms"), 1))
@@ -81,7 +81,7 @@ def _with_format_2(head: Head, document: strict_json.Fields) -> Head:
     return replace(
         head,
         recent=recent,
-        open=entries.list_from_json(OpenEntry, document.array("open"), f"{where}, open"),
-        failed=entries.list_from_json(FailedEntry, document.array("failed"), f"{where}, failed"),
+        open=entry_json.list_from_json(OpenEntry, document.array("open"), f"{where}, open"),
+        failed=entry_json.list_from_json(FailedEntry, document.array("failed"), f"{where}, failed"),
         retention=Retention(**rules),
     )

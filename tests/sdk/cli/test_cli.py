@@ -624,9 +624,9 @@ def test_a_model_without_versions_can_be_shown(service: RunningService, hf_dir: 
 def test_tags_are_set_and_taken_away(service: RunningService, hf_dir: Path) -> None:
     for _ in range(2):
         as_json(weighbridge(service, "import", hf_dir, "acme/tagged"))
-    assert as_json(weighbridge(service, "tag", "acme/tagged@1", "prod")) == {
-        "model": "acme/tagged", "ref": "prod", "number": 1,
-    }  # fmt: skip
+    tagged = as_json(weighbridge(service, "tag", "acme/tagged@1", "prod"))
+    assert (tagged["model"], tagged["ref"], tagged["number"]) == ("acme/tagged", "prod", 1)
+    assert tagged["state"] == tagged["request"]["state"] == "done"
     assert as_json(weighbridge(service, "show", "acme/tagged@prod"))["version"]["number"] == 1
     error = error_of(weighbridge(service, "tag", "acme/tagged@2", "prod", "--delete"))
     assert "names version 1, not 2" in error["message"]

@@ -96,7 +96,8 @@ def test_the_gate_of_a_model_is_shown_and_what_is_not_said_of_it_stays(
     assert "holds versions with NaN" in run(service, "gate", MODEL).stdout
     as_json(service, "gate", MODEL, "--approval", "required")
     gate = as_json(service, "gate", MODEL, "--nonfinite", "allow")
-    assert gate == {"model": MODEL, "approval_required": True, "allow_nonfinite": True}
+    both = {"approval_required": True, "allow_nonfinite": True}
+    assert gate == {"model": MODEL, **both, "protections": []}
     assert gate == as_json(service, "gate", MODEL)
     assert as_json(service, "push", good, MODEL, "--step", 1)["held"] == ["candidate"]
     as_json(service, "gate", MODEL, "--approval", "none")

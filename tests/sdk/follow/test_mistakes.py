@@ -16,7 +16,7 @@ from tests.support.mortal_proxy import MortalProxy
 from tests.support.raw_clients import tiny_folder
 from tests.support.services import running_service
 from tests.support.waiting import eventually
-from weighbridge import EngineClient, TrainerClient
+from weighbridge import Client, EngineClient, TrainerClient
 from weighbridge._clients import outages
 from weighbridge._core.text import waits
 from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
@@ -130,7 +130,8 @@ def test_a_watch_says_since_when_the_service_is_away(
 
             waiting = threading.Thread(target=wait, daemon=True)
             waiting.start()
-            running.service.catalog.set_ref(MODEL, "prod", "1")
+            with Client(running.address) as other:
+                other.set_ref(MODEL, "prod", 1)
             proxy.close()
             eventually(lambda: len(said("has been away since")) > 1)
         waiting.join(60.0)

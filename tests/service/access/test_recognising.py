@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import jwt
@@ -17,6 +19,7 @@ from tests.support.identities import AUDIENCE, ISSUER, TokenIssuer, identity, po
 from tests.support.waiting import eventually
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.access import access as module
+from weighbridge_service.access import issuers
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.identities import Evidence, Identity
 from weighbridge_service.access.issuers import Issuer, KeyRing
@@ -96,6 +99,100 @@ def test_a_web_token_is_believed_if_its_issuer_has_signed_it_for_this_service(
     }
     for how, token in wrong.items():
         assert not access.identify(shown(token)).name, how
+
+
+def _unsigned(*parts: bytes) -> str:
+    """A token of these parts, whatever they are."""
+    return ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "replica.99999999999.\xe9",
+        "replica.\u0661.x",
+        "replica..",
+        "replica.",
+        "replica.9.9.9",
+        "\xff\x00",
+        _unsigned(b'{"alg":"RS256","kid":"one"}', b"[" * 9000, b"x"),
+        _unsigned(b'{"a":' * 1800 + b"1" + b"}" * 1800, b"{}", b"x"),
+        _unsigned(b'{"alg":"RS256","kid":{"a":1}}', b'{"iss":"https://issuer.test"}', b"x"),
+        _unsigned(b'{"alg":"RS256","kid":"../one","crit":["b64"]}', b'{"iss":["https://issuer.test"]}', b"x"),
+        _unsigned(b"\xff\xfe", b"\xff", b"\xff"),
+    ],
+)
+def test_whatever_is_shown_is_answered_with_no(access: Access, token: str) -> None:
+    found = access.identify(shown(token))
+    assert (found.name, bool(found.problem)) == ("", True)
+
+
+def test_a_web_token_whose_key_its_issuer_has_withdrawn_is_believed_no_longer(tmp_path: Path) -> None:
+    issuer = TokenIssuer(tmp_path / "issuer")
+    policy = policy_file(tmp_path, issuer.table, identity("engine", ["pull"], subjects=["test|*"]))
+    access, evidence = Access(policy, KEY), shown(issuer.token("one"))
+    assert access.identify(evidence).name == access.identify(evidence).name == "engine"
+    issuer.keys.write_text(TokenIssuer(tmp_path / "next").keys.read_text())
+    os.utime(issuer.keys, (1, 1))
+    assert not access.identify(evidence).name
+
+
+def test_keys_that_cannot_be_read_again_stay_and_are_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    issuer = TokenIssuer(tmp_path / "issuer")
+    policy = policy_file(tmp_path, issuer.table, identity("engine", ["pull"], subjects=["test|*"]))
+    access, evidence = Access(policy, KEY), shown(issuer.token("one"))
+    whole = issuer.keys.read_bytes()
+    for damage in (lambda: issuer.keys.write_bytes(whole[:-9]), issuer.keys.unlink):
+        caplog.clear()
+        damage()
+        assert {access.identify(evidence).name for _ in range(5)} == {"engine"}
+        assert [each.getMessage().partition(":")[0] for each in caplog.records] == [
+            "keys of test stay as they are"
+        ]
+    issuer.keys.write_bytes(whole)
+    assert access.identify(evidence).name == "engine"
+
+
+def test_keys_are_not_fetched_from_where_a_redirect_leads_without_tls(tmp_path: Path) -> None:
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", f"http://127.0.0.1:{self.server.server_address[1]}/keys")  # type: ignore[index]
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(OSError, match="is not https://"):
+            issuers._fetched(f"http://127.0.0.1:{server.server_address[1]}/")
+        server.shutdown()
+
+
+def test_a_policy_that_is_read_again_waits_for_no_server_of_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slow(url: str) -> bytes:
+        asked.set()
+        assert go_on.wait(60)
+        raise OSError("away")
+
+    monkeypatch.setattr(issuers, "_fetched", slow)
+    path = policy_file(tmp_path, identity("old", ["pull"], token="one"))
+    access = Access(path, KEY)
+    issuer = TokenIssuer(tmp_path / "issuer")
+    remote = issuer.table.replace(str(issuer.keys), "https://keys.test/jwks")
+    path.write_text(remote + identity("new", ["pull"], token="two"))
+    os.utime(path, (1, 1))
+    assert access.identify(shown("two")).name == "new", "while the server of the keys is silent"
+    assert asked.wait(60)
+    go_on.set()
 
 
 def test_a_web_token_that_was_believed_is_not_after_its_end(access: Access, issuer: TokenIssuer) -> None:

@@ -33,6 +33,8 @@ SCOPES = [
     ADMIN,
     f"tag:{MODEL}@prod",
     f"tag:{MODEL}@other",
+    f"approve:{MODEL}@prod",
+    f"approve:{MODEL}@other",
 ]
 UNKNOWN = ["", "wrong", "expired", "other audience"]
 """What is shown by those who are nobody."""
@@ -65,7 +67,7 @@ def may(scope: str, verb: Verb, model: str, ref: str) -> bool:
         return False
     if named_model and named_model != model:
         return False
-    return verb is not Verb.TAG or not named_ref or named_ref == ref
+    return verb not in (Verb.TAG, Verb.APPROVE) or not named_ref or named_ref == ref
 
 
 @dataclass
@@ -159,6 +161,7 @@ _PATH = {
     "number": "1",
     "ref": "prod",
     "job_id": "0" * 32,
+    "request_id": "0" * 32,
 }
 _PATH |= {"rest": "prod/config.json", "check": "store-reachable"}
 

@@ -142,6 +142,36 @@ def test_over_http_probes_do_without_a_certificate_and_nothing_else_does(
             assert me.get(f"{url}/v1/models").status_code == 200
 
 
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_certificate_whose_authority_is_withdrawn_counts_no_longer_in_a_session_of_before(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    authority = Authority(tmp_path / "authority")
+    tls = authority.tls(asks_clients=True)
+    trusting = ssl.create_default_context(cadata=authority.ca.read_text())
+    trusting.minimum_version = trusting.maximum_version = version
+    trusting.load_cert_chain(*authority.issue("engine-7"))
+    policy = policy_file(tmp_path, identity("engine", ["pull:acme/*"], certificates=["engine-7"]))
+
+    def answer(address: str, session: ssl.SSLSession | None) -> tuple[bytes, ssl.SSLSession | None]:
+        host, port = address.removeprefix("https://").split(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=60) as plain,
+            trusting.wrap_socket(plain, server_hostname="localhost", session=session) as connection,
+        ):
+            connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            return connection.recv(12), connection.session
+
+    with running_service(tmp_path / "store", tls=tls, policy=policy) as running, https(running) as url:
+        said, session = answer(url, None)
+        assert said == b"HTTP/1.1 200"
+        assert tls.client_ca is not None
+        tls.client_ca.write_bytes(Authority(tmp_path / "next").ca.read_bytes())
+        with contextlib.suppress(OSError):  # the handshake may have been refused
+            said, _ = answer(url, session)
+            assert said != b"HTTP/1.1 200"
+
+
 def serial(address: str, authority: Authority) -> int:
     """Serial number of the certificate that a port shows now."""
     host, _, port = address.rpartition(":")

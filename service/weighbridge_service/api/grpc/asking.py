@@ -9,7 +9,7 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.scopes import Verb
-from weighbridge_service.admission.peer import Peer, authorize
+from weighbridge_service.admission.peer import authorize
 from weighbridge_service.api.grpc.call import Call
 
 VERBS = {
@@ -33,6 +33,10 @@ VERBS = {
         "WatchRefs": Verb.LOOK,
         "SetRef": Verb.TAG,
         "DeleteRef": Verb.TAG,
+        "ApproveRef": Verb.APPROVE,
+        "WithdrawRef": Verb.TAG,
+        "SetProtection": Verb.MANAGE,
+        "DeleteProtection": Verb.MANAGE,
         "ListRefs": Verb.LOOK,
         "VerifyVersion": Verb.PULL,
         "GetRetention": Verb.LOOK,
@@ -59,10 +63,14 @@ VERBS = {
 """By service and method of the contract."""
 
 
-def check_allowed(peer: Peer, verb: Verb, request: Any) -> None:
-    """Raise if a peer may not do what a request asks for. See `authorize`."""
-    for model, ref in named(request):
-        authorize(peer, verb, model, ref)
+def check_allowed(call: Call, verb: Verb, request: Any) -> None:
+    """Raise if a caller may not do what a request asks for; see `authorize`. Of what it names, the call notes what decides."""
+    allowed: list[tuple[str, str]] = []
+    for each in named(request):
+        call.named = (each,)
+        authorize(call.peer, verb, *each)
+        allowed.append(each)
+    call.named = tuple(allowed)
 
 
 def record(audit: Audit, call: Call, method: MethodDescriptor, code: str) -> None:
@@ -86,7 +94,7 @@ def named(request: Any) -> Iterator[tuple[str, str]]:
     message = getattr(request, "message", request)  # of one that carries weights
     header = getattr(message, "header", message)  # which names the model for all that follow
     refs = getattr(header, "refs", None)
-    for each in (header,) if refs is None else refs:
+    for each in refs or (header,):  # one that names no ref asks as one that names no model
         model = getattr(each, "model", "")
         yield model, getattr(each, "ref", "") or _version(each)
 

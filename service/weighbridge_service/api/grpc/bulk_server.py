@@ -25,7 +25,7 @@ from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.tickets import Tickets
-from weighbridge_service.api.grpc.asking import VERBS, check_allowed, named, record
+from weighbridge_service.api.grpc.asking import VERBS, check_allowed, record
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.errors import to_status
 from weighbridge_service.api.grpc.methods import (
@@ -182,8 +182,7 @@ def _taking(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
         for i, raw in enumerate(requests):
             message = decoded(decode, raw)
             if not i:  # it names the model for all that follow
-                call.named = tuple(named(message))
-                check_allowed(call.peer, verb, message)
+                check_allowed(call, verb, message)
             yield message
             del raw, message
 
@@ -215,8 +214,7 @@ def _giving(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
 
     def answer(requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
         request = decoded(kind.FromString, _joined(requests))
-        call.named = tuple(named(request))
-        check_allowed(call.peer, verb, request)
+        check_allowed(call, verb, request)
         with closing(handler(request, call)) as responses:
             for response in responses:
                 yield encoded(response)

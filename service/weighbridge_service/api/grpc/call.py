@@ -51,7 +51,7 @@ class Call:
         peer: who has called.
         cancel: as given.
         evidence: what it has shown; None where that is not asked for.
-        named: the models and refs that its request names, once it has come.
+        named: the models and refs that its request names, once it has come; of one that is refused, the first that it may not.
     """
 
     def __init__(self, context: Context, access: Access, cancel: Callable[[], object] = lambda: None) -> None:

@@ -31,7 +31,7 @@ from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.admission.rates import Rates
-from weighbridge_service.api.grpc.asking import VERBS, check_allowed, named, record
+from weighbridge_service.api.grpc.asking import VERBS, check_allowed, record
 from weighbridge_service.api.grpc.call import STANDING_SECONDS, Call
 from weighbridge_service.api.grpc.errors import to_status
 from weighbridge_service.api.grpc.requests import Requests
@@ -247,8 +247,7 @@ class Methods:
         verb = VERBS[method.containing_service.name][method.name]
 
         def allowed(call: Call, request: T) -> T:
-            call.named = tuple(named(request))
-            check_allowed(call.peer, verb, request)
+            check_allowed(call, verb, request)
             return request
 
         def decode_allowed(call: Call, raw: bytes) -> Any:
@@ -281,7 +280,8 @@ class Methods:
             return converse
 
         async def answer(call: Call, context: Any) -> None:
-            parts = method.client_streaming
+            # of whoever is nobody, one part is enough to say so: others would be kept until then
+            parts = method.client_streaming and not call.peer.identity.problem
             async with self._requests.whole(context, call.peer, parts=parts) as raw:
                 if inspect.isgeneratorfunction(handler):
 

@@ -12,6 +12,7 @@ from weighbridge._core.resources import Gate, Retention, Version
 from weighbridge._transport import wire
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import model_service_pb2, resources_pb2
+from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.methods import Methods, takes_long
@@ -58,6 +59,7 @@ class ModelHandlers:
         self._catalog = service.catalog
         self._collecting = service.collecting
         self._gates = service.gates
+        self._refs = service.refs
         self._intake = service.intake
         self._methods = methods
         self._watches = watches
@@ -77,7 +79,7 @@ class ModelHandlers:
         self, request: model_service_pb2.GetModelRequest, call: Call
     ) -> model_service_pb2.GetModelResponse:
         return model_service_pb2.GetModelResponse(
-            model=wire.model_to_proto(self._catalog.get_model(request.model))
+            model=wire.model_to_proto(self._catalog.get_model(request.model, call.peer.sees))
         )
 
     def ListModels(
@@ -146,19 +148,76 @@ class ModelHandlers:
     def SetRef(
         self, request: model_service_pb2.SetRefRequest, call: Call
     ) -> model_service_pb2.SetRefResponse:
-        version = self._catalog.set_ref(request.model, request.ref, request.version)
-        return model_service_pb2.SetRefResponse(version=wire.version_to_proto(version))
+        version, found = self._refs.move(
+            request.model,
+            request.ref,
+            request.version,
+            call.peer.asker(Verb.TAG, request.model, request.ref),
+            request_id=request.request_id,
+            note=request.note,
+        )
+        return model_service_pb2.SetRefResponse(
+            version=wire.version_to_proto(version), request=wire.ref_request_to_proto(found)
+        )
 
     def DeleteRef(
         self, request: model_service_pb2.DeleteRefRequest, call: Call
     ) -> model_service_pb2.DeleteRefResponse:
-        self._catalog.delete_ref(request.model, request.ref)
-        return model_service_pb2.DeleteRefResponse()
+        found = self._refs.delete(
+            request.model,
+            request.ref,
+            call.peer.asker(Verb.TAG, request.model, request.ref),
+            request_id=request.request_id,
+            note=request.note,
+        )
+        return model_service_pb2.DeleteRefResponse(request=wire.ref_request_to_proto(found))
+
+    def ApproveRef(
+        self, request: model_service_pb2.ApproveRefRequest, call: Call
+    ) -> model_service_pb2.ApproveRefResponse:
+        found = self._refs.approve(
+            request.model,
+            request.ref,
+            request.request_id,
+            call.peer.asker(Verb.APPROVE, request.model, request.ref),
+            note=request.note,
+        )
+        return model_service_pb2.ApproveRefResponse(request=wire.ref_request_to_proto(found))
+
+    def WithdrawRef(
+        self, request: model_service_pb2.WithdrawRefRequest, call: Call
+    ) -> model_service_pb2.WithdrawRefResponse:
+        asker = call.peer.asker(Verb.TAG, request.model, request.ref)
+        found = self._refs.withdraw(request.model, request.ref, request.request_id, asker)
+        return model_service_pb2.WithdrawRefResponse(request=wire.ref_request_to_proto(found))
+
+    def SetProtection(
+        self, request: model_service_pb2.SetProtectionRequest, call: Call
+    ) -> model_service_pb2.SetProtectionResponse:
+        asker = call.peer.asker(Verb.TAG, request.model, request.ref)
+        found = self._refs.protect(request.model, request.ref, request.approvals, asker)
+        return model_service_pb2.SetProtectionResponse(protections=map(wire.protection_to_proto, found))
+
+    def DeleteProtection(
+        self, request: model_service_pb2.DeleteProtectionRequest, call: Call
+    ) -> model_service_pb2.DeleteProtectionResponse:
+        found = self._refs.unprotect(
+            request.model,
+            request.ref,
+            call.peer.asker(Verb.TAG, request.model, request.ref),
+            request_id=request.request_id,
+            note=request.note,
+        )
+        return model_service_pb2.DeleteProtectionResponse(request=wire.ref_request_to_proto(found))
 
     def ListRefs(
         self, request: model_service_pb2.ListRefsRequest, call: Call
     ) -> model_service_pb2.ListRefsResponse:
-        return model_service_pb2.ListRefsResponse(refs=self._catalog.refs(request.model))
+        return model_service_pb2.ListRefsResponse(
+            refs=self._catalog.refs(request.model),
+            requests=map(wire.ref_request_to_proto, self._refs.requests(request.model)),
+            protections=map(wire.protection_to_proto, self._refs.protections(request.model)),
+        )
 
     @takes_long
     def VerifyVersion(

@@ -3,7 +3,9 @@
 May import: `api.lane`, `service`, and folders below.
 
 - `app`: the application and its routes.
+- `parameters`: parameters of paths.
 - `resources`: bodies of requests and responses.
+- `refs`: routes of refs, with their bodies.
 - `problems`: RFC 9457 problem documents.
 - `operations`: probes, checks, memory, metrics.
 - `metrics`: what Prometheus is told.

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter
-from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
@@ -22,15 +22,17 @@ from weighbridge._core.metadata import conditions
 from weighbridge._core.resources import Gate, Retention
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge_service.access.scopes import Verb
-from weighbridge_service.api.http.callers import Recorder, ask, peer_of
+from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
 from weighbridge_service.api.http.guard import Guard, HostNames
 from weighbridge_service.api.http.hub_documents import HubNotFound
 from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.hub_routes import hub_router, on_hub_error
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.http.operations import operations_router
+from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, VersionOrRef
 from weighbridge_service.api.http.problems import BodyLimit, Problem, on_error
 from weighbridge_service.api.http.ranges import RangeNotSatisfiable
+from weighbridge_service.api.http.refs import refs_router
 from weighbridge_service.api.http.resources import (
     ApproveIn,
     CollectIn,
@@ -43,10 +45,8 @@ from weighbridge_service.api.http.resources import (
     GateOut,
     ModelOut,
     ModelsOut,
-    RefsOut,
     RetentionIn,
     RetentionOut,
-    SetRefIn,
     VerificationOut,
     VersionOut,
     VersionsOut,
@@ -55,7 +55,6 @@ from weighbridge_service.api.http.threads import in_threads
 from weighbridge_service.exports import ExportJob, Exports
 from weighbridge_service.health import Health
 from weighbridge_service.service import Weighbridge
-from weighbridge_storage.documents.names import MAX_VERSION, MODEL_PART_PATTERN, REF_PATTERN
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
@@ -87,6 +86,11 @@ _VERBS = {
     "list_refs": Verb.LOOK,
     "set_ref": Verb.TAG,
     "delete_ref": Verb.TAG,
+    "request_ref": Verb.TAG,
+    "approve_ref": Verb.APPROVE,
+    "withdraw_ref": Verb.TAG,
+    "protect_ref": Verb.MANAGE,
+    "unprotect_ref": Verb.MANAGE,
     "list_exports": Verb.LOOK,
     "model_info": Verb.LOOK,
     "tree": Verb.LOOK,
@@ -104,21 +108,6 @@ _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
 
 
-def _text(description: str, pattern: str, *examples: str) -> Any:
-    """A text in a path. Its pattern is declared for clients; what breaks it is refused where it is parsed, in better words."""
-    return Path(
-        description=description, examples=list(examples) or None, json_schema_extra={"pattern": pattern}
-    )
-
-
-Namespace = Annotated[str, _text("First half of the model's name.", MODEL_PART_PATTERN, "acme")]
-Name = Annotated[str, _text("Second half of the model's name.", MODEL_PART_PATTERN, "smol")]
-VersionOrRef = Annotated[str, _text("A number or a ref.", REF_PATTERN, "latest")]
-Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]
-Ref = Annotated[str, _text("Name of the ref.", REF_PATTERN, "prod")]
-JobId = Annotated[str, _text("The `id` that starting the export gave.", "^[0-9a-f]{32}$")]
-
-
 def _models_router(service: Weighbridge) -> APIRouter:
     router = APIRouter(prefix="/v1/models")
 
@@ -134,9 +123,10 @@ def _models_router(service: Weighbridge) -> APIRouter:
         )
 
     @router.get("/{namespace}/{name}", tags=["models"])
-    def get_model(namespace: Namespace, name: Name) -> ModelOut:
+    def get_model(namespace: Namespace, name: Name, request: Request) -> ModelOut:
         """One model."""
-        return ModelOut.model_validate(service.catalog.get_model(f"{namespace}/{name}"))
+        sees = peer_of(request).sees
+        return ModelOut.model_validate(service.catalog.get_model(f"{namespace}/{name}", sees))
 
     @router.delete("/{namespace}/{name}", tags=["models"])
     def delete_model(
@@ -246,21 +236,6 @@ def _models_router(service: Weighbridge) -> APIRouter:
             service.collecting.collect(f"{namespace}/{name}", dry_run=body.dry_run)
         )
 
-    @router.get("/{namespace}/{name}/refs", tags=["refs"])
-    def list_refs(namespace: Namespace, name: Name) -> RefsOut:
-        """All refs of a model."""
-        return RefsOut(refs=service.catalog.refs(f"{namespace}/{name}"))
-
-    @router.put("/{namespace}/{name}/refs/{ref}", tags=["refs"])
-    def set_ref(namespace: Namespace, name: Name, ref: Ref, body: SetRefIn) -> VersionOut:
-        """Let a tag name a durable version; answers with that version."""
-        return VersionOut.model_validate(service.catalog.set_ref(f"{namespace}/{name}", ref, body.version))
-
-    @router.delete("/{namespace}/{name}/refs/{ref}", tags=["refs"], status_code=204)
-    def delete_ref(namespace: Namespace, name: Name, ref: Ref) -> None:
-        """Take a tag away."""
-        service.catalog.delete_ref(f"{namespace}/{name}", ref)
-
     return router
 
 
@@ -271,6 +246,8 @@ def _exports_router(exports: Exports) -> APIRouter:
         """An export, of a model for which the caller may do this."""
         ask(request, Verb.LOOK)
         job = exports.get(job_id)
+        if not peer_of(request).sees(job.model):  # as if there were none
+            raise exports.unknown(job_id)
         ask(request, verb, job.model)
         return job
 
@@ -322,9 +299,12 @@ def _exports_router(exports: Exports) -> APIRouter:
     async def follow_export(job_id: JobId, request: Request) -> EventSourceResponse:
         """Follow an export until it ends."""
         asked(request, Verb.LOOK, job_id)  # not found is a problem document, not a stream that breaks
+        standing = Standing(request)
 
         async def events() -> AsyncIterator[ServerSentEvent]:
             async for job in exports.changes(job_id):
+                if standing.ended:
+                    return
                 data = ExportOut.model_validate(job).model_dump_json()
                 yield ServerSentEvent(data, event="end" if job.state.ended else "progress")
 
@@ -386,6 +366,7 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, HostNames.of(service.config.http_hosts), _DOCUMENTATION)
     app.include_router(_models_router(service))
+    app.include_router(refs_router(service))
     app.include_router(_exports_router(exports))
     app.include_router(operations_router(service, metrics, health))
     app.include_router(

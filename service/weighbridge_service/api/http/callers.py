@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 from fastapi import Request
@@ -15,6 +16,8 @@ from weighbridge_service.admission.peer import LOCAL, Peer, authorize
 
 CERTIFICATE = "weighbridge-certificate"
 """Key of the names in a connection's certificate, in the state of its requests."""
+STANDING_SECONDS = 5.0
+"""Between two questions whether a long response may go on."""
 _HEADER = "authorization"
 _ASKED = "weighbridge-asked"
 """Key of what a request has asked for, in its scope."""
@@ -36,6 +39,28 @@ def ask(request: Request, verb: Verb, model: str = "", ref: str = "") -> None:
     peer = peer_of(request)
     request.scope[_ASKED] = _Asked(peer, request.scope["route"].name, verb, model, ref)
     authorize(peer, verb, model, ref)
+
+
+class Standing:
+    """Whether what has let a request in does so still: asked now and then while a long response is sent.
+
+    Args:
+        request: which one.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._identity = _identity(request)
+        self._stood = time.monotonic()
+
+    @property
+    def ended(self) -> bool:
+        """Whether its token has expired, or the policy has changed. Its client asks again, from where it was."""
+        now = time.monotonic()
+        if self._identity is EVERYBODY or now - self._stood < STANDING_SECONDS:
+            return False
+        self._stood = now
+        return _identity(self._request) != self._identity
 
 
 class Recorder:

@@ -35,7 +35,9 @@ def connections(most: int, seconds: float) -> type[H11Protocol]:
             super().connection_made(transport)
             tls = transport.get_extra_info("ssl_object")
             if tls is not None:
-                self.app_state = {**self.app_state, CERTIFICATE: names_from_tls(tls.getpeercert)}
+                # of a session that is resumed, as TLS 1.2 lets clients, nobody has verified the certificate again
+                names = () if tls.session_reused else names_from_tls(tls.getpeercert)
+                self.app_state = {**self.app_state, CERTIFICATE: names}
             host = str((transport.get_extra_info("peername") or ("",))[0])
             if quota.try_take(host):
                 self._host = host

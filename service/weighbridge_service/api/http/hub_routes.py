@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.api.http import hub_documents as documents
-from weighbridge_service.api.http.callers import peer_of
+from weighbridge_service.api.http.callers import Standing, peer_of
 from weighbridge_service.api.http.hub_documents import Asked, HubNotFound, HubVersion, RepoNotFound, etag_of
 from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.problems import ProblemResponse
@@ -133,7 +133,7 @@ def hub_router(hub: Hub, *, redirect: bool) -> APIRouter:
         except BaseException:
             hold.release()
             raise
-        pieces = _stream(threaded(read), first, wanted.start, wanted.end)
+        pieces = _stream(threaded(read), first, wanted.start, wanted.end, Standing(request))
         return _Download(pieces, 206 if wanted.partial else 200, headers, hold)
 
     # behind all others: a model may be called tests/resolve
@@ -163,11 +163,21 @@ async def on_hub_error(_: Request, error: Exception) -> Response:
 
 
 async def _asked_of_api(request: Request) -> Asked:
-    return Asked.of(_raw_path(request), _API)
+    return _checked(request, Asked.of(_raw_path(request), _API))
 
 
 async def _asked_of_file(request: Request) -> Asked:
-    return Asked.of(_raw_path(request))
+    return _checked(request, Asked.of(_raw_path(request)))
+
+
+def _checked(request: Request, asked: Asked) -> Asked:
+    """What a URL names, if that is the model by which the route was found and for which the caller was let in. Raises RepoNotFound."""
+    there = request.path_params
+    if asked.model != f"{there['namespace']}/{there['name']}":
+        raise RepoNotFound(
+            f"there is no model {shown(asked.model)}", fix="write the path as it is, without quoting letters"
+        )
+    return asked
 
 
 def _raw_path(request: Request) -> str:
@@ -233,10 +243,13 @@ class _Download(StreamingResponse):
 
 
 async def _stream(
-    read: Callable[[int], Awaitable[bytes]], piece: bytes, start: int, end: int
+    read: Callable[[int], Awaitable[bytes]], piece: bytes, start: int, end: int, standing: Standing
 ) -> AsyncIterator[memoryview]:
-    """Pieces from ``start`` up to ``end``, the first of which is there already; each is read while the one before is sent."""
-    while piece:
+    """Pieces from ``start`` up to ``end``, the first of which is there already; each is read while the one before is sent.
+
+    They end before that, and the connection with them, once the caller may not go on.
+    """
+    while piece and not standing.ended:
         start += len(piece)
         ahead = asyncio.ensure_future(read(start)) if start < end else None
         try:

@@ -9,10 +9,13 @@ from typing import Annotated
 
 import anyio.to_thread
 from anyio import CapacityLimiter
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Path, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from weighbridge._core.checks import Check
 from weighbridge.errors import NotFound
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.http.resources import CheckOut, ChecksOut, MemoryOut, ReadinessOut, StatusOut
 from weighbridge_service.health import Health
@@ -39,17 +42,24 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
         """Whether the process answers. It stays so while the store is away: a restart would not bring it back."""
         return StatusOut(status="ok")
 
-    @router.get("/readyz")
-    async def readiness() -> ReadinessOut:
-        """Whether new work should be sent here: no check has failed. Says what the background checks found last."""
+    def findings_for(request: Request) -> list[Check]:
+        """What the checks have found; without what names models and stores for those who may not observe."""
         findings = health.findings()
+        if peer_of(request).identity.may(Verb.OBSERVE):
+            return findings
+        return [Check(each.name, each.status, "details are for those who may observe") for each in findings]
+
+    @router.get("/readyz")
+    async def readiness(request: Request) -> ReadinessOut:
+        """Whether new work should be sent here: no check has failed. Says what the background checks found last; details are for those who may observe."""
+        findings = findings_for(request)
         health.check_ready(findings)
         return ReadinessOut.model_validate({"status": "ready", "checks": findings})
 
     @router.get("/readyz/{check}")
-    async def readiness_of(check: CheckName) -> CheckOut:
+    async def readiness_of(check: CheckName, request: Request) -> CheckOut:
         """One of the checks of `/readyz`."""
-        findings = {found.name: found for found in health.findings()}
+        findings = {found.name: found for found in findings_for(request)}
         if check not in findings:
             raise NotFound(f"there is no check {check[:80]!r}", fix=f"there are: {', '.join(findings)}")
         health.check_ready([findings[check]])

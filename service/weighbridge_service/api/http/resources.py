@@ -16,11 +16,15 @@ from weighbridge_storage.memory.image_books import HeldFor
 from weighbridge_storage.memory.image_decisions import Space
 
 
-class _Out(BaseModel):
+class Out(BaseModel):
+    """Base of what is answered."""
+
     model_config = ConfigDict(from_attributes=True, protected_namespaces=())
 
 
-class _In(BaseModel):
+class In(BaseModel):
+    """Base of what is sent."""
+
     # a member that does not exist is a slip that should be seen
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -39,7 +43,7 @@ def _whole(value: object) -> object:
 RuleField = Annotated[int, Field(strict=True, ge=0, le=2**53), BeforeValidator(_whole)]
 
 
-class ModelOut(_Out):
+class ModelOut(Out):
     """A registered model."""
 
     name: str = Field(description="`namespace/name`.", examples=["acme/smol"])
@@ -54,13 +58,13 @@ class ModelOut(_Out):
     )
 
 
-class ModelsOut(_Out):
+class ModelsOut(Out):
     """A page of models."""
 
     models: list[ModelOut] = Field(description="Models, by name.")
 
 
-class VersionOut(_Out):
+class VersionOut(Out):
     """A version of a model."""
 
     model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
@@ -103,35 +107,20 @@ class VersionOut(_Out):
     )
 
 
-class DeletedModelOut(_Out):
+class DeletedModelOut(Out):
     """A model that was deleted."""
 
     model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
     versions: int = Field(description="How many versions were part of its history.")
 
 
-class VersionsOut(_Out):
+class VersionsOut(Out):
     """A page of versions."""
 
     versions: list[VersionOut] = Field(description="Versions, newest first.")
 
 
-class RefsOut(_Out):
-    """The refs of a model."""
-
-    refs: dict[str, int] = Field(
-        description="Version number by ref. `live` and `latest` move by themselves; the others are tags.",
-        examples=[{"latest": 17, "live": 18, "prod": 12}],
-    )
-
-
-class SetRefIn(_In):
-    """Which version a tag shall name."""
-
-    version: VersionField
-
-
-class VerificationOut(_Out):
+class VerificationOut(Out):
     """What comparing a version's files with its manifest gave."""
 
     number: int = Field(description="The version.")
@@ -145,7 +134,7 @@ class VerificationOut(_Out):
     )
 
 
-class GateOut(_Out):
+class GateOut(Out):
     """Which versions of a model are held, so that `live` and `latest` pass them by until they are approved."""
 
     approval_required: bool = Field(description="Whether each version is held as a candidate.")
@@ -154,14 +143,14 @@ class GateOut(_Out):
     )
 
 
-class GateIn(_In):
+class GateIn(In):
     """What is said of a model's gate, instead of what was said before. It goes for versions that are opened from then on."""
 
     approval_required: StrictBool = False
     allow_nonfinite: StrictBool = False
 
 
-class ApproveIn(_In):
+class ApproveIn(In):
     """Who approves a version, and why."""
 
     by: str = Field(
@@ -175,7 +164,7 @@ class ApproveIn(_In):
     )
 
 
-class RetentionOut(_Out):
+class RetentionOut(Out):
     """Which versions of a model are kept: those that a ref names and those that a rule speaks for. No rule keeps everything."""
 
     keep_last: int = Field(description="That many of the newest; 0 is no rule.")
@@ -185,7 +174,7 @@ class RetentionOut(_Out):
     keep_younger_s: int = Field(description="Those opened less than so many seconds ago; 0 is no rule.")
 
 
-class RetentionIn(_In):
+class RetentionIn(In):
     """The rules, instead of those before; what is left out is no rule."""
 
     keep_last: RuleField = 0
@@ -193,15 +182,15 @@ class RetentionIn(_In):
     keep_younger_s: RuleField = 0
 
 
-class KeptOut(_Out):
+class KeptOut(Out):
     """A version that is kept."""
 
     number: int = Field(description="Which version.")
     rules: list[str] = Field(description="Those that speak for it; `keep_everything` if there is no rule.")
-    refs: list[str] = Field(description="Those that name it.")
+    refs: list[str] = Field(description="Those that name it, or are asked to.")
 
 
-class WaitingOut(_Out):
+class WaitingOut(Out):
     """A version that was taken out of history and whose objects are still needed."""
 
     number: int = Field(description="Which version.")
@@ -209,21 +198,21 @@ class WaitingOut(_Out):
     readers: int = Field(description="Leases that keep them beyond the grace time.")
 
 
-class DeletedOut(_Out):
+class DeletedOut(Out):
     """A version whose objects were deleted."""
 
     number: int = Field(description="Which version.")
     nbytes: int = Field(description="Bytes of its weights.")
 
 
-class SweptOut(_Out):
+class SweptOut(Out):
     """Objects of a number that stands for no version."""
 
     number: int = Field(description="Which version.")
     objects: int = Field(description="How many were deleted.")
 
 
-class CollectIn(_In):
+class CollectIn(In):
     """How to collect."""
 
     dry_run: StrictBool = Field(
@@ -231,7 +220,7 @@ class CollectIn(_In):
     )
 
 
-class CollectionOut(_Out):
+class CollectionOut(Out):
     """What a collection did, or would have done."""
 
     model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
@@ -253,7 +242,7 @@ class CollectionOut(_Out):
     )
 
 
-class ExportIn(_In):
+class ExportIn(In):
     """Which version to write as a Hugging Face folder, and how."""
 
     model: str = Field(
@@ -277,7 +266,7 @@ class ExportIn(_In):
     )
 
 
-class ExportOut(_Out):
+class ExportOut(Out):
     """An export as it stands."""
 
     id: str = Field(description="Names the job.")
@@ -294,13 +283,13 @@ class ExportOut(_Out):
     end_time_ms: int = Field(description="Unix time in milliseconds; 0 if it has not ended.")
 
 
-class ExportsOut(_Out):
+class ExportsOut(Out):
     """The exports that are remembered."""
 
     exports: list[ExportOut] = Field(description="Exports, newest first.")
 
 
-class LimitOut(_Out):
+class LimitOut(Out):
     """A limit on memory."""
 
     name: str = Field(description="What sets it.", examples=["memory.max of control group /"])
@@ -309,7 +298,7 @@ class LimitOut(_Out):
     available: int = Field(description="Bytes left.")
 
 
-class SpaceOut(_Out):
+class SpaceOut(Out):
     """Room for images in memory, or on disk."""
 
     budget: int = Field(description="Most bytes; 2**62 stands for no such bound, 0 for none at all.")
@@ -330,7 +319,7 @@ class SpaceOut(_Out):
         )
 
 
-class HoldingOut(_Out):
+class HoldingOut(Out):
     """An image that somebody has."""
 
     model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
@@ -343,7 +332,7 @@ class HoldingOut(_Out):
     reading_seconds: float = Field(description="For how long the oldest of these has been there.")
 
 
-class WaitingImageOut(_Out):
+class WaitingImageOut(Out):
     """An image that a push waits for."""
 
     model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
@@ -353,7 +342,7 @@ class WaitingImageOut(_Out):
     reason: str = Field(description="What it waits for, with the figures.")
 
 
-class MemoryOut(_Out):
+class MemoryOut(Out):
     """How the service stands with memory."""
 
     budget: int = Field(description="Most bytes of images in memory.")
@@ -405,7 +394,7 @@ class MemoryOut(_Out):
         )
 
 
-class CheckOut(_Out):
+class CheckOut(Out):
     """One thing that was looked at."""
 
     name: str = Field(description="What was looked at.", examples=["memory budget"])
@@ -414,20 +403,20 @@ class CheckOut(_Out):
     fix: str = Field(description="What to do about it; empty if nothing needs to be done.")
 
 
-class ChecksOut(_Out):
+class ChecksOut(Out):
     """What `weighbridge doctor` finds."""
 
     checks: list[CheckOut] = Field(description="In the order in which they are best read.")
 
 
-class ReadinessOut(_Out):
+class ReadinessOut(Out):
     """That new work can be sent here."""
 
     status: str = Field(examples=["ready"])
     checks: list[CheckOut] = Field(description="What was looked at; none has failed.")
 
 
-class StatusOut(_Out):
+class StatusOut(Out):
     """An answer to a probe."""
 
     status: str = Field(examples=["ok"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,11 @@ SERVICES = [
 ]
 CALLS = [(method.containing_service.name, method) for service in SERVICES for method in service.methods]
 models, checkpoints, weights = model_service_pb2, checkpoint_service_pb2, weight_service_pb2
+
+
+def call_of_peer() -> Any:
+    """What is asked of a call: who has called."""
+    return SimpleNamespace(peer=PEER, named=())
 
 
 @pytest.fixture
@@ -89,6 +95,8 @@ def test_what_changes_something_needs_more_than_to_read() -> None:
         (models.GetModelFilesRequest(model="a/b", version="7"), [("a/b", "7")]),
         (models.GetVersionRequest(model="a/b", version="live"), [("a/b", "live")]),
         (models.SetRefRequest(model="a/b", ref="prod", version="7"), [("a/b", "prod")]),
+        (models.ApproveRefRequest(model="a/b", ref="prod", request_id="q"), [("a/b", "prod")]),
+        (models.SetProtectionRequest(model="a/b", ref="prod"), [("a/b", "prod")]),
         (models.DeleteRefRequest(model="a/b", ref="prod"), [("a/b", "prod")]),
         (models.DeleteVersionRequest(model="a/b", number=7), [("a/b", "7")]),
         (models.ApproveVersionRequest(model="a/b", number=7), [("a/b", "7")]),
@@ -103,6 +111,7 @@ def test_what_changes_something_needs_more_than_to_read() -> None:
             ),
             [("a/b", "live"), ("c/d", "prod")],
         ),
+        (models.WatchRefsRequest(), [("", "")]),
         (weights.PullRequest(model="a/b", version="live"), [("a/b", "live")]),
         (checkpoints.RestoreRequest(model="a/b", version="7"), [("a/b", "7")]),
         (checkpoints.OpenVersionRequest(model="a/b"), [("a/b", "")]),
@@ -116,7 +125,7 @@ def test_what_changes_something_needs_more_than_to_read() -> None:
 def test_a_request_is_asked_for_the_models_and_refs_that_it_names(
     request_: Any, named: list[tuple[str, str]], asked: list[tuple[Peer, Verb, str, str]]
 ) -> None:
-    asking.check_allowed(PEER, Verb.PULL, request_)
+    asking.check_allowed(call_of_peer(), Verb.PULL, request_)
     assert asked == [(PEER, Verb.PULL, *each) for each in named]
 
 
@@ -126,7 +135,7 @@ def test_the_header_of_a_push_names_the_model_for_all_that_follow(
     header = checkpoints.PushHeader(model="a/b", number=7)
     raw = checkpoints.PushRequest(header=header).SerializeToString()
     decode = pieces.decoder(checkpoints.PushRequest)
-    asking.check_allowed(PEER, Verb.PUSH, decode(raw))
+    asking.check_allowed(call_of_peer(), Verb.PUSH, decode(raw))
     assert asked == [(PEER, Verb.PUSH, "a/b", "7")]
 
 
@@ -142,7 +151,7 @@ def test_every_request_that_has_a_model_is_asked_for_it(
         request = kind(header={"model": "a/b"})
     else:
         request = kind(**({"model": "a/b"} if "model" in fields else {}))
-    asking.check_allowed(PEER, asking.VERBS[service][method.name], request)
+    asking.check_allowed(call_of_peer(), asking.VERBS[service][method.name], request)
     named = "a/b" if {"model", "refs", "header"} & set(fields) else ""
     assert asked == [(PEER, asking.VERBS[service][method.name], named, "")]
 
@@ -153,6 +162,8 @@ def test_an_answer_of_no_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> No
             raise PermissionError
 
     monkeypatch.setattr(asking, "authorize", refuse)
-    refs = [models.WatchedRef(model=name, ref="live") for name in ("a/b", "c/d")]
+    refs = [models.WatchedRef(model=name, ref="live") for name in ("a/b", "c/d", "e/f")]
+    call = call_of_peer()
     with pytest.raises(PermissionError):
-        asking.check_allowed(PEER, Verb.PULL, models.WatchRefsRequest(refs=refs))
+        asking.check_allowed(call, Verb.PULL, models.WatchRefsRequest(refs=refs))
+    assert call.named == (("c/d", "live"),), "one line of the audit log, however many refs there are"

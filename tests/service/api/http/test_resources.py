@@ -27,7 +27,11 @@ def test_models_versions_and_refs_are_shown(web: Web) -> None:
 
 def test_tags_are_set_and_taken_away(web: Web) -> None:
     assert web.http.put(f"{MODEL_URL}/refs/prod", json={"version": 1}).json()["number"] == 1
-    assert web.http.get(f"{MODEL_URL}/refs").json() == {"refs": {"latest": 2, "live": 2, "prod": 1}}
+    assert web.http.get(f"{MODEL_URL}/refs").json() == {
+        "refs": {"latest": 2, "live": 2, "prod": 1},
+        "protections": [],
+        "requests": [],
+    }
     assert web.http.put(f"{MODEL_URL}/refs/prod", json={"version": "latest"}).json()["number"] == 2
     gone = web.http.delete(f"{MODEL_URL}/refs/prod")
     assert (gone.status_code, gone.content) == (204, b"")
@@ -50,7 +54,7 @@ def test_probes_metrics_and_documentation(web: Web) -> None:
     assert web.http.get("/docs").status_code == 200
     document = web.http.get("/openapi.json").json()
     operations = [operation for path in document["paths"].values() for operation in path.values()]
-    assert len({operation["operationId"] for operation in operations}) == len(operations) == 27
+    assert len({operation["operationId"] for operation in operations}) == len(operations) == 32
     for operation in operations:
         assert operation["description"]
         assert "application/problem+json" in operation["responses"]["default"]["content"]

@@ -1,0 +1,147 @@
+"""Command that moves tags, or asks for it: tag."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from weighbridge._cli.output import print_json
+from weighbridge._cli.parsing import model_perhaps_at_version
+from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._core.references import Reference
+from weighbridge._core.resources import (
+    REQUEST_DELETE,
+    REQUEST_MOVE,
+    REQUEST_UNPROTECT,
+    Protection,
+    RefRequest,
+)
+from weighbridge._core.text.counts import counted
+from weighbridge.errors import FailedPrecondition
+
+if TYPE_CHECKING:
+    from weighbridge._clients.client import Client
+
+
+def _connect(server: str) -> Client:
+    from weighbridge._clients.client import Client
+
+    return Client(server, retry_seconds=RETRY_SECONDS)
+
+
+@click.command("tag", cls=Command)
+@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL@VERSION")
+@click.argument("name")
+@click.option("--delete", is_flag=True, help="Take the tag away; @VERSION may be left out.")
+@click.option(
+    "--withdraw", is_flag=True, help="Withdraw what is asked for the tag; @VERSION may be left out."
+)
+@click.option("--note", default="", help="Kept with what is asked for.")
+@client_options
+def tag_command(
+    reference: Reference, name: str, delete: bool, withdraw: bool, note: str, server: str, as_json: bool
+) -> None:
+    """Let the tag NAME name a version, or take the tag away.
+
+    If the tag is protected, and changes of it take approvals, this asks for it, and says how another identity approves it: the tag stays
+    as it is until then. With --json, `state` is `done` or `pending`.
+    """
+    model, version = reference.model, reference.version
+    if delete and withdraw:
+        raise click.UsageError("--delete asks for something, and --withdraw takes that back: say one of them")
+    if not version and not delete and not withdraw:
+        raise click.UsageError(
+            f"{model!r} names no version: write {model}@latest, or a number or another ref"
+        )
+    with _connect(server) as client:
+        if withdraw:
+            found = client.withdraw_ref(model, name, named_request(client, reference, name).request_id)
+        elif delete:
+            if version:
+                _check_names(client, model, name, version)
+            found = client.request_ref_deletion(model, name, note=note)
+        else:
+            found = client.request_ref(model, name, version, note=note)
+    if as_json:
+        number = found.version if found.done and found.version else None
+        print_json(
+            {"model": model, "ref": name, "number": number, "state": found.state, "request": found.to_json()}
+        )
+    elif withdraw:
+        click.echo(f"{model}: {asked_text(found)} is withdrawn")
+    else:
+        click.echo(outcome_text(found))
+
+
+def named_request(
+    client: Client, reference: Reference, ref: str, request_id: str | None = None
+) -> RefRequest:
+    """The request of this name; without one, what is asked for a ref now.
+
+    Raises:
+        FailedPrecondition: there is none, or it is for something else than that the ref names the version of ``reference``, if that has one.
+    """
+    model = reference.model
+    found = next(
+        (
+            each
+            for each in client.ref_requests(model)
+            if each.ref == ref and (each.pending if request_id is None else each.request_id == request_id)
+        ),
+        None,
+    )
+    if found is None:
+        what = "nothing is asked" if request_id is None else f"there is no request {request_id}"
+        raise FailedPrecondition(
+            f"{what} for the ref {ref} of {model}", fix=f"look at it: weighbridge show {model}"
+        )
+    if reference.version:
+        number = client.version(model, reference.version).number
+        if (found.action, found.version) != (REQUEST_MOVE, number):
+            raise FailedPrecondition(
+                f"{found.by} has asked for {asked_text(found)} of {model}, and not that it names version {number}",
+                fix=f"if that is meant: {approval_command(found)}",
+            )
+    return found
+
+
+def outcome_text(request: RefRequest) -> str:
+    """What has become of a request, and what to do next."""
+    model, ref = request.model, request.ref
+    if request.pending:
+        others = "another identity" if request.missing == 1 else f"{request.missing} other identities"
+        return f"{model}: asked for {asked_text(request)}; it takes the approval of {others}:\n  {approval_command(request)}"
+    if not request.done:
+        return f"{model}: {asked_text(request)} was {request.state}"
+    done = {REQUEST_DELETE: f"{ref} is gone", REQUEST_UNPROTECT: f"{ref} is protected no longer"}
+    return f"{model}: {done.get(request.action, f'{ref} names version {request.version}')}"
+
+
+def asked_text(request: RefRequest) -> str:
+    """What a request asks for."""
+    if request.action == REQUEST_MOVE:
+        return f"{request.ref} to name version {request.version}"
+    return f"{request.action} of {request.ref}"
+
+
+def protection_text(protection: Protection) -> str:
+    """What it takes to change a ref."""
+    approvals = f" and {counted(protection.approvals, 'approval')}" if protection.approvals else ""
+    return f"{protection.ref}, whose changes take a scope that names it{approvals}"
+
+
+def approval_command(request: RefRequest) -> str:
+    """The command that approves a request, and no other one that is asked for later."""
+    version = f"@{request.version}" if request.action == REQUEST_MOVE else ""
+    return f"weighbridge approve {request.model}{version} {request.ref} --request {request.request_id}"
+
+
+def _check_names(client: Client, model: str, name: str, version: str) -> None:
+    """Refuse to take a tag away that names another version than the caller thinks."""
+    named, meant = client.refs(model).get(name), client.version(model, version).number
+    if named is not None and named != meant:
+        raise FailedPrecondition(
+            f"the tag {name} of {model} names version {named}, not {meant}",
+            fix=f"leave @{version} out to take it away whatever it names",
+        )

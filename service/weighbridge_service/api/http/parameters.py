@@ -1,0 +1,25 @@
+"""Parameters of paths that several routes have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Path
+
+from weighbridge_storage.documents.names import MAX_VERSION, MODEL_PART_PATTERN, REF_PATTERN, REQUEST_PATTERN
+
+
+def _text(description: str, pattern: str, *examples: str) -> Any:
+    """A text in a path. Its pattern is declared for clients; what breaks it is refused where it is parsed, in better words."""
+    return Path(
+        description=description, examples=list(examples) or None, json_schema_extra={"pattern": pattern}
+    )
+
+
+Namespace = Annotated[str, _text("First half of the model's name.", MODEL_PART_PATTERN, "acme")]
+Name = Annotated[str, _text("Second half of the model's name.", MODEL_PART_PATTERN, "smol")]
+VersionOrRef = Annotated[str, _text("A number or a ref.", REF_PATTERN, "latest")]
+Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]
+Ref = Annotated[str, _text("Name of the ref.", REF_PATTERN, "prod")]
+JobId = Annotated[str, _text("The `id` that starting the export gave.", "^[0-9a-f]{32}$")]
+RequestId = Annotated[str, _text("The `request_id` of the request.", REQUEST_PATTERN)]

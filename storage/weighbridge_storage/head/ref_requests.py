@@ -1,0 +1,320 @@
+"""Transitions of refs that a model's gate protects: a request, its approvals, and its effect. Everything here is pure.
+
+A protected ref is changed for those alone of whose scopes one names it. If that takes approvals, the change is a request, of which there
+is one at a time for each ref: a newer one supersedes it. An approval names the request that it answers, so one that is repeated or late
+approves nothing else. The last approval that it takes carries the request out, in the same write of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from weighbridge._core.resources import (
+    REQUEST_DELETE,
+    REQUEST_DONE,
+    REQUEST_EXPIRED,
+    REQUEST_MOVE,
+    REQUEST_PENDING,
+    REQUEST_SUPERSEDED,
+    REQUEST_UNPROTECT,
+    REQUEST_WITHDRAWN,
+)
+from weighbridge.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+)
+from weighbridge_storage.documents.entries import (
+    MAX_APPROVALS,
+    ProtectionEntry,
+    RefApproval,
+    RequestEntry,
+)
+from weighbridge_storage.documents.names import check_ref_name, shown
+from weighbridge_storage.head.head import REMEMBERED_REQUESTS, Head
+from weighbridge_storage.head.head_changes import delete_ref, set_ref
+from weighbridge_storage.head.history import History
+
+LIFETIME_MS = 7 * 86_400_000
+"""How long a request waits for approvals."""
+MAX_PROTECTED = 64
+"""Most protected refs of one model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who wants to change a ref, or approves that.
+
+    Attributes:
+        name: their identity.
+        proven: whether they have shown something that others have not; otherwise anybody could be somebody else.
+        names_ref: whether a scope of theirs names this ref, instead of all refs.
+        scope: the scope that would.
+    """
+
+    name: str
+    proven: bool
+    names_ref: bool
+    scope: str
+
+
+def ask(
+    history: History, wanted: RequestEntry, asker: Asker, *, may_wait: bool = True
+) -> tuple[Head, RequestEntry]:
+    """Change a ref, or ask for it, if it takes the approval of others. Asking again for what is asked already changes nothing.
+
+    Args:
+        history: before.
+        wanted: a new request of ``asker``.
+        asker: who asks.
+        may_wait: whether to ask if it cannot be done at once.
+
+    Returns:
+        The head after that, and the request as it stands: done or pending.
+
+    Raises:
+        PermissionDenied: the ref is protected, and no scope of ``asker`` names it.
+        FailedPrecondition: it takes approvals, and ``may_wait`` is not set, or nobody knows who asks; or the request has ended before.
+        AlreadyExists: another request has its name.
+        NotFound, InvalidArgument, ResourceExhausted: as `set_ref` and `delete_ref`.
+    """
+    check_ref_name(wanted.ref)
+    history = history.under(expire(history.head, wanted.asked_ms))
+    head, ref = history.head, wanted.ref
+    there = _find(head, wanted.request_id)
+    if there is not None:
+        if _meaning(there) != _meaning(wanted):
+            raise AlreadyExists(
+                f"another request is named {shown(there.request_id)}", fix="name each request anew"
+            )
+        if there.state not in (REQUEST_PENDING, REQUEST_DONE):
+            _ended(head, there)
+        return head, there
+    done = replace(
+        _closed(wanted, REQUEST_DONE, asker.name, wanted.asked_ms), previous=head.ref_numbers.get(ref, 0)
+    )
+    protection = head.protected.get(ref)
+    if protection is None:
+        return _effect(history, wanted), done
+    _check_named(asker, ref)
+    pending = _pending(head, ref)
+    if pending is not None and _meaning(pending) == _meaning(wanted):
+        return head, pending
+    if pending is not None:
+        head = _with(head, _closed(pending, REQUEST_SUPERSEDED, asker.name, wanted.asked_ms))
+    after = _effect(history.under(_with(head, done)), wanted)  # also says what could never be done
+    if not protection.approvals:
+        return after, done
+    _check_proven(asker)
+    if not may_wait:
+        raise FailedPrecondition(
+            f"the ref {ref} is protected: a change takes the approval of {_others(protection.approvals)}",
+            fix="ask for it: weighbridge tag MODEL@VERSION REF, or Client.request_ref",
+        )
+    return _with(head, wanted), wanted
+
+
+def approve_request(
+    history: History, ref: str, request_id: str, asker: Asker, *, now_ms: int, note: str = ""
+) -> tuple[Head, RequestEntry]:
+    """Approve a request. With the last approval that it takes it is carried out. Approving it again changes nothing.
+
+    Returns:
+        The head after that, and the request as it stands: done or pending.
+
+    Raises:
+        PermissionDenied: ``asker`` has asked for it, or has no scope that names the ref.
+        FailedPrecondition: it was withdrawn, superseded, or has expired; or nobody knows who approves.
+        NotFound: there is no such request for this ref, or what it names is gone.
+    """
+    history = history.under(expire(history.head, now_ms))
+    head = history.head
+    there = _named(head, ref, request_id)
+    _check_named(asker, ref)
+    _check_proven(asker)
+    if there.by == asker.name:
+        raise PermissionDenied(
+            f"{asker.name} has asked for this, and cannot approve it", fix="have another identity approve it"
+        )
+    if there.state == REQUEST_DONE or any(each.by == asker.name for each in there.approvals):
+        return head, there
+    if not there.pending:
+        _ended(head, there)
+    approved = replace(there, approvals=(*there.approvals, RefApproval(asker.name, now_ms, note)))
+    if missing(head, approved):
+        return _with(head, approved), approved
+    done = replace(_closed(approved, REQUEST_DONE, asker.name, now_ms), previous=head.ref_numbers.get(ref, 0))
+    return _effect(history.under(_with(head, done)), there), done
+
+
+def withdraw_request(
+    head: Head, ref: str, request_id: str, asker: Asker, *, now_ms: int
+) -> tuple[Head, RequestEntry]:
+    """End a request without carrying it out. Withdrawing it again changes nothing.
+
+    Raises:
+        PermissionDenied: no scope of ``asker`` names the ref.
+        FailedPrecondition: it was carried out, superseded, or has expired.
+        NotFound: there is no such request for this ref.
+    """
+    head = expire(head, now_ms)
+    there = _named(head, ref, request_id)
+    _check_named(asker, ref)
+    if there.state == REQUEST_WITHDRAWN:
+        return head, there
+    if not there.pending:
+        _ended(head, there)
+    withdrawn = _closed(there, REQUEST_WITHDRAWN, asker.name, now_ms)
+    return _with(head, withdrawn), withdrawn
+
+
+def protect(head: Head, wanted: RequestEntry, approvals: int, asker: Asker) -> Head:
+    """Protect a ref, whether it exists or not. Its protection can be raised by this, and not lowered.
+
+    Args:
+        head: before.
+        wanted: says who protects it and when, and is remembered.
+        approvals: of how many identities besides the one that asks a change takes the approval.
+        asker: who protects it.
+
+    Raises:
+        InvalidArgument: the ref's name is malformed or reserved, or there are too many approvals.
+        FailedPrecondition: it takes more approvals now, or nobody knows who asks.
+        ResourceExhausted: the model has `MAX_PROTECTED` others.
+    """
+    check_ref_name(wanted.ref)
+    if not 0 <= approvals <= MAX_APPROVALS:
+        raise InvalidArgument(f"{approvals} approvals are not between 0 and {MAX_APPROVALS}")
+    _check_proven(asker)
+    head = expire(head, wanted.asked_ms)
+    there = head.protected.get(wanted.ref)
+    if there is not None and there.approvals == approvals:
+        return head
+    if there is not None and there.approvals > approvals:
+        raise FailedPrecondition(
+            f"the ref {wanted.ref} is protected by {there.approvals} approvals, which cannot be lowered to {approvals}",
+            fix="protect it no longer first: weighbridge gate MODEL --unprotect REF",
+        )
+    if there is None and len(head.protected) >= MAX_PROTECTED:
+        raise ResourceExhausted(
+            f"the model has {len(head.protected)} protected refs", fix="protect fewer of them"
+        )
+    raised = replace(there or ProtectionEntry(), approvals=approvals)
+    after = replace(head, protected={**head.protected, wanted.ref: raised})
+    return _with(after, _closed(wanted, REQUEST_DONE, asker.name, wanted.asked_ms))
+
+
+def expire(head: Head, now_ms: int) -> Head:
+    """End the requests whose time is over."""
+    late = [each for each in head.requests if each.pending and each.until_ms < now_ms]
+    for each in late:
+        head = _with(head, _closed(each, REQUEST_EXPIRED, "", each.until_ms))
+    return head
+
+
+def missing(head: Head, request: RequestEntry) -> int:
+    """How many more approvals a request takes; 0 if it does not wait for any."""
+    protection = head.protected.get(request.ref)
+    if protection is None or not request.pending:
+        return 0
+    return max(protection.approvals - len(request.approvals), 0)
+
+
+def _effect(history: History, request: RequestEntry) -> Head:
+    """The head after a request is carried out."""
+    head = history.head
+    if request.action == REQUEST_MOVE:
+        return set_ref(history, request.ref, request.version)
+    if request.action == REQUEST_DELETE:
+        return delete_ref(head, request.ref)
+    if request.action == REQUEST_UNPROTECT:
+        if request.ref not in head.protected:
+            raise NotFound(f"the ref {request.ref} is not protected")
+        left = {name: each for name, each in head.protected.items() if name != request.ref}
+        return replace(head, protected=left)
+    raise FailedPrecondition(
+        f"the request {request.request_id} asks to {shown(request.action)}, which is not known here",
+        fix="use a newer Weighbridge",
+    )
+
+
+def _with(head: Head, request: RequestEntry) -> Head:
+    """A head with a request, in place of what stood under its name, or behind all others; the oldest that have ended go for it."""
+    there = [request if each.request_id == request.request_id else each for each in head.requests]
+    if request not in there:
+        there.append(request)
+    return replace(head, requests=tuple(_remembered(there)))
+
+
+def _remembered(requests: list[RequestEntry]) -> Iterable[RequestEntry]:
+    ended = [each.request_id for each in requests if not each.pending]
+    forgotten = {*ended[:-REMEMBERED_REQUESTS]}
+    return (each for each in requests if each.request_id not in forgotten)
+
+
+def _closed(request: RequestEntry, state: str, by: str, now_ms: int) -> RequestEntry:
+    return replace(request, state=state, closed_by=by, closed_ms=now_ms)
+
+
+def _meaning(request: RequestEntry) -> tuple[str, str, int, str]:
+    """What a request asks for, and who: two of which this is the same are one."""
+    return request.ref, request.action, request.version, request.by
+
+
+def _find(head: Head, request_id: str) -> RequestEntry | None:
+    return next((each for each in head.requests if each.request_id == request_id), None)
+
+
+def _pending(head: Head, ref: str) -> RequestEntry | None:
+    return next((each for each in head.requests if each.pending and each.ref == ref), None)
+
+
+def _named(head: Head, ref: str, request_id: str) -> RequestEntry:
+    there = _find(head, request_id)
+    if there is None or there.ref != ref:
+        raise NotFound(
+            f"there is no request {shown(request_id)} for the ref {shown(ref)}{_instead(head, ref)}"
+        )
+    return there
+
+
+def _ended(head: Head, request: RequestEntry) -> NoReturn:
+    """Raise, for a request that is no longer pending."""
+    by = f" by {request.closed_by}" if request.closed_by else ""
+    state = "has expired" if request.state == REQUEST_EXPIRED else f"was {request.state}{by}"
+    if request.state == REQUEST_DONE:
+        state = f"was carried out{by}"
+    raise FailedPrecondition(
+        f"the request {request.request_id} for {request.ref} {state}{_instead(head, request.ref)}",
+        fix="look at what is asked for now: weighbridge show MODEL",
+    )
+
+
+def _instead(head: Head, ref: str) -> str:
+    pending = _pending(head, ref)
+    return "" if pending is None else f"; {pending.request_id} of {pending.by} is pending"
+
+
+def _check_named(asker: Asker, ref: str) -> None:
+    if not asker.names_ref:
+        raise PermissionDenied(
+            f"the ref {ref} is protected, and no scope of {asker.name} names it",
+            fix=f"let the service's policy give {asker.name} the scope {asker.scope}; * and admin do not name a ref",
+        )
+
+
+def _check_proven(asker: Asker) -> None:
+    if not asker.proven:
+        raise FailedPrecondition(
+            "nobody knows who asks, so nobody can be told from a second identity",
+            fix="start the service with identities (weighbridge serve --policy), and show a token or a certificate",
+        )
+
+
+def _others(count: int) -> str:
+    return "another identity" if count == 1 else f"{count} other identities"

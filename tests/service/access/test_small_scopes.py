@@ -1,0 +1,283 @@
+"""Does somebody who may little, or nothing, learn or do nothing beyond that by any door?"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.service.api.http.web import held_at
+from tests.support.identities import bearer, identity, policy_file
+from tests.support.raw_clients import TinyModel, tiny_folder
+from tests.support.services import RunningService, running_service
+from tests.support.waiting import eventually
+from weighbridge import Client, Credentials, NotFound, TrainerClient
+from weighbridge._core.checks import Check, CheckStatus
+from weighbridge._transport import rpc
+from weighbridge.v1 import model_service_pb2
+from weighbridge_service.access import access as access_module
+from weighbridge_service.access.audit import Audit
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.api.http import callers, hub_reading, hub_routes
+from weighbridge_service.api.http.app import create_app
+from weighbridge_service.exports import Exports
+from weighbridge_service.server import HttpServer
+
+MINE, SECRET, HIDDEN = "mine/smol", "mine/smollm", "s/mine"
+SCOPES = {"root": ["admin"], "small": [f"pull:{MINE}"], "exporter": [f"manage:{MINE}"]}
+MODELS = (MINE, SECRET, HIDDEN)
+
+
+@dataclass
+class Doors:
+    """A service of three models, with its HTTP face at a port of its own."""
+
+    running: RunningService
+    address: str
+    policy: Path
+
+    def ask(
+        self, method: str, path: str, name: str = "", body: Any = None, **headers: str
+    ) -> tuple[int, str]:
+        """Status and text of an answer, to a request whose path is sent as it is."""
+        connection = http.client.HTTPConnection(self.address, timeout=60)
+        if name:
+            headers["Authorization"] = f"Bearer token-of-{name}"
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        answer = connection.getresponse()
+        text = answer.read().decode("utf-8", "replace")
+        connection.close()
+        return answer.status, text
+
+    def audited(self) -> list[dict[str, Any]]:
+        audit = self.running.service.config.audit
+        assert audit is not None
+        return [json.loads(line) for line in audit.read_text().splitlines()]
+
+    def take_away(self, name: str) -> None:
+        """Somebody is no longer known."""
+        write_policy(self.policy.parent, {other: may for other, may in SCOPES.items() if other != name})
+
+
+def write_policy(folder: Path, scopes: dict[str, list[str]]) -> Path:
+    return policy_file(
+        folder, *(identity(name, may, token=f"token-of-{name}") for name, may in scopes.items())
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return tiny_folder(tmp_path_factory.mktemp("hf") / "model")
+
+
+@pytest.fixture
+def doors(tmp_path: Path, source: TinyModel) -> Iterator[Doors]:
+    policy = write_policy(tmp_path, SCOPES)
+    with running_service(tmp_path / "store", policy=policy, audit=tmp_path / "audit.jsonl") as running:
+        with TrainerClient(running.address, credentials=Credentials(token="token-of-root")) as trainer:
+            for model in MODELS:
+                trainer.register_model(model, source.folder)
+                trainer.push_folder(model, source.folder, step=1).wait(timeout=60)
+        exports = Exports(running.service)
+        server = HttpServer("127.0.0.1:0", 64)
+        server.start(create_app(running.service, exports, running.metrics, running.health))
+        yield Doors(running, server.address, policy)
+        server.stop()
+        exports.close()
+
+
+def test_a_name_that_nobody_has_is_not_answered_with_one_that_the_caller_may_not_know(doors: Doors) -> None:
+    write_policy(doors.policy.parent, {**SCOPES, "small": [f"pull:{MINE}", "look:mine/smoll"]})
+    access_module.Access._read(doors.running.service.access, doors.policy)
+    small = Credentials(token="token-of-small")
+    with Client(doors.running.address, credentials=small) as client, pytest.raises(NotFound) as told:
+        client.model("mine/smoll")
+    status, text = doors.ask("GET", "/v1/models/mine/smoll", "small")
+    assert status == 404
+    for said in (str(told.value), text):
+        assert f"did you mean {MINE}" in said
+        assert SECRET not in said
+
+
+def test_an_export_of_what_the_caller_may_not_know_is_as_if_there_were_none(doors: Doors) -> None:
+    _, started = doors.ask("POST", "/v1/exports", "root", {"model": SECRET, "version": "1"})
+    job = json.loads(started)["id"]
+    for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/events")):
+        status, text = doors.ask(method, f"/v1/exports/{job}{path}", "exporter")
+        unknown = doors.ask(method, f"/v1/exports/{'0' * 32}{path}", "exporter")
+        assert (status, text.replace(job, "0" * 32)) == unknown
+    assert doors.ask("GET", f"/v1/exports/{job}", "root")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/%61pi/models/mine/smol",
+        "/%61pi/models/mine/smol/revision/1",
+        "/%61pi/models/mine/smol/tree/1",
+        "/api%2Fmodels/mine/smol",
+        "/%61%70i/models/mine/smol/refs",
+        "/mine%2Fsmol/resolve/resolve/1/config.json",
+        "/s/mine/resolve/1/config.json",
+        "/v1/models/s%2Fmine",
+        "/v1/models/mine%2F..%2Fs/mine",
+        "//s/mine/resolve/1/config.json",
+        "/api/models/./s/mine",
+    ],
+)
+def test_no_spelling_of_a_path_leads_to_another_model_than_the_one_that_was_asked_for(
+    doors: Doors, path: str
+) -> None:
+    status, text = doors.ask("GET", path, "small")
+    assert status in (403, 404), text
+    assert text.startswith('{"type": "urn:weighbridge:error:'), "and no document of a model"
+
+
+def test_probes_tell_those_who_may_not_observe_no_more_than_how_it_stands(
+    doors: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [
+        Check("versions-durable", CheckStatus.WARN, f"{SECRET}@1 is not durable", "look at /secret/store")
+    ]
+    monkeypatch.setattr(doors.running.health, "findings", lambda: found)
+    for path in ("/readyz", "/readyz/versions-durable"):
+        for name in ("", "small"):
+            status, text = doors.ask("GET", path, name)
+            assert (status, "versions-durable" in text, '"warn"' in text) == (200, True, True)
+            assert "secret" not in text
+            assert SECRET not in text
+        assert SECRET in doors.ask("GET", path, "root")[1]
+    found[0] = Check("versions-durable", CheckStatus.FAIL, f"{SECRET}@1 is lost", "look at /secret/store")
+    status, text = doors.ask("GET", "/readyz")
+    assert (status, SECRET in text, "/secret" in text) == (503, False, False)
+
+
+def test_the_audit_log_says_from_where_a_request_came_and_not_from_where_it_says(doors: Doors) -> None:
+    doors.ask("GET", f"/v1/models/{MINE}", **{"X-Forwarded-For": "10.9.8.7", "Forwarded": "for=10.9.8.7"})
+
+    def found() -> list[tuple[str, str]]:
+        return [(each["result"], each["host"]) for each in doors.audited() if each["action"] == "get_model"]
+
+    eventually(found)  # it is written down once the answer is sent
+    assert found() == [("UNAUTHENTICATED", "127.0.0.1")]
+
+
+def _refused(doors: Doors, method: str, request: Any) -> Any:
+    with rpc.open_channel(doors.running.address) as channel:
+        call: Any = channel.stream_stream(f"/weighbridge.v1.ModelService/{method}", None, None)
+        with pytest.raises(grpc.RpcError) as told:
+            next(call(iter([request.SerializeToString()]), metadata=bearer("nobody's"), timeout=60))
+    return told.value.code()  # type: ignore[attr-defined]
+
+
+def test_a_refused_call_fills_no_audit_log_however_much_it_names(doors: Doors) -> None:
+    before = len(doors.audited())
+    refs = [model_service_pb2.WatchedRef(model=f"a/{i}", ref="live") for i in range(50_000)]
+    assert (
+        _refused(doors, "WatchRefs", model_service_pb2.WatchRefsRequest(refs=refs)).name == "UNAUTHENTICATED"
+    )
+    long = model_service_pb2.GetModelRequest(model="x" * 1_000_000)
+    assert _refused(doors, "GetModel", long).name == "UNAUTHENTICATED"
+    lines = doors.audited()[before:]
+    assert [(each["action"], each["model"][:3]) for each in lines] == [
+        ("WatchRefs", "a/0"),
+        ("GetModel", "xxx"),
+    ]
+    assert len(json.dumps(lines)) < 1000
+
+
+def test_of_a_request_in_parts_nobody_is_refused_at_the_first_part(doors: Doors) -> None:
+    part = model_service_pb2.RegisterModelRequest(model=MINE).SerializeToString()
+    go_on = threading.Event()
+
+    def parts() -> Iterator[bytes]:
+        yield part
+        go_on.wait(60)
+
+    with rpc.open_channel(doors.running.address) as channel:
+        call: Any = channel.stream_stream("/weighbridge.v1.ModelService/RegisterModel", None, None)
+        with pytest.raises(grpc.RpcError) as told:
+            next(call(parts(), metadata=bearer("nobody's"), timeout=60))
+        go_on.set()
+    assert told.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+    last = [each for each in doors.audited() if each["action"] == "RegisterModel"][-1]
+    assert (last["model"], last["result"]) == (MINE, "UNAUTHENTICATED")
+
+
+def test_a_watch_of_nothing_is_for_those_who_may_look(doors: Doors) -> None:
+    assert _refused(doors, "WatchRefs", model_service_pb2.WatchRefsRequest()).name == "UNAUTHENTICATED"
+
+
+def test_the_audit_log_is_not_for_everybody(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        audit = Audit(tmp_path / "audit.jsonl")
+    finally:
+        os.umask(before)
+    audit.record(
+        face="grpc", host="h", identity="i", action="Pull", verb=Verb.PULL, model="m", ref="1", result="OK"
+    )
+    audit.close()
+    assert stat.S_IMODE((tmp_path / "audit.jsonl").stat().st_mode) == 0o640
+    assert json.loads((tmp_path / "audit.jsonl").read_text())["identity"] == "i"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may go on is asked all the time."""
+    monkeypatch.setattr(callers, "STANDING_SECONDS", 0.0)
+    monkeypatch.setattr(access_module, "_LOOK_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_download_ends_when_its_caller_may_not_go_on(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_routes, "_READ_BYTES", 4096)
+    read, begun, go_on = hub_reading.Hub.read, threading.Event(), threading.Event()
+
+    def slowly(hub: Any, version: Any, path: str, start: int, length: int) -> bytes:
+        if start:
+            begun.set()
+            assert go_on.wait(60)
+        return read(hub, version, path, start, length)
+
+    monkeypatch.setattr(hub_reading.Hub, "read", slowly)
+    connection = http.client.HTTPConnection(doors.address, timeout=60)
+    headers = {"Authorization": "Bearer token-of-small"}
+    connection.request("GET", f"/{MINE}/resolve/1/model.safetensors", headers=headers)
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert begun.wait(60)
+    doors.take_away("small")
+    go_on.set()
+    with pytest.raises(http.client.IncompleteRead) as broken:
+        answer.read()
+    assert len(broken.value.partial) == 4096
+    connection.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_events_end_when_their_caller_may_not_go_on(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    with held_at(monkeypatch, 0.1) as go_on:
+        _, started = doors.ask("POST", "/v1/exports", "exporter", {"model": MINE, "version": "1"})
+        job = json.loads(started)["id"]
+        connection = http.client.HTTPConnection(doors.address, timeout=60)
+        headers = {"Authorization": "Bearer token-of-exporter"}
+        connection.request("GET", f"/v1/exports/{job}/events", headers=headers)
+        answer = connection.getresponse()
+        assert answer.readline() == b"event: progress\r\n"
+        doors.take_away("exporter")
+        go_on.set()
+        assert b"event: end" not in answer.read()
+        connection.close()
+    assert doors.ask("GET", f"/v1/exports/{job}", "exporter")[0] == 401
