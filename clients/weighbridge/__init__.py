@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     )
     from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
     from weighbridge._core.tensor_spaces import TensorSpace
+    from weighbridge._core.usage import Quota, Usage
     from weighbridge._formats.host_slices import HostSlices, Slices
     from weighbridge._formats.push_sources import ShardSource, StreamSource
     from weighbridge._transport.credentials import Credentials
@@ -115,6 +116,7 @@ __all__ = [
     "PushHandle",
     "PushOptions",
     "PushReport",
+    "Quota",
     "ResourceExhausted",
     "Retention",
     "Shard",
@@ -128,6 +130,7 @@ __all__ = [
     "TrainerClient",
     "Unauthenticated",
     "Unavailable",
+    "Usage",
     "Verification",
     "Version",
     "VersionFailed",
@@ -184,6 +187,10 @@ _MODULES = {
         "TensorParallel",
     ),
     "_core.tensor_spaces": ("TensorSpace",),
+    "_core.usage": (
+        "Quota",
+        "Usage",
+    ),
     "_formats.host_slices": (
         "HostSlices",
         "Slices",

@@ -7,7 +7,7 @@ comes at once.
 - `looking`: models, versions, refs, tags; verification.
 - `pushing`: import, push.
 - `pulling`: pull, restore, export.
-- `keeping`: retention, collection, memory ahead of a push.
+- `keeping`: retention, collection, memory ahead of a push, limits and their use.
 - `gating`: which versions are held, and approval.
 - `removing`: deletion of versions and models, pushes that are given up.
 - `following`: an agent beside a running engine.
@@ -53,6 +53,7 @@ _MODULE_OF = {
     "approve": "gating",
     "gate": "gating",
     "retention": "keeping",
+    "usage": "keeping",
     "collect": "keeping",
     "delete": "removing",
     "abort": "removing",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from weighbridge_service.access.limits import NO_LIMITS, Limits
 from weighbridge_service.access.scopes import Scope, Verb
 
 _SEVERAL = "several"
@@ -42,12 +43,14 @@ class Identity:
         scopes: what they may do.
         problem: why nobody was recognised; empty if somebody was.
         expires: seconds since 1970 at which the evidence ends to prove it; None if it does not.
+        limits: how much they may have.
     """
 
     name: str
     scopes: tuple[Scope, ...] = ()
     problem: str = ""
     expires: float | None = field(default=None, compare=False)
+    limits: Limits = NO_LIMITS
 
     def may(self, verb: Verb, model: str = "", ref: str = "") -> bool:
         """Whether they may do this; see `Scope.allows`."""

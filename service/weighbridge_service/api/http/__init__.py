@@ -5,7 +5,7 @@ May import: `api.lane`, `service`, and folders below.
 - `app`: the application and its routes.
 - `resources`: bodies of requests and responses.
 - `problems`: RFC 9457 problem documents.
-- `operations`: probes, checks, memory, metrics.
+- `operations`: probes, checks, memory, usage, metrics.
 - `metrics`: what Prometheus is told.
 - `ranges`: ranges of a file (RFC 9110).
 - `callers`: who has sent a request.

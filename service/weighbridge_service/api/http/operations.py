@@ -1,4 +1,4 @@
-"""Endpoints for operators and orchestrators: probes, checks, memory, metrics.
+"""Endpoints for operators and orchestrators: probes, checks, memory, usage, metrics.
 
 Probes are answered on the event loop from what is in memory, so neither a store that hangs nor handlers that fill all threads hold them up.
 """
@@ -9,12 +9,20 @@ from typing import Annotated
 
 import anyio.to_thread
 from anyio import CapacityLimiter
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Path, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weighbridge.errors import NotFound
+from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.metrics import Metrics
-from weighbridge_service.api.http.resources import CheckOut, ChecksOut, MemoryOut, ReadinessOut, StatusOut
+from weighbridge_service.api.http.resources import (
+    CheckOut,
+    ChecksOut,
+    MemoryOut,
+    ReadinessOut,
+    StatusOut,
+    UsageOut,
+)
 from weighbridge_service.health import Health
 from weighbridge_service.health.doctor import examine_service
 from weighbridge_service.service import Weighbridge
@@ -54,6 +62,11 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
             raise NotFound(f"there is no check {check[:80]!r}", fix=f"there are: {', '.join(findings)}")
         health.check_ready([findings[check]])
         return CheckOut.model_validate(findings[check])
+
+    @router.get("/v1/usage")
+    def get_usage(request: Request) -> UsageOut:
+        """The limits that the caller has by the policy, and how much of them is used."""
+        return UsageOut.model_validate(service.quotas.usage(peer_of(request)))
 
     @router.get("/v1/memory")
     def get_memory() -> MemoryOut:
