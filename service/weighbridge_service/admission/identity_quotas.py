@@ -217,9 +217,12 @@ class IdentityQuotas:
             return 0.0
         with self._lock:
             used, bucket = self._of(identity), self._filled(identity, rate)
-            seconds = bucket.seconds_until(-rate * _SLACK_SECONDS, rate)
-            used.bucket = bucket if seconds else bucket.without(nbytes)
-            return seconds
+            seconds = bucket.seconds_until(0.0, rate)
+            if seconds > _SLACK_SECONDS:
+                used.bucket = bucket
+                return seconds
+            used.bucket = bucket.without(nbytes)
+            return 0.0
 
     def count(self, identity: Identity, nbytes: int) -> None:
         """As `Streaming.count`."""
