@@ -8,6 +8,7 @@ one after the other; the goal is that B keeps 0.8 of its rate.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -30,7 +31,11 @@ _SETTLE_SECONDS = 1.0
 
 
 def hammer(address: str, token: str) -> None:
-    """Pull whatever comes of it, until the process is ended; says when it begins."""
+    """Pull whatever comes of it, until the process is ended; says when it begins.
+
+    Its clients would be on other machines: they leave the processors to the service and to B.
+    """
+    os.nice(19)
     print("begun", flush=True)
     with EngineClient(address, lane="grpc", retry_seconds=0, credentials=Credentials(token=token)) as engine:
         while True:
