@@ -32,7 +32,7 @@ TEST_SECONDS ?= 4200
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls lint format protos protos-check protos-baseline clean
+.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls bench-quotas lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -204,6 +204,9 @@ bench-torch: $(STAMP) ## time pushes of torch state dicts next to Megatron's sha
 
 bench-tls: $(STAMP) ## time pushes and pulls over TLS, and with tokens, next to plain ones; ARGS="--gb 2 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.tls $(ARGS)
+
+bench-quotas: $(STAMP) ## time pulls beside an identity at its limits that hammers, next to pulls alone; ARGS="--gb 0.25 --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.quotas $(ARGS)
 
 lint: $(STAMP) protos-check ## check style, types and the contract
 	@echo "== ruff"

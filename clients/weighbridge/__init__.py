@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     )
     from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
     from weighbridge._core.tensor_spaces import TensorSpace
+    from weighbridge._core.usage import Quota, Usage
     from weighbridge._formats.host_slices import HostSlices, Slices
     from weighbridge._formats.push_sources import OpenSource, ShardSource, StreamSource
     from weighbridge._transport.credentials import Credentials
@@ -132,6 +133,7 @@ __all__ = [
     "PushHandle",
     "PushOptions",
     "PushReport",
+    "Quota",
     "RefApproval",
     "RefRequest",
     "ResourceExhausted",
@@ -147,6 +149,7 @@ __all__ = [
     "TrainerClient",
     "Unauthenticated",
     "Unavailable",
+    "Usage",
     "Verification",
     "Version",
     "VersionFailed",
@@ -212,6 +215,10 @@ _MODULES = {
         "TensorParallel",
     ),
     "_core.tensor_spaces": ("TensorSpace",),
+    "_core.usage": (
+        "Quota",
+        "Usage",
+    ),
     "_formats.host_slices": (
         "HostSlices",
         "Slices",

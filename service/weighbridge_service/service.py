@@ -12,16 +12,19 @@ from weighbridge._transport.credentials import Credentials
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.admission.byte_budget import ByteBudget
+from weighbridge_service.admission.identity_quotas import IdentityQuotas
 from weighbridge_service.admission.tickets import ticket_key
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.collection_loop import Collecting
 from weighbridge_service.catalog.gate import Gates
 from weighbridge_service.catalog.head_versions import approved_since
 from weighbridge_service.catalog.refs import Refs
+from weighbridge_service.catalog.stored_bytes import StoredBytes
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.pull.serving import Serving
 from weighbridge_service.push.intake import Intake
 from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.quotas import Quotas
 from weighbridge_service.push.registry import Registry
 from weighbridge_service.replicas.directory import Directory
 from weighbridge_service.replicas.heartbeat import Heartbeat
@@ -92,6 +95,7 @@ class Weighbridge:
         takeovers: takes versions over from those that leave.
         key: secret that all replicas over the store share.
         access: knows who calls.
+        quotas: what identities and namespaces may have, and what they use.
         audit: where it is written down who did what.
     """
 
@@ -147,7 +151,11 @@ class Weighbridge:
         self._links = links = Links(home, _proofs(config.tls, access))
         self.directory = Directory(self._store, home, lambda other: links.exchange(other, ()))
         successors = KnownReplicas(self.directory, self._links)
-        self.intake = Intake(self.catalog, registry, self.images, self.mappings, config, home, successors)
+        stored = StoredBytes(self._guarded, heads, access.stored_limits)
+        self.quotas = Quotas(IdentityQuotas(), stored, access.limited)
+        self.intake = Intake(
+            self.catalog, registry, self.images, self.mappings, config, home, successors, self.quotas
+        )
         self.takeovers = Takeovers(self.intake, self._links)
         self.store_readers = self.catalog.readers
         self.shared = SharedSessions(registry)
@@ -166,6 +174,7 @@ class Weighbridge:
     def _on_collected(self, name: ModelName, history: History) -> None:
         self._registry.forget_deleted_model(name, history.head.first_version)
         self.serving.close_gone(name, history)
+        self.quotas.stored.note(name)
 
     def _needs(self) -> Needs:
         """What this service needs of memory besides images."""

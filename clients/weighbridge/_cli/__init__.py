@@ -8,7 +8,7 @@ comes at once.
 - `tagging`: tags, and what is asked for protected ones.
 - `pushing`: import, push.
 - `pulling`: pull, restore, export.
-- `keeping`: retention, collection, memory ahead of a push.
+- `keeping`: retention, collection, memory ahead of a push, limits and their use.
 - `gating`: which versions are held and which refs are protected, and approval.
 - `removing`: deletion of versions and models, pushes that are given up.
 - `following`: an agent beside a running engine.
@@ -54,6 +54,7 @@ _MODULE_OF = {
     "approve": "gating",
     "gate": "gating",
     "retention": "keeping",
+    "usage": "keeping",
     "collect": "keeping",
     "delete": "removing",
     "abort": "removing",

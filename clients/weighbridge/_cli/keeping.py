@@ -1,4 +1,4 @@
-"""Commands that say what is kept, and what there is room for: retention, collect, warm."""
+"""Commands that say what is kept, and what there is room for: retention, collect, warm, usage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.resources import Retention
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
+from weighbridge._core.usage import QUOTA_BYTES_PER_SECOND, QUOTA_STORED
 
 if TYPE_CHECKING:
     from weighbridge._clients.client import Client
     from weighbridge._core.collection import Collection
+    from weighbridge._core.usage import Quota
 
 
 def _connect(server: str) -> Client:
@@ -154,3 +156,31 @@ def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> 
         if memory.images < memory.wanted:
             click.echo("there is no room for more: `weighbridge doctor` says what limits it", err=True)
     ctx.exit(0 if memory.images >= memory.wanted else 1)
+
+
+_IN_BYTES = (QUOTA_BYTES_PER_SECOND, QUOTA_STORED)
+
+
+@click.command("usage", cls=Command)
+@client_options
+def usage_command(server: str, as_json: bool) -> None:
+    """Show your limits, and how much of them is used.
+
+    They are those that the service's policy gives your identity, and namespaces of which you may look at a model.
+    """
+    with _connect(server) as client:
+        usage = client.usage()
+    if as_json:
+        print_json(usage.to_json())
+    elif usage.quotas:
+        print_table(("LIMIT", "OF", "USED", "AT MOST"), [_usage_row(quota) for quota in usage.quotas])
+    else:
+        click.echo(f"{usage.identity}: no limits")
+
+
+def _usage_row(quota: Quota) -> tuple[str, str, str, str]:
+    used, limit = (
+        readable_size(number) if quota.kind in _IN_BYTES else str(number)
+        for number in (quota.used, quota.limit)
+    )
+    return quota.kind, quota.of, used, limit

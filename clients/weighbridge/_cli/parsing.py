@@ -18,31 +18,11 @@ from weighbridge._core.metadata import (
     parse_value,
 )
 from weighbridge._core.references import Reference, parse_reference
+from weighbridge._core.text.sizes import parse_size
 from weighbridge.errors import InvalidArgument
 
-_UNITS = {
-    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
-    **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)},
-}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _DURATION = re.compile(r"([0-9]{1,15}) ?([A-Za-z]?)", re.ASCII)
-_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", re.ASCII)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size: ``5GB`` and ``500MB`` count in thousands, ``2GiB`` in 1024s; a bare number is bytes.
-
-    Raises:
-        InvalidArgument: it is not a number with such a unit, or less than one byte.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    scale = _UNITS.get(match[2].lower() or "b") if match else None
-    size = int(float(match[1]) * scale) if match and scale else 0
-    if size < 1:
-        raise InvalidArgument(
-            f"{text!r} is not a size", fix="write it like 5GB, 500MB or 2GiB, or as a number of bytes"
-        )
-    return size
 
 
 def parse_duration(text: str) -> int:

@@ -27,6 +27,7 @@ from weighbridge._core.resources import (
     VersionState,
     WarmMemory,
 )
+from weighbridge._core.usage import Usage
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
@@ -433,3 +434,9 @@ class Client:
             NotFound: the model is not registered.
         """
         return self._connection.run(control_calls.warm(model))
+
+    def usage(self) -> Usage:
+        """The limits that this client's identity has by the service's policy, those of namespaces that it may look at, and how much of them
+        is used.
+        """
+        return self._connection.run(control_calls.get_usage())

@@ -38,6 +38,7 @@ from weighbridge._core.resources import (
 )
 from weighbridge._core.slices import FullTensors, LayoutRequest
 from weighbridge._core.text.waits import REMIND_SECONDS, Reminder
+from weighbridge._core.usage import Usage
 from weighbridge._transport import wire
 from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.request_parts import MAX_REQUEST_BYTES, encoded_parts
@@ -357,6 +358,11 @@ def warm(model: str) -> Steps[WarmMemory]:
     """Have the service make memory for a model's next versions."""
     response = yield from _call("WarmModel", pb.WarmModelRequest(model=model), _LONG_SECONDS)
     return wire.read(WarmMemory, response.memory)
+
+
+def get_usage() -> Steps[Usage]:
+    """Limits, and how much of them is used."""
+    return wire.read(Usage, (yield from _call("GetUsage", pb.GetUsageRequest())))
 
 
 def plan_pull(

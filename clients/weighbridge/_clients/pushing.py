@@ -28,7 +28,13 @@ from weighbridge._formats.push_counts import PlacedPart, PushCounts
 from weighbridge._formats.push_sources import OpenSource, StagingPool, StreamSource
 from weighbridge._formats.tensor_stream import Ranges
 from weighbridge._transport import bulk, pieces, rpc
-from weighbridge.errors import AlreadyExists, InvalidArgument, VersionFailed, WeighbridgeError
+from weighbridge.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    ResourceExhausted,
+    VersionFailed,
+    WeighbridgeError,
+)
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -263,6 +269,7 @@ class Pusher:
         connections = self._connection.streams_to(address)
         missing = [(start, stop) for start, stop in route.ranges if start < stop]
         patience = rpc.Patience(self._connection.retry_seconds)
+        most = connections.most
         while missing:
             try:
                 with rpc.translated_errors(address):
@@ -271,11 +278,14 @@ class Pusher:
                         partial(_messages, route.header(header), source, missing, counts),
                         connections,
                         sum(end - start for start, end in missing),
+                        most,
                     )
                 return
             except WeighbridgeError as error:
                 if not patience.wait_after(error):
                     raise
+                if isinstance(error, ResourceExhausted):  # there may be room for some of them alone
+                    most = max(most // 2, 1)
                 before, missing = missing, self._missing(header, at, route, missing)
                 if missing != before:
                     patience.renew()

@@ -16,6 +16,7 @@ May import: `weighbridge.errors`.
 - `references`: a model and one of its versions, as they are named.
 - `resources`: models, versions, retention, as the service reports them.
 - `metadata`: what a trainer says of a version, and comparisons with it.
+- `usage`: limits, and how much of them is used.
 - `collection`: result of collecting a model's versions.
 - `checks`: findings of ``weighbridge doctor``.
 - `json_values`: values as JSON.

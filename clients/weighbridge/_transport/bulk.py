@@ -282,7 +282,8 @@ class _Part:
 
     def _begin(self, header: checkpoint_service_pb2.StreamHeader) -> int:
         if header.striped_over != self._asked.count:
-            if self._asked.index:
+            # once it has begun, others bring the rest of what was asked for
+            if self._asked.index or (self._begun and self._striping is self._asked):
                 raise DataLoss(f"the service has not spread the stream over {self._asked.count} calls")
             self._striping = WHOLE
         self._connections.proved()
@@ -343,7 +344,11 @@ class _Part:
 
 
 def send(
-    path: str, messages: Callable[[Striping], Iterator[bytes]], connections: Connections, nbytes: int
+    path: str,
+    messages: Callable[[Striping], Iterator[bytes]],
+    connections: Connections,
+    nbytes: int,
+    most: int,
 ) -> None:
     """Send a stream to a method that takes its pieces in any order; returns when all of it was answered.
 
@@ -353,12 +358,13 @@ def send(
             several threads.
         connections: which to use; a small stream uses one.
         nbytes: how many are to be sent.
+        most: over how many connections, of those.
 
     Raises:
         grpc.RpcError: a part broke; the others were broken off.
         WeighbridgeError: the service does not say where weights go.
     """
-    count = calls_for(nbytes, connections.most)
+    count = calls_for(nbytes, most)
     calls: list[Any] = []
     try:
         for index in range(count):

@@ -154,6 +154,11 @@ class ModelServiceStub(object):
                 request_serializer=weighbridge_dot_v1_dot_model__service__pb2.WarmModelRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.WarmModelResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/weighbridge.v1.ModelService/GetUsage',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer(object):
@@ -322,6 +327,13 @@ class ModelServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """The limits that the caller has, those of namespaces of which it may look at a model, and how much of them is used.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -444,6 +456,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.WarmModel,
                     request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.WarmModelRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_model__service__pb2.WarmModelResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.GetUsageRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.GetUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1094,6 +1111,33 @@ class ModelService(object):
             '/weighbridge.v1.ModelService/WarmModel',
             weighbridge_dot_v1_dot_model__service__pb2.WarmModelRequest.SerializeToString,
             weighbridge_dot_v1_dot_model__service__pb2.WarmModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/GetUsage',
+            weighbridge_dot_v1_dot_model__service__pb2.GetUsageRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

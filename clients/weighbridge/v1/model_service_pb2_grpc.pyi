@@ -80,6 +80,8 @@ class ModelServiceStub:
     """Carries the retention out now, without waiting for the service to do so by itself."""
     WarmModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.WarmModelRequest, _model_service_pb2.WarmModelResponse]
     """Makes memory for the images of a model's next versions now, as far as there is room that nobody else has: so that the first push does not wait for it."""
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetUsageRequest, _model_service_pb2.GetUsageResponse]
+    """The limits that the caller has, those of namespaces of which it may look at a model, and how much of them is used."""
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
@@ -129,6 +131,8 @@ class ModelServiceAsyncStub(ModelServiceStub):
     """Carries the retention out now, without waiting for the service to do so by itself."""
     WarmModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.WarmModelRequest, _model_service_pb2.WarmModelResponse]  # type: ignore[assignment]
     """Makes memory for the images of a model's next versions now, as far as there is room that nobody else has: so that the first push does not wait for it."""
+    GetUsage: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetUsageRequest, _model_service_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """The limits that the caller has, those of namespaces of which it may look at a model, and how much of them is used."""
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -319,5 +323,13 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.WarmModelResponse, _abc.Awaitable[_model_service_pb2.WarmModelResponse]]:
         """Makes memory for the images of a model's next versions now, as far as there is room that nobody else has: so that the first push does not wait for it."""
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _model_service_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.GetUsageResponse, _abc.Awaitable[_model_service_pb2.GetUsageResponse]]:
+        """The limits that the caller has, those of namespaces of which it may look at a model, and how much of them is used."""
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,6 +8,7 @@ May import: `runtime`, `weighbridge`; nothing here knows of gRPC's calls or HTTP
 - `identities`: evidence, and the identities that it proves.
 - `tokens`: secrets that are kept as digests.
 - `issuers`: issuers of JSON web tokens, and their keys.
+- `limits`: how much an identity may have, and a namespace hold.
 - `policy`: the file that says who may do what.
 - `access`: which identity a piece of evidence proves, now.
 - `certificates`: the service's own certificate, renewed while it runs.

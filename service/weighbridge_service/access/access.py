@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from weighbridge._core.lru import Cache
@@ -17,6 +17,7 @@ from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.access import issuers, tokens
 from weighbridge_service.access.identities import EVERYBODY, REPLICA, Evidence, Identity
 from weighbridge_service.access.issuers import KeyRing
+from weighbridge_service.access.limits import NO_LIMITS
 from weighbridge_service.access.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,19 @@ class Access:
             return Identity.nobody(f"the policy does not know user {evidence.user}")
         return Identity.nobody("the call shows no token")
 
+    def limited(self) -> tuple[Identity, ...]:
+        """Identities of the policy that have limits."""
+        self._read_if_changed()
+        policy = self._known.policy
+        entries = () if policy is None else policy.entries
+        return tuple(entry.identity for entry in entries if entry.identity.limits != NO_LIMITS)
+
+    def stored_limits(self) -> Mapping[str, int]:
+        """Bytes that namespaces may hold, by their names; others hold as much as there is room for."""
+        self._read_if_changed()
+        policy = self._known.policy
+        return {} if policy is None else policy.stored
+
     def lane_ticket(self, evidence: Evidence) -> str:
         """What says on the local lane what was shown over gRPC."""
         ticket = secrets.token_urlsafe(_TICKET_BYTES)
@@ -160,7 +174,7 @@ class Access:
         entry = policy.of_subject(found.issuer, found.subject)
         if entry is None:
             return Identity.nobody(f"the policy knows nobody called {found.subject[:100]}")
-        proved = Identity(entry.name, entry.scopes, expires=found.expires)
+        proved = replace(entry, expires=found.expires)
         known.proved.put(key, _Proved(proved, found.signed))
         return proved
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from weighbridge_service.access.limits import NO_LIMITS, Limits
 from weighbridge_service.access.scopes import Scope, Verb
 
 _SEVERAL = "several"
@@ -43,6 +44,7 @@ class Identity:
         problem: why nobody was recognised; empty if somebody was.
         proven: whether they have shown something that others have not.
         expires: seconds since 1970 at which the evidence ends to prove it; None if it does not.
+        limits: how much they may have.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Identity:
     problem: str = ""
     proven: bool = True
     expires: float | None = field(default=None, compare=False)
+    limits: Limits = NO_LIMITS
 
     def may(self, verb: Verb, model: str = "", ref: str = "") -> bool:
         """Whether they may do this; see `Scope.allows`."""

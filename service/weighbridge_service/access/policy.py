@@ -9,6 +9,11 @@
     certificates = ["spiffe://cluster/ns/rl/sa/trainer"]   # names in certificates that --client-ca has issued
     users = [1000]                                         # of processes on this machine, by the local lane
     subjects = ["cluster|system:serviceaccount:rl:*"]      # of JSON web tokens: issuer and subject
+    limits = {streams = 8, bytes_per_second = "2GB", versions_per_hour = 60}
+
+    [[namespace]]
+    name = "acme"
+    stored = "20TB"
 
     [[issuer]]
     name = "cluster"
@@ -26,12 +31,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weighbridge.errors import InvalidArgument
-from weighbridge_service.access import issuers, tokens
+from weighbridge_service.access import issuers, limits, tokens
 from weighbridge_service.access.identities import Identity
 from weighbridge_service.access.issuers import Issuer
+from weighbridge_service.access.limits import Limits
 from weighbridge_service.access.scopes import Scope, matches
 
-_IDENTITY = {"name", "may", "tokens", "certificates", "users", "subjects", "anybody"}
+_IDENTITY = {"name", "may", "tokens", "certificates", "users", "subjects", "anybody", "limits"}
 _ISSUER = {"name", "issuer", "audience", "algorithms", "keys"}
 
 
@@ -60,6 +66,7 @@ class Policy:
         by_user: likewise by ids of users.
         issuers: of tokens, by ``iss``.
         anybody: who shows nothing; None if that is nobody.
+        stored: bytes that namespaces may hold, by their names.
     """
 
     entries: tuple[Entry, ...]
@@ -67,6 +74,7 @@ class Policy:
     by_user: Mapping[int, Identity]
     issuers: Mapping[str, Issuer]
     anybody: Identity | None
+    stored: Mapping[str, int]
 
     def of_certificate(self, names: tuple[str, ...]) -> Identity | None:
         """Whose certificate has these names."""
@@ -89,7 +97,7 @@ class Policy:
             found = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise InvalidArgument(f"the policy is no TOML: {error}", fix="see docs/access.md") from error
-        _check_keys(found, {"identity", "issuer"}, "the policy")
+        _check_keys(found, {"identity", "issuer", "namespace"}, "the policy")
         trusted = {each.issuer: each for each in map(_issuer, _tables(found, "issuer"))}
         names = {each.name for each in trusted.values()}
         entries: list[Entry] = []
@@ -112,7 +120,7 @@ class Policy:
                     raise InvalidArgument(f"{where} is a second one for anybody", fix="leave one of them")
                 anybody = replace(entry.identity, proven=False)
             entries.append(entry)
-        return Policy(tuple(entries), by_token, by_user, trusted, anybody)
+        return Policy(tuple(entries), by_token, by_user, trusted, anybody, _stored(found))
 
 
 def _entry(table: Mapping[str, Any], issuer_names: set[str]) -> Entry:
@@ -139,7 +147,22 @@ def _entry(table: Mapping[str, Any], issuer_names: set[str]) -> Entry:
             )
         subjects.append((issuer, subject))
     certificates = _texts(table, "certificates", where)
-    return Entry(Identity(name, scopes), certificates, tuple(subjects))
+    return Entry(Identity(name, scopes, limits=_limits(table, where)), certificates, tuple(subjects))
+
+
+def _limits(table: Mapping[str, Any], where: str) -> Limits:
+    found = table.get("limits", {})
+    if not isinstance(found, dict):
+        raise InvalidArgument(f"limits of {where} are no table", fix="write limits = {streams = 8}")
+    _check_keys(found, limits.OF_IDENTITY, f"limits of {where}")
+    return limits.limits_of(found, f"limits of {where}")
+
+
+def _stored(found: Mapping[str, Any]) -> dict[str, int]:
+    tables = list(_tables(found, "namespace"))
+    for table in tables:
+        _check_keys(table, limits.OF_NAMESPACE, f"the namespace {str(table.get('name', ''))[:80]!r}")
+    return limits.stored_limits(tables)
 
 
 def _issuer(table: Mapping[str, Any]) -> Issuer:

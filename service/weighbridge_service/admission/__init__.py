@@ -5,6 +5,8 @@ May import: `access`, `runtime`, `weighbridge_storage`, `weighbridge`; nothing h
 - `peer`: who asks, and whether they may: the place where every face asks.
 - `quotas`: quotas of hosts in what is limited.
 - `turns`: whose turn is next.
+- `identity_quotas`: quotas of identities, by the limits of the policy.
+- `buckets`: token bucket; pure.
 - `rates`: calls that a host may begin in a second.
 - `refusals`: ranks that cannot take part in a push, told to those that come later.
 - `tickets`: tickets for streams of weights.

@@ -6,28 +6,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from weighbridge.errors import ResourceExhausted
+from weighbridge_service.admission.buckets import Bucket
 
 _MOST_HOSTS = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """What a host has left.
-
-    Attributes:
-        calls: how many it could begin at that moment.
-        at: the moment, in seconds.
-    """
-
-    calls: float
-    at: float
-
-    def filled(self, now: float, rate: float, most: float) -> Bucket:
-        """The bucket at a later moment."""
-        return Bucket(min(self.calls + (now - self.at) * rate, most), now)
 
 
 class Rates:
@@ -59,14 +42,14 @@ class Rates:
         now = self._clock()
         with self._lock:
             bucket = self._buckets.get(host, Bucket(self._burst, now)).filled(now, self._rate, self._burst)
-            allowed = bucket.calls >= 1
-            self._buckets[host] = Bucket(bucket.calls - 1, now) if allowed else bucket
+            wait = bucket.seconds_until(1, self._rate)
+            self._buckets[host] = bucket if wait else bucket.without(1)
             self._buckets.move_to_end(host)
             if len(self._buckets) > self._most_hosts:
                 self._buckets.popitem(last=False)
-        if not allowed:
+        if wait:
             raise ResourceExhausted(
                 f"{host} begins more than {self._rate:g} calls a second",
                 fix="ask less often, or watch instead",
-                retry_after=max((1 - bucket.calls) / self._rate, 0.1),
+                retry_after=max(wait, 0.1),
             )

@@ -41,6 +41,7 @@ from weighbridge_service.push.machine.state import Limits, PushState
 from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.opener import Opener, check_text, version_opened
 from weighbridge_service.push.pending import Pending, settled
+from weighbridge_service.push.quotas import Quotas
 from weighbridge_service.push.registry import Push, Registry
 from weighbridge_service.push.session import PushSession, now
 from weighbridge_service.runtime.config import ServiceConfig
@@ -69,6 +70,7 @@ class Intake:
         config: limits and time-outs.
         home: this process, as other replicas see it.
         successors: other replicas, to which versions are handed over when this one leaves.
+        quotas: what identities and namespaces may have.
 
     Attributes:
         home: as given.
@@ -87,6 +89,7 @@ class Intake:
         config: ServiceConfig,
         home: Home,
         successors: Successors,
+        quotas: Quotas,
     ) -> None:
         self.home = home
         self.limits = Limits(
@@ -102,7 +105,15 @@ class Intake:
         self._allocator = ImageAllocator(images)
         self._registry = registry
         self.opener = Opener(
-            catalog, registry, self._allocator, mappings, home, successors, self.limits, config.max_receiving
+            catalog,
+            registry,
+            self._allocator,
+            mappings,
+            home,
+            successors,
+            self.limits,
+            config.max_receiving,
+            quotas,
         )
         self._counting = threading.Lock()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +19,8 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
+from weighbridge_service.access.identities import EVERYBODY, Identity
+from weighbridge_service.admission.identity_quotas import Opening
 from weighbridge_service.admission.refusals import Refusals
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.holding import Holding
@@ -34,6 +36,7 @@ from weighbridge_service.push.machine.opening import OpeningRequest, check_not_r
 from weighbridge_service.push.machine.state import Limits, PushState
 from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.publisher import Publisher, give_up
+from weighbridge_service.push.quotas import Quotas
 from weighbridge_service.push.registry import Push, Registry, WaitsSaid
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_service.push.session import PushSession, now
@@ -69,6 +72,7 @@ class Opener:
         successors: other replicas, to which versions are handed over when this one leaves.
         limits: what pushes that begin now go by.
         max_receiving: how many versions may be received at one time.
+        quotas: what identities and namespaces may have.
 
     Attributes:
         draining: whether new versions are refused.
@@ -85,6 +89,7 @@ class Opener:
         successors: Successors,
         limits: Limits,
         max_receiving: int,
+        quotas: Quotas,
     ) -> None:
         self.draining = False
         self._catalog = catalog
@@ -95,6 +100,7 @@ class Opener:
         self._successors = successors
         self._limits = limits
         self._max_receiving = max_receiving
+        self._quotas = quotas
         self._pools = EffectPools()
         self._timers = Timers()
         self.refusals = Refusals()
@@ -111,16 +117,17 @@ class Opener:
         request_id: str,
         client_id: str,
         said: Said = _NOTHING_SAID,
+        by: Identity = EVERYBODY,
     ) -> Version:
         """Give a number for a new version, or the one that this request has been given before.
 
         A request whose version has ended is given a new one, unless the caller took part in that version. What is ``said`` of the version
-        is added to what other ranks have said.
+        is added to what other ranks have said. A new one is counted where ``by``, who opens it, or the namespace has a limit.
 
         Raises:
             NotFound: the model is not registered.
             InvalidArgument: a number or text is out of bounds, or contradicts what another rank has said.
-            ResourceExhausted: too many versions are being received.
+            ResourceExhausted: too many versions are being received, or who opens it or the namespace has no more of what the policy allows.
             VersionFailed: another rank has said that it cannot take part; is raised once.
         """
         model_name = ModelName.parse(name)
@@ -135,7 +142,7 @@ class Opener:
         find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said)
         if (there := find()) is not None:
             return there
-        self._catalog.model(model_name)
+        nbytes = self._quotas.room_for(model := self._catalog.model(model_name))
         with self.opening(model_name):
             if (there := find()) is not None:
                 return there
@@ -146,8 +153,12 @@ class Opener:
             if joined is None or joined.snapshot.version.number not in receiving:
                 self._check_room()
             lease_ms = round(self._limits.lease * 1000)
-            asked = OpeningRequest(request_id, *asked_for, self._home, lease_ms, said, given_up, receiving)
-            entry, head = self._catalog.heads.update(model_name, lambda head: asked.open(head, unix_ms()))
+            asked = OpeningRequest(
+                request_id, *asked_for, self._home, lease_ms, said, given_up, receiving, nbytes
+            )
+            is_open = partial(self._is_open, model_name, request_id)
+            with self._quotas.opening(by, model, nbytes, is_open) as counted:
+                entry, head = self._open(model_name, asked, counted)
             if (
                 isinstance(joined, PushSession)
                 and joined.number == entry.number
@@ -158,6 +169,31 @@ class Opener:
             session = self._begin(model_name, entry, head, client_id)
         log.info("opened %s for run %s with %d ranks", session.snapshot.version, run, ranks)
         return session.snapshot.version
+
+    def _is_open(self, name: ModelName, request_id: str) -> bool:
+        """Whether this request has opened a version, at whatever replica."""
+        return any(each.request_id == request_id for each in self._catalog.head(name).open.values())
+
+    def _open(self, name: ModelName, asked: OpeningRequest, counted: Opening) -> tuple[OpenEntry, Head]:
+        """Open a version in the head, or find it open. Raises ResourceExhausted if it is a new one for which the namespace has no room."""
+
+        def open_new(head: Head) -> tuple[Head, tuple[OpenEntry, Head, bool]]:
+            after, (entry, changed) = asked.open(head, unix_ms())
+            return after, (entry, changed, entry.number >= head.next_version)
+
+        entry, head, new = self._catalog.heads.update(name, open_new)
+        if not new:
+            counted.joined()
+            return entry, head
+        try:
+            self._quotas.stored.take_room(name, entry.nbytes)
+        except WeighbridgeError as error:
+            with suppress(
+                WeighbridgeError
+            ):  # it is abandoned then, which all replicas see when its lease has expired
+                self.give_up(name, entry.number, error.message)
+            raise
+        return entry, head
 
     @contextmanager
     def opening(self, name: ModelName) -> Iterator[None]:

@@ -148,6 +148,7 @@ class OpenEntry:
         allow_nonfinite: whether it is not held for elements that are NaN or infinite.
         metadata: what is pushed with it.
         approval: what was said for it since it was complete; None if nothing was.
+        nbytes: size that its safetensors files will have together, in bytes; 0 if that was not said.
         extra: the fields that this release does not know.
 
     Raises:
@@ -169,12 +170,13 @@ class OpenEntry:
     allow_nonfinite: bool = False
     metadata: Metadata = field(default_factory=dict, hash=False)
     approval: Approval | None = None
+    nbytes: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_number("number", self.number, 1, MAX_VERSION)
         check_number("ranks", self.ranks, 1)
-        for name in ("step", "created_ms", "until_ms", "parent"):
+        for name in ("step", "created_ms", "until_ms", "parent", "nbytes"):
             check_number(name, getattr(self, name))
         for name in ("request_id", "run", "files_id", "claim", "holder"):
             check_text(name, getattr(self, name))

@@ -105,6 +105,11 @@ class ModelName:
         return f"{self.namespace}/{self.name}"
 
 
+def ledger_key(namespace: str) -> str:
+    """Key of the ledger of a namespace, e.g. ``service/stored/acme.json``. Raises InvalidArgument."""
+    return f"service/stored/{ModelName(namespace, 'any').namespace}.json"
+
+
 def version_prefix(model: ModelName, number: int) -> str:
     """What the keys of a version's objects begin with, e.g. ``models/acme/smol/versions/000000000017/``.
 

@@ -67,6 +67,7 @@ def open_version(
     now_ms: int,
     lease_ms: int,
     said: Said = _NOTHING_SAID,
+    nbytes: int = 0,
 ) -> tuple[Head, OpenEntry]:
     """Take the next number for a version, or find the one that this request has opened before and that is still open.
 
@@ -79,6 +80,7 @@ def open_version(
         now_ms: milliseconds since 1970 UTC.
         lease_ms: how long the version stays open unless it is renewed.
         said: what else is said of it; is added to what was said before.
+        nbytes: size that its safetensors files will have together; 0 if that is not known.
 
     Raises:
         InvalidArgument: the request has opened a version of another step or run, with another number of ranks, or with other metadata.
@@ -109,6 +111,7 @@ def open_version(
         held=(HELD_CANDIDATE,) if said.candidate or head.gate.approval_required else (),
         allow_nonfinite=said.allow_nonfinite or head.gate.allow_nonfinite,
         metadata=said.metadata,
+        nbytes=nbytes,
     )
     changed = replace(head, next_version=head.next_version + 1, open={**head.open, entry.number: entry})
     return changed, entry

@@ -285,10 +285,16 @@ class HeadStore:
         for namespace in sorted(self._store.folders("models/")):
             if namespace < namespace_before:
                 continue
-            for name in sorted(self._store.folders(f"models/{namespace}/")):
-                model = _model_or_none(namespace, name)
-                if model is not None and (namespace, name) > (namespace_before, name_before):
+            for model in self.models_of(namespace):
+                if (namespace, model.name) > (namespace_before, name_before):
                     yield model
+
+    def models_of(self, namespace: str) -> list[ModelName]:
+        """As `models`, all of one namespace."""
+        found = (
+            _model_or_none(namespace, name) for name in sorted(self._store.folders(f"models/{namespace}/"))
+        )
+        return [model for model in found if model is not None]
 
     def examined(self) -> Iterator[tuple[ModelName, DataLoss | FailedPrecondition | None]]:
         """Each model, and why its head cannot be read here: damaged, of an earlier format, or of a later release; None if it can be.

@@ -26,6 +26,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
+from weighbridge._core.lru import Cache
 from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.head import history_tree
 from weighbridge_storage.head.head import Head
@@ -113,6 +114,22 @@ class History:
         """All versions that were taken out of history, by number in ascending order; reads only nodes that have some."""
         found = self._ask(lambda head: list(self._descending(head, None, lambda ref: ref.retired > 0)))
         return {entry.number: entry for entry in reversed(found) if entry.retired}
+
+    def nbytes(self, known: Cache[int]) -> int:
+        """Bytes of the weights of all versions that are durable, or were and whose objects may still be there, or are being received.
+
+        Args:
+            known: bytes below nodes of the tree; see `history_tree.nbytes`.
+        """
+
+        def ask(head: Head) -> int:
+            there = history_tree.nbytes(head.root, self._load, known)
+            changed = (history_tree.find(head.root, n, self._load) for n in (*head.recent, *head.removed))
+            there -= sum(entry.nbytes for entry in changed if entry is not None)
+            there += sum(entry.nbytes for entry in head.recent.values())
+            return there + sum(entry.nbytes for entry in head.open.values())
+
+        return self._ask(ask)
 
     def _descending(
         self, head: Head, below: int | None, wanted: Callable[[NodeRef], bool]

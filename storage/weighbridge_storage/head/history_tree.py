@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from weighbridge._core.lru import Cache
 from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.head import history_nodes
 from weighbridge_storage.head.history_nodes import Inner, Leaf, Node, NodeRef, span
@@ -56,6 +57,27 @@ def descending(
     else:
         for first in sorted(node.children, reverse=True):
             yield from descending(node.children[first], load, below, wanted)
+
+
+def nbytes(root: NodeRef | None, load: Load, known: Cache[int]) -> int:
+    """Bytes of all entries of a tree together.
+
+    Args:
+        root: the tree's.
+        load: reads a node.
+        known: what is below each node, by name: nodes never change, so of a tree that was summed before only what is new is read.
+    """
+    if root is None:
+        return 0
+    found = known.get(root.name)
+    if found is None:
+        node = load(root)
+        if isinstance(node, Leaf):
+            found = sum(entry.nbytes for entry in node.entries.values())
+        else:
+            found = sum(nbytes(child, load, known) for child in node.children.values())
+        known.put(root.name, found)
+    return found
 
 
 def names(root: NodeRef | None, load: Load) -> set[str]:

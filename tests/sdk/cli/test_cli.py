@@ -29,14 +29,14 @@ from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually, is_done_within
 from weighbridge import EngineClient, TrainerClient, __version__
 from weighbridge._cli import commands, looking, main
-from weighbridge._cli.parsing import Reference, parse_reference, parse_size
+from weighbridge._cli.parsing import Reference, parse_reference
 from weighbridge._cli.serving import serve_command
 from weighbridge._clients.pushing import Pusher
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._core.text.sizes import readable_size
+from weighbridge._core.text.sizes import parse_size, readable_size
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError
 from weighbridge_service.runtime.config import ServiceConfig
 

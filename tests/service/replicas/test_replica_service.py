@@ -30,6 +30,7 @@ from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.admission.byte_budget import LEAST_BYTES, ByteBudget, Direction
+from weighbridge_service.admission.identity_quotas import IdentityQuotas
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams
@@ -86,7 +87,7 @@ class Replica:
         self.links = Links(self.home)
         self.news = threading.Event()
         self.heartbeat = Heartbeat(self.links, self, self.news, silent_s=1.5)
-        streams = BulkStreams(self.budget, 16, 5.0, self._workers)
+        streams = BulkStreams(self.budget, 16, 5.0, self._workers, IdentityQuotas())
         loop, workers = self._listener.loop.loop, self._workers
         self._waits = MessageWaits(lambda: 0)
         methods = Methods(

@@ -48,6 +48,7 @@ VERBS = {
         "DeleteModel": Verb.MANAGE,
         "CollectVersions": Verb.MANAGE,
         "WarmModel": Verb.PUSH,
+        "GetUsage": Verb.LOOK,
     },
     "WeightService": {"PlanPull": Verb.PULL, "Pull": Verb.PULL},
     "BulkService": {"GetTicket": Verb.LOOK},

@@ -9,13 +9,15 @@ So room for a message is taken before it is made or asked for, and given back wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import TypeVar
 
+from weighbridge._core.striping import WHOLE, Striping
 from weighbridge._transport import pieces, rpc, wire
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
 from weighbridge_service.admission.byte_budget import ByteBudget, Direction, Reservation
+from weighbridge_service.admission.identity_quotas import IdentityQuotas, Streaming
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.workers import Workers
@@ -34,44 +36,97 @@ class BulkStreams:
         most: how many there may be at one time, and how many from other replicas; each keeps a thread.
         wait: seconds that a call without a deadline waits for room.
         planners: threads that plan streams: hundreds that plan at one time would keep the interpreter from everybody else.
+        quotas: of identities, in streams and in bytes a second.
     """
 
-    def __init__(self, budget: ByteBudget, most: int, wait: float, planners: Workers) -> None:
+    def __init__(
+        self, budget: ByteBudget, most: int, wait: float, planners: Workers, quotas: IdentityQuotas
+    ) -> None:
         self._budget = budget
         own, replicas = HostQuota("streams of weights", most), HostQuota("streams to replicas", most)
         self._places = {Direction.IN: own, Direction.OUT: own, Direction.REPLICAS: replicas}
         self._wait = wait
         self._planners = planners
+        self._quotas = quotas
 
     @contextmanager
-    def admit(self, direction: Direction, call: Call) -> Iterator[Reservation]:
+    def admit(
+        self, direction: Direction, call: Call, asked: Striping = WHOLE, *, begins: bool = False
+    ) -> Iterator[Share]:
         """A place for a call, and its share of the budget.
+
+        Args:
+            direction: which way its stream goes.
+            call: the call.
+            asked: which part of a stream it is to bring; `Share.striping` says which it is to bring indeed.
+            begins: whether the stream begins with it, so that it may bring all of it.
 
         Raises:
             ResourceExhausted: no place is left; says when to try again.
         """
-        with self._places[direction].taking(call.peer.host):
+        with (
+            self._quotas.streaming(call.peer.identity, asked, whole=begins) as streaming,
+            self._places[direction].taking(call.peer.host),
+        ):
             reservation = self._budget.stream(
                 direction, call.peer, lambda: call.patience(self._wait), call.cancel
             )
             with closing(reservation):
                 call.add_callback(reservation.abandon)
-                yield reservation
+                call.add_callback(streaming.end)
+                yield Share(streaming, reservation)
 
     def plan(self, call: Call, work: Callable[[], Reading]) -> Reading:
         """What a stream reads, planned in its turn. Raises what ``work`` raises."""
         return call.wait(self._planners.submit(call.peer, work))
 
 
+class Share:
+    """What a stream has: its pace, and its part of the budget, of which it takes nothing while it is slowed.
+
+    Args:
+        streaming: of its identity.
+        reservation: of the budget.
+
+    Attributes:
+        striping: the part of a stream that it brings.
+    """
+
+    def __init__(self, streaming: Streaming, reservation: Reservation) -> None:
+        self.striping = streaming.striping
+        self._streaming = streaming
+        self._reservation = reservation
+
+    def take(self, nbytes: int) -> None:
+        """Wait until a message with so many bytes of weights may go. Raises as `Reservation.take`."""
+        self._reservation.give()
+        self._streaming.wait(nbytes)
+        self._reservation.take(nbytes)
+
+    def take_any(self) -> None:
+        """As `take`, for a message whose length is not known before it comes, which `came` is told."""
+        self._reservation.give()
+        self._streaming.wait()
+        self._reservation.take()
+
+    def came(self, nbytes: int) -> None:
+        """A message has come with so many bytes of weights."""
+        self._streaming.count(nbytes)
+
+    def with_client(self) -> AbstractContextManager[None]:
+        """As `Reservation.with_client`."""
+        return self._reservation.with_client()
+
+
 def sent(
-    reading: Reading, response: type[R], reservation: Reservation, count: Callable[[int], None]
+    reading: Reading, response: type[R], share: Share, count: Callable[[int], None]
 ) -> Iterator[R | bytes]:
     """The messages of a stream to a client; closes the reading.
 
     Args:
         reading: the stream.
         response: type of its messages.
-        reservation: its part of the budget.
+        share: what it has.
         count: is called with the bytes of weights of each message.
 
     Raises:
@@ -84,31 +139,31 @@ def sent(
     )
     with closing(reading):
         yield response(header=header, offset=reading.offset, checksum=_NOTHING)
-        for piece in reading.pieces(reservation.take):
+        for piece in reading.pieces(share.take):
             count(len(piece.data))
             message = pieces.encode(response(offset=piece.offset, checksum=piece.checksum), piece.data)
             del piece  # what was gathered need not wait with it until gRPC has taken the message
-            with reservation.with_client():
+            with share.with_client():
                 yield message
             del message
 
 
 def received(
-    messages: Iterator[pieces.Carried[checkpoint_service_pb2.PushRequest]], reservation: Reservation
+    messages: Iterator[pieces.Carried[checkpoint_service_pb2.PushRequest]], share: Share
 ) -> Iterator[tuple[int, memoryview, int]]:
     """The pieces of a stream from a client: offset, data and checksum of each.
 
     Args:
         messages: those of the call behind the first one.
-        reservation: its part of the budget.
+        share: what it has.
 
     Raises:
         InvalidArgument: a message is too large.
         ResourceExhausted: there is no room for the next message.
     """
     while True:
-        reservation.take()
-        with reservation.with_client():
+        share.take_any()
+        with share.with_client():
             message = next(messages, None)
         if message is None:
             return
@@ -117,5 +172,6 @@ def received(
                 f"a message of {len(message.data)} bytes exceeds the limit of {rpc.MESSAGE_BYTES}",
                 fix="cut the stream into smaller messages",
             )
+        share.came(len(message.data))
         yield message.message.offset, message.data, message.message.checksum
         del message

@@ -54,6 +54,7 @@ class CheckpointHandlers:
                 allow_nonfinite=request.allow_nonfinite,
                 metadata=wire.metadata_from_proto(request.metadata),
             ),
+            by=call.peer.identity,
         )
         return checkpoint_service_pb2.OpenVersionResponse(version=wire.version_to_proto(version))
 
@@ -182,9 +183,9 @@ class CheckpointHandlers:
         if wire.space_from_proto(request.layout.space) != TensorSpace.MEGATRON:
             raise InvalidArgument("a layout to restore is in Megatron-core's tensor space")
         layout, striping = wire.layout_from_proto(request.layout), wire.striping_from_proto(request)
-        with self._streams.admit(Direction.OUT, call) as share:
+        with self._streams.admit(Direction.OUT, call, striping, begins=not request.offset) as share:
             restore = partial(
-                self._serving.restore, request.model, request.version, layout, request.offset, striping
+                self._serving.restore, request.model, request.version, layout, request.offset, share.striping
             )
             reading = self._streams.plan(call, restore)
             yield from sent(reading, checkpoint_service_pb2.RestoreResponse, share, self._serving.count)

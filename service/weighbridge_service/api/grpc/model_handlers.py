@@ -61,6 +61,7 @@ class ModelHandlers:
         self._gates = service.gates
         self._refs = service.refs
         self._intake = service.intake
+        self._quotas = service.quotas
         self._methods = methods
         self._watches = watches
         self._watching = HostQuota("watches", _MOST_WATCHES)
@@ -290,3 +291,8 @@ class ModelHandlers:
                 model=request.model, images=images, wanted=IMAGES_OF_A_MODEL, image_bytes=image_bytes
             )
         )
+
+    def GetUsage(
+        self, request: model_service_pb2.GetUsageRequest, call: Call
+    ) -> model_service_pb2.GetUsageResponse:
+        return model_service_pb2.GetUsageResponse(**self._quotas.usage(call.peer).to_json())

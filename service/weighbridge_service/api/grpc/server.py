@@ -210,7 +210,9 @@ class GrpcServer:
         self._stack = ExitStack()
         watches = Watches(service.catalog, quick)
         self._stack.enter_context(watches.listening(loop))
-        bulk = BulkStreams(service.byte_budget, most, service.config.budget_wait, planners)
+        bulk = BulkStreams(
+            service.byte_budget, most, service.config.budget_wait, planners, service.quotas.identities
+        )
         self._health = HealthHandlers()
         self._tickets = Tickets(service.key)
         self._access, self._audit = service.access, service.audit

@@ -42,10 +42,10 @@ class WeightHandlers:
         self, request: weight_service_pb2.PullRequest, call: Call
     ) -> Iterator[weight_service_pb2.PullResponse | bytes]:
         layout, striping = wire.request_from_proto(request.layout), wire.striping_from_proto(request)
-        with self._streams.admit(Direction.OUT, call) as share:
+        with self._streams.admit(Direction.OUT, call, striping, begins=not request.offset) as share:
             pull = partial(
                 self._serving.pull,
-                request.model, request.version, layout, request.offset, request.dtype, striping,
+                request.model, request.version, layout, request.offset, request.dtype, share.striping,
             )  # fmt: skip
             reading = self._streams.plan(call, pull)
             yield from sent(reading, weight_service_pb2.PullResponse, share, self._serving.count)

@@ -7,7 +7,7 @@ May import: `api.lane`, `service`, and folders below.
 - `resources`: bodies of requests and responses.
 - `refs`: routes of refs, with their bodies.
 - `problems`: RFC 9457 problem documents.
-- `operations`: probes, checks, memory, metrics.
+- `operations`: probes, checks, memory, usage, metrics.
 - `metrics`: what Prometheus is told.
 - `ranges`: ranges of a file (RFC 9110).
 - `callers`: who has sent a request.

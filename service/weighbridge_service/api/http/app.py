@@ -67,6 +67,7 @@ _VERBS = {
     "liveness": Verb.PROBE,
     "readiness": Verb.PROBE,
     "readiness_of": Verb.PROBE,
+    "get_usage": Verb.LOOK,
     "get_memory": Verb.OBSERVE,
     "list_checks": Verb.OBSERVE,
     "read_metrics": Verb.OBSERVE,
@@ -370,6 +371,10 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
     app.include_router(_exports_router(exports))
     app.include_router(operations_router(service, metrics, health))
     app.include_router(
-        hub_router(Hub(service.catalog, service.store_readers), redirect=service.config.redirect_downloads)
+        hub_router(
+            Hub(service.catalog, service.store_readers),
+            service.quotas.identities,
+            redirect=service.config.redirect_downloads,
+        )
     )
     return app

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weighbridge.errors import PermissionDenied, Unauthenticated
+from weighbridge.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.identities import EVERYBODY, Evidence, Identity
 from weighbridge_service.access.scopes import Verb
@@ -21,7 +21,7 @@ STANDING_SECONDS = 5.0
 _HEADER = "authorization"
 _ASKED = "weighbridge-asked"
 """Key of what a request has asked for, in its scope."""
-_RESULTS = {401: Unauthenticated.reason, 403: PermissionDenied.reason}
+_RESULTS = {401: Unauthenticated.reason, 403: PermissionDenied.reason, 429: ResourceExhausted.reason}
 
 
 class _Asked(NamedTuple):

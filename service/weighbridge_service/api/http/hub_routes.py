@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Annotated, Any
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
@@ -16,6 +18,7 @@ from starlette.responses import JSONResponse, RedirectResponse, StreamingRespons
 from starlette.types import Receive, Scope, Send
 
 from weighbridge.errors import InvalidArgument
+from weighbridge_service.admission.identity_quotas import IdentityQuotas
 from weighbridge_service.api.http import hub_documents as documents
 from weighbridge_service.api.http.callers import Standing, peer_of
 from weighbridge_service.api.http.hub_documents import Asked, HubNotFound, HubVersion, RepoNotFound, etag_of
@@ -24,7 +27,6 @@ from weighbridge_service.api.http.problems import ProblemResponse
 from weighbridge_service.api.http.ranges import RangeNotSatisfiable, byte_range
 from weighbridge_service.api.http.threads import in_threads
 from weighbridge_storage.documents.names import shown
-from weighbridge_storage.memory.images import Hold
 
 _API = "/api/models/"
 _TREE_PAGE = 1000
@@ -38,11 +40,12 @@ _REDIRECT_BYTES = 8 << 20
 """From this size on, a way round the service is worth one more request."""
 
 
-def hub_router(hub: Hub, *, redirect: bool) -> APIRouter:
+def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool) -> APIRouter:
     """The routes over durable versions. They are not in the OpenAPI document: the protocol is not ours.
 
     Args:
         hub: the versions.
+        quotas: of identities, in downloads and in bytes a second.
         redirect: whether large files are fetched from the store itself, where it can sign URLs.
     """
     router = APIRouter(include_in_schema=False)
@@ -125,16 +128,15 @@ def hub_router(hub: Hub, *, redirect: bool) -> APIRouter:
         def read(start: int) -> bytes:
             return hub.read(version, asked.path, start, min(_READ_BYTES, wanted.end - start))
 
-        hold = hub.begin(version)
-        try:
-            first = read(
-                wanted.start
-            )  # a file that cannot be read is a problem document, not a stream that breaks
-        except BaseException:
-            hold.release()
-            raise
-        pieces = _stream(threaded(read), first, wanted.start, wanted.end, Standing(request))
-        return _Download(pieces, 206 if wanted.partial else 200, headers, hold)
+        with ExitStack() as stack:
+            streaming = stack.enter_context(quotas.streaming(peer_of(request).identity))
+            stack.enter_context(hub.begin(version))
+            # a file that cannot be read is a problem document, not a stream that breaks
+            first = read(wanted.start)
+            pieces = _stream(
+                threaded(read), first, wanted.start, wanted.end, streaming.delay, Standing(request)
+            )
+            return _Download(pieces, 206 if wanted.partial else 200, headers, stack.pop_all())
 
     # behind all others: a model may be called tests/resolve
     @router.get(_API + "{name}")
@@ -233,21 +235,29 @@ def _redirect_headers(headers: dict[str, str]) -> dict[str, str]:
 class _Download(StreamingResponse):
     """Bytes of a file; the reading of it ends with the response, however that comes about."""
 
-    def __init__(self, pieces: AsyncIterator[memoryview], status: int, headers: dict[str, str], hold: Hold):
+    def __init__(
+        self, pieces: AsyncIterator[memoryview], status: int, headers: dict[str, str], held: ExitStack
+    ):
         super().__init__(pieces, status, headers, media_type="application/octet-stream")
-        self._hold = hold
+        self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._hold:
+        with self._held:
             await super().__call__(scope, receive, send)
 
 
 async def _stream(
-    read: Callable[[int], Awaitable[bytes]], piece: bytes, start: int, end: int, standing: Standing
+    read: Callable[[int], Awaitable[bytes]],
+    piece: bytes,
+    start: int,
+    end: int,
+    delay: Callable[[int], float],
+    standing: Standing,
 ) -> AsyncIterator[memoryview]:
     """Pieces from ``start`` up to ``end``, the first of which is there already; each is read while the one before is sent.
 
-    They end before that, and the connection with them, once the caller may not go on.
+    What is to be sent is counted by ``delay``, which says for how many seconds it has to wait first. Pieces end before ``end``, and the connection
+    with them, once the caller may not go on.
     """
     while piece and not standing.ended:
         start += len(piece)
@@ -255,7 +265,10 @@ async def _stream(
         try:
             view = memoryview(piece)
             for offset in range(0, len(view), _SEND_BYTES):
-                yield view[offset : offset + _SEND_BYTES]
+                part = view[offset : offset + _SEND_BYTES]
+                for seconds in iter(partial(delay, len(part)), 0.0):
+                    await asyncio.sleep(seconds)
+                yield part
             piece = await ahead if ahead is not None else b""
         finally:
             if ahead is not None:

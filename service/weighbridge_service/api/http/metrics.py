@@ -51,6 +51,7 @@ class Metrics(Collector):
             "weighbridge_local_clients", "Processes connected to the local socket.", value=self._lane.clients
         )
         yield from self._in_flight()
+        yield from self._quotas()
         versions = GaugeMetricFamily(
             "weighbridge_versions", "Versions this process knows of.", labels=["state"]
         )
@@ -157,6 +158,19 @@ class Metrics(Collector):
             waiting.add_metric([direction.value], found.waiting[direction])
         yield nbytes
         yield waiting
+
+    def _quotas(self) -> Iterator[Metric]:
+        used = GaugeMetricFamily(
+            "weighbridge_quota_used",
+            "What identities and namespaces use of the limits that the policy gives them; stored bytes as this process saw them last.",
+            labels=["kind", "of"],
+        )
+        limit = GaugeMetricFamily("weighbridge_quota_limit", "These limits.", labels=["kind", "of"])
+        for quota in self._service.quotas.all():
+            used.add_metric([quota.kind, quota.of], quota.used)
+            limit.add_metric([quota.kind, quota.of], quota.limit)
+        yield used
+        yield limit
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""

@@ -1,4 +1,4 @@
-"""Endpoints for operators and orchestrators: probes, checks, memory, metrics.
+"""Endpoints for operators and orchestrators: probes, checks, memory, usage, metrics.
 
 Probes are answered on the event loop from what is in memory, so neither a store that hangs nor handlers that fill all threads hold them up.
 """
@@ -17,7 +17,14 @@ from weighbridge.errors import NotFound
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.metrics import Metrics
-from weighbridge_service.api.http.resources import CheckOut, ChecksOut, MemoryOut, ReadinessOut, StatusOut
+from weighbridge_service.api.http.resources import (
+    CheckOut,
+    ChecksOut,
+    MemoryOut,
+    ReadinessOut,
+    StatusOut,
+    UsageOut,
+)
 from weighbridge_service.health import Health
 from weighbridge_service.health.doctor import examine_service
 from weighbridge_service.service import Weighbridge
@@ -64,6 +71,11 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
             raise NotFound(f"there is no check {check[:80]!r}", fix=f"there are: {', '.join(findings)}")
         health.check_ready([findings[check]])
         return CheckOut.model_validate(findings[check])
+
+    @router.get("/v1/usage")
+    def get_usage(request: Request) -> UsageOut:
+        """The limits that the caller has by the policy, and how much of them is used."""
+        return UsageOut.model_validate(service.quotas.usage(peer_of(request)))
 
     @router.get("/v1/memory")
     def get_memory() -> MemoryOut:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fastapi import Request, Response
@@ -14,7 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weighbridge.errors import DeadlineExceeded, InvalidArgument, NotFound, Unauthenticated, WeighbridgeError
+from weighbridge.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unauthenticated,
+    WeighbridgeError,
+)
 from weighbridge_service.admission.quotas import HostQuota
 
 MAX_BODY_BYTES = 1 << 20
@@ -90,13 +98,14 @@ def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Route]:
 async def on_error(request: Request, error: Exception) -> Response:
     """What is raised on purpose says what is wrong; anything else says nothing of the service's inside."""
     if isinstance(error, WeighbridgeError):
+        headers: Mapping[str, str] | None = None
+        status = error.http_status
+        if isinstance(error, Unauthenticated):
+            headers = {"WWW-Authenticate": "Bearer"}
+        elif isinstance(error, ResourceExhausted) and error.retry_after is not None:
+            status, headers = 429, {"Retry-After": str(math.ceil(error.retry_after))}
         return ProblemResponse(
-            error.reason,
-            error.http_status,
-            error.message,
-            fix=error.fix,
-            details=error.details,
-            headers={"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else None,
+            error.reason, status, error.message, fix=error.fix, details=error.details, headers=headers
         )
     if isinstance(error, RequestValidationError):
         lines = [

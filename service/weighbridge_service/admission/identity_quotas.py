@@ -1,0 +1,283 @@
+"""Quotas of identities, by the limits that the policy gives them: streams, bytes a second, versions an hour.
+
+They are those of this process. What is decided is decided by values (`Places`, `buckets.Bucket`, `seconds_until_next`). Streams that are
+slowed wait before they take anything that others could need.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from weighbridge._core.striping import WHOLE, Striping
+from weighbridge._core.text.counts import counted
+from weighbridge.errors import ResourceExhausted, Unavailable
+from weighbridge_service.access.identities import Identity
+from weighbridge_service.admission.buckets import Bucket
+from weighbridge_service.admission.quotas import RETRY_SECONDS
+
+_HOUR = 3600.0
+_KEPT_SECONDS = 5.0
+"""How long a place is kept for a part of a stream whose first part has begun: the others follow at once."""
+_SLACK_SECONDS = 0.005
+"""A stream that is ahead of its rate by less than this goes on: sleeps as short as a message cost more than they even out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Places that the streams of an identity take.
+
+    Attributes:
+        held: streams that go on.
+        kept: for each place that is kept for a part of a stream, until when, in seconds.
+    """
+
+    held: int = 0
+    kept: tuple[float, ...] = ()
+
+    def begun(
+        self, asked: Striping, limit: int, now: float, *, whole: bool
+    ) -> tuple[Places, Striping] | None:
+        """After one more stream has begun; None if there is no place for it.
+
+        A stream can be spread over several calls, and does not get on before all of them do. So the first call keeps places for the others;
+        where there are too few it brings all of the stream itself.
+
+        Args:
+            asked: which part it is to bring.
+            limit: how many places there are.
+            now: in seconds.
+            whole: whether it may bring all of the stream in place of its part.
+
+        Returns:
+            The places, and the part that it brings.
+        """
+        kept = tuple(until for until in self.kept if until > now)
+        if asked.index and kept:
+            return Places(self.held + 1, kept[1:]), asked
+        free = limit - self.held - len(kept)
+        if free < 1:
+            return None
+        if asked.index or asked.count == 1 or not whole:
+            return Places(self.held + 1, kept), asked
+        if free < asked.count:
+            return Places(self.held + 1, kept), WHOLE
+        return Places(self.held + 1, (*kept, *[now + _KEPT_SECONDS] * (asked.count - 1))), asked
+
+    def ended(self) -> Places:
+        """After a stream has ended."""
+        return replace(self, held=self.held - 1)
+
+
+def seconds_until_next(times: Sequence[float], limit: int, now: float) -> float:
+    """Seconds until another thing may be done of which at most ``limit`` are done within an hour; 0 if it may be now.
+
+    Args:
+        times: when each was done, in seconds, in ascending order.
+        limit: at least 1.
+        now: in seconds.
+    """
+    return max(times[-limit] + _HOUR - now, 0.0) if len(times) >= limit else 0.0
+
+
+@dataclass(slots=True)
+class _Used:
+    """What an identity uses."""
+
+    places: Places = field(default_factory=Places)
+    bucket: Bucket | None = None
+    opened: deque[float] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How much of its limits an identity uses.
+
+    Attributes:
+        streams: that go on.
+        bytes_per_second: of a second's bytes, how many are taken.
+        versions_per_hour: that it has opened within an hour.
+    """
+
+    streams: int
+    bytes_per_second: int
+    versions_per_hour: int
+
+
+class Streaming:
+    """A stream of an identity, which may be slowed.
+
+    Args:
+        quotas: of identities.
+        identity: whose it is.
+        striping: the part of it that this call brings.
+
+    Attributes:
+        striping: as given.
+    """
+
+    def __init__(self, quotas: IdentityQuotas, identity: Identity, striping: Striping) -> None:
+        self.striping = striping
+        self._quotas = quotas
+        self._identity = identity
+        self._paced = identity.limits.bytes_per_second is not None
+        self._ended = threading.Event()
+
+    def delay(self, nbytes: int = 0) -> float:
+        """Count bytes that come next, unless they have to wait: then seconds after which to ask again. 0 where they need not."""
+        return self._quotas.delay(self._identity, nbytes) if self._paced else 0.0
+
+    def wait(self, nbytes: int = 0) -> None:
+        """Wait, in a thread, until bytes may come next, and count them. Raises Unavailable if the stream ends meanwhile."""
+        while seconds := self.delay(nbytes):
+            if self._ended.wait(seconds):
+                raise Unavailable("the caller has gone")
+
+    def count(self, nbytes: int) -> None:
+        """Bytes have come whose number was not known before: what comes next waits for them."""
+        if self._paced:
+            self._quotas.count(self._identity, nbytes)
+
+    def end(self) -> None:
+        """It ends, and need not be waited for; from any thread."""
+        self._ended.set()
+
+
+class Opening:
+    """A version that is about to be opened, in the hour's number of its identity."""
+
+    def __init__(self) -> None:
+        self.new = True
+
+    def joined(self) -> None:
+        """It was open before: nothing is counted."""
+        self.new = False
+
+
+class IdentityQuotas:
+    """What identities use of their limits, by their names. Thread-safe.
+
+    Args:
+        clock: seconds that go on evenly.
+
+    Attributes:
+        clock: as given.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._used: dict[str, _Used] = {}
+
+    @contextmanager
+    def streaming(
+        self, identity: Identity, asked: Striping = WHOLE, *, whole: bool = False
+    ) -> Iterator[Streaming]:
+        """A place for a stream while the block runs.
+
+        Args:
+            identity: whose stream it is.
+            asked: which part of a stream it is to bring.
+            whole: whether it may bring all of it instead, where there are too few places; see `Streaming.striping`.
+
+        Raises:
+            ResourceExhausted: there is none; says when to try again.
+        """
+        limit = identity.limits.streams
+        if limit is None:
+            yield Streaming(self, identity, asked)
+            return
+        with self._lock:
+            used = self._of(identity)
+            begun = used.places.begun(asked, limit, self.clock(), whole=whole)
+            if begun is not None:
+                used.places = begun[0]
+        if begun is None:
+            raise ResourceExhausted(
+                f"{identity.name} has {counted(limit, 'stream')} of weights, and may have no more at one time",
+                fix="wait until one ends, or let the service's policy give it more `streams`",
+                retry_after=RETRY_SECONDS,
+            )
+        streaming = Streaming(self, identity, begun[1])
+        try:
+            yield streaming
+        finally:
+            streaming.end()
+            with self._lock:
+                used.places = used.places.ended()
+
+    def delay(self, identity: Identity, nbytes: int) -> float:
+        """As `Streaming.delay`."""
+        rate = identity.limits.bytes_per_second
+        if rate is None:
+            return 0.0
+        with self._lock:
+            used, bucket = self._of(identity), self._filled(identity, rate)
+            seconds = bucket.seconds_until(0.0, rate)
+            if seconds > _SLACK_SECONDS:
+                used.bucket = bucket
+                return seconds
+            used.bucket = bucket.without(nbytes)
+            return 0.0
+
+    def count(self, identity: Identity, nbytes: int) -> None:
+        """As `Streaming.count`."""
+        rate = identity.limits.bytes_per_second
+        if rate is not None:
+            with self._lock:
+                self._of(identity).bucket = self._filled(identity, rate).without(nbytes)
+
+    @contextmanager
+    def opening(self, identity: Identity) -> Iterator[Opening]:
+        """One of the versions that an identity may open in an hour; not counted if the block fails, or has found it open.
+
+        Raises:
+            ResourceExhausted: it has opened them; says when it may open another one.
+        """
+        limit, opening = identity.limits.versions_per_hour, Opening()
+        if limit is None:
+            yield opening
+            return
+        with self._lock:
+            now, opened = self.clock(), self._of(identity).opened
+            while opened and opened[0] <= now - _HOUR:
+                opened.popleft()
+            seconds = seconds_until_next(opened, limit, now)
+            if not seconds:
+                opened.append(now)
+        if seconds:
+            raise ResourceExhausted(
+                f"{identity.name} has opened {counted(limit, 'version')} within an hour, and may open the next one in {seconds:.0f} s",
+                fix="push less often, or let the service's policy give it more `versions_per_hour`",
+                retry_after=seconds,
+            )
+        done = False
+        try:
+            yield opening
+            done = opening.new
+        finally:
+            if not done:
+                with self._lock:
+                    opened.remove(now)
+
+    def use_of(self, identity: Identity) -> Use:
+        """How much an identity uses now."""
+        with self._lock:
+            used, now = self._of(identity), self.clock()
+            rate = identity.limits.bytes_per_second
+            taken = 0 if rate is None else round(min(rate - self._filled(identity, rate).level, rate))
+            return Use(used.places.held, taken, sum(each > now - _HOUR for each in used.opened))
+
+    def _of(self, identity: Identity) -> _Used:
+        """The lock is held."""
+        return self._used.setdefault(identity.name, _Used())
+
+    def _filled(self, identity: Identity, rate: int) -> Bucket:
+        """The bucket of an identity now, which holds the bytes of a second. The lock is held."""
+        now = self.clock()
+        bucket = self._of(identity).bucket or Bucket(rate, now)
+        return bucket.filled(now, rate, rate)

@@ -1,0 +1,156 @@
+"""Bytes that namespaces hold, and whether there is room for a further version.
+
+A version takes its room when it is opened, before a byte of it comes, and gives it back when it is given up or its objects are deleted:
+what was retired and waits for its grace time counts. All replicas go by one ledger in the store (`weighbridge_storage.head.ledger`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from weighbridge._core.lru import Cache
+from weighbridge._core.text.sizes import readable_size
+from weighbridge.errors import DataLoss, FailedPrecondition, ResourceExhausted, WeighbridgeError
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head_store import HeadStore
+from weighbridge_storage.head.history import History
+from weighbridge_storage.head.ledger import Amount, Ledger, LedgerStore
+from weighbridge_storage.stores.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+
+_COUNTED_SECONDS = 3600.0
+"""How old a count of all heads may be: services without the limit change heads and not the ledger."""
+_KNOWN_NODES = 100_000
+_READS_AT_ONCE = 16
+_REST = 10.0
+"""How many times as long as a count took none is made again: who is refused may ask again at once."""
+_LEAST_REST_SECONDS = 1.0
+
+
+class StoredBytes:
+    """Bytes that namespaces hold. Thread-safe.
+
+    Args:
+        store: where ledgers lie.
+        heads: the heads of all models.
+        limits: bytes that namespaces may hold, by their names, as they are now.
+
+    Attributes:
+        limits: as given.
+    """
+
+    def __init__(self, store: ObjectStore, heads: HeadStore, limits: Callable[[], Mapping[str, int]]) -> None:
+        self._ledgers = LedgerStore(store)
+        self._heads = heads
+        self.limits = limits
+        self._below: Cache[int] = Cache(_KNOWN_NODES)
+        self._lock = threading.Lock()
+        self._rests: dict[str, float] = {}
+        self._seen: dict[str, int] = {}
+
+    @property
+    def seen(self) -> dict[str, int]:
+        """What namespaces with a limit held when this process looked last, by their names. Asks nothing of the store."""
+        return {name: held for name, held in self._seen.items() if name in self.limits()}
+
+    def is_limited(self, name: ModelName) -> bool:
+        """Whether there is a limit for a model's namespace."""
+        return name.namespace in self.limits()
+
+    def check_room(self, name: ModelName, nbytes: int) -> None:
+        """Raise ResourceExhausted if there is no room for a further version of a model, of so many bytes."""
+        limit = self.limits().get(name.namespace)
+        if limit is None:
+            return
+        held = self.held(name.namespace)
+        if held + nbytes > limit and self._may_count(name.namespace):
+            held = self._count(name.namespace)
+        if held + nbytes > limit:
+            raise _full(name, held, nbytes, limit)
+
+    def take_room(self, name: ModelName, nbytes: int) -> None:
+        """A version was opened, of so many bytes: note that. Raises ResourceExhausted if others have taken the room meanwhile."""
+        limit = self.limits().get(name.namespace)
+        if limit is None:
+            return
+        held = self._note(name)
+        if held > limit:
+            held = self._count(name.namespace)
+        if held > limit:
+            raise _full(name, held - nbytes, nbytes, limit)
+
+    def note(self, name: ModelName) -> None:
+        """A version was given up, or the model collected or deleted: what it does not hold any more is free. Logs what fails."""
+        if self.is_limited(name):
+            try:
+                self._note(name)
+            except WeighbridgeError as error:
+                log.warning("what namespace %s holds could not be noted: %s", name.namespace, error)
+
+    def held(self, namespace: str) -> int:
+        """Bytes that a namespace holds; a little more where something was just deleted or given up."""
+        ledger = self._ledgers.read(namespace)
+        if ledger.counted_ms + _COUNTED_SECONDS * 1000 < unix_ms():
+            return self._count(namespace)
+        return self._saw(namespace, ledger)
+
+    def models(self, namespace: str) -> list[str]:
+        """Names of the models that a namespace's ledger knows."""
+        return [f"{namespace}/{name}" for name in self._ledgers.read(namespace).amounts]
+
+    def _note(self, name: ModelName) -> int:
+        """Write what a model holds into the ledger; what the namespace holds then."""
+        history = self._heads.history_of_any(name)
+        amount = Amount(0, 0) if history is None else self._amount(history)
+        noted = self._ledgers.update(name.namespace, lambda ledger: ledger.noted(name.name, amount))
+        return self._saw(name.namespace, noted)
+
+    def _amount(self, history: History) -> Amount:
+        return Amount(history.head.generation, history.nbytes(self._below))
+
+    def _may_count(self, namespace: str) -> bool:
+        return time.monotonic() >= self._rests.get(namespace, 0.0)
+
+    def _count(self, namespace: str) -> int:
+        """Read all heads of a namespace, and write what they say into its ledger."""
+        with self._lock:  # whoever waits is told what the one before has found
+            begun = time.monotonic()
+            before = self._ledgers.read(namespace)
+            names = self._heads.models_of(namespace)
+            with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="count") as pool:
+                found = pool.map(partial(self._amount_of, before), names)
+                amounts = {name.name: amount for name, amount in zip(names, found, strict=True) if amount}
+            now_ms = unix_ms()
+            after = self._ledgers.update(namespace, lambda ledger: ledger.counted(before, amounts, now_ms))
+            took = time.monotonic() - begun
+            self._rests[namespace] = begun + took + max(took * _REST, _LEAST_REST_SECONDS)
+            return self._saw(namespace, after)
+
+    def _amount_of(self, before: Ledger, name: ModelName) -> Amount | None:
+        """What a model holds; None if there is none of this name. One that cannot be read holds what it did before."""
+        try:
+            history = self._heads.history_of_any(name)
+            return None if history is None else self._amount(history)
+        except (DataLoss, FailedPrecondition) as error:
+            log.error("what %s holds cannot be counted: %s", name, error)
+            return before.amounts.get(name.name)
+
+    def _saw(self, namespace: str, ledger: Ledger) -> int:
+        self._seen[namespace] = held = ledger.nbytes
+        return held
+
+
+def _full(name: ModelName, held: int, nbytes: int, limit: int) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"namespace {name.namespace} holds {readable_size(held)} of {readable_size(limit)}, and a version of {name} "
+        f"takes {readable_size(nbytes)} more",
+        fix="delete versions that nobody needs, or let a retention do so (`weighbridge retention`): their room is free once they are "
+        "collected; or let the service's policy give the namespace more `stored`",
+    )

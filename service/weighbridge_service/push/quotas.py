@@ -1,0 +1,106 @@
+"""Quotas of the policy: what identities and namespaces may have when a version is opened, and how much of that they use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from weighbridge._core.usage import (
+    QUOTA_BYTES_PER_SECOND,
+    QUOTA_STORED,
+    QUOTA_STREAMS,
+    QUOTA_VERSIONS_PER_HOUR,
+    Quota,
+    Usage,
+)
+from weighbridge_service.access.identities import Identity
+from weighbridge_service.admission.identity_quotas import IdentityQuotas, Opening
+from weighbridge_service.admission.peer import Peer
+from weighbridge_service.catalog.stored_bytes import StoredBytes
+from weighbridge_service.models.registered_model import RegisteredModel
+
+
+class Quotas:
+    """What the policy allows, and what of it is used. Thread-safe.
+
+    Args:
+        identities: what they use of their limits.
+        stored: what namespaces hold.
+        limited: identities that have limits, as they are now.
+    """
+
+    def __init__(
+        self,
+        identities: IdentityQuotas,
+        stored: StoredBytes,
+        limited: Callable[[], tuple[Identity, ...]],
+    ) -> None:
+        self.identities = identities
+        self.stored = stored
+        self._limited = limited
+
+    def room_for(self, model: RegisteredModel) -> int:
+        """Bytes that a version of a model takes of what its namespace may hold; 0 if there is no limit."""
+        # the layout of the files takes seconds the first time, for some models
+        return sum(model.files.file_sizes.values()) if self.stored.is_limited(model.name) else 0
+
+    @contextmanager
+    def opening(
+        self, by: Identity, model: RegisteredModel, nbytes: int, is_open: Callable[[], bool]
+    ) -> Iterator[Opening]:
+        """A version is opened in the block, or found open, which takes nothing.
+
+        Args:
+            by: who opens it.
+            model: of which it will be.
+            nbytes: as `room_for` says.
+            is_open: says whether it is open already.
+
+        Raises:
+            ResourceExhausted: who opens it has opened as many as they may, which says when they may open the next one; or the
+                namespace has no room for it.
+        """
+        limited = by.limits.versions_per_hour is not None or nbytes
+        if not limited or is_open():
+            yield Opening()
+            return
+        self.stored.check_room(model.name, nbytes)
+        with self.identities.opening(by) as opening:
+            yield opening
+
+    def usage(self, peer: Peer) -> Usage:
+        """The limits that a peer has, and those of namespaces of which it may look at a model.
+
+        Raises:
+            WeighbridgeError: the store cannot be asked.
+        """
+        limits = self.stored.limits()
+        seen = [each for each in sorted(limits) if self._sees(peer, each)]
+        return Usage(
+            peer.identity.name,
+            (
+                *self._of(peer.identity),
+                *(Quota(QUOTA_STORED, each, self.stored.held(each), limits[each]) for each in seen),
+            ),
+        )
+
+    def all(self) -> Iterator[Quota]:
+        """All limits, as far as this process knows how much of them is used. Asks nothing of the store."""
+        for identity in self._limited():
+            yield from self._of(identity)
+        limits = self.stored.limits()
+        for namespace, held in self.stored.seen.items():
+            yield Quota(QUOTA_STORED, namespace, held, limits[namespace])
+
+    def _of(self, identity: Identity) -> Iterator[Quota]:
+        limits, use = identity.limits, self.identities.use_of(identity)
+        for kind, used, limit in (
+            (QUOTA_STREAMS, use.streams, limits.streams),
+            (QUOTA_BYTES_PER_SECOND, use.bytes_per_second, limits.bytes_per_second),
+            (QUOTA_VERSIONS_PER_HOUR, use.versions_per_hour, limits.versions_per_hour),
+        ):
+            if limit is not None:
+                yield Quota(kind, identity.name, used, limit)
+
+    def _sees(self, peer: Peer, namespace: str) -> bool:
+        return peer.sees(f"{namespace}/*") or any(map(peer.sees, self.stored.models(namespace)))

@@ -1,0 +1,183 @@
+"""Ledger of a namespace: how many bytes its models hold, known without reading their heads.
+
+It follows from the heads: each amount is that of a model's head of some generation, and a newer one takes its place. Whoever opens a
+version writes the amount of its model, so of two that open versions at one time, at whatever replicas, one sees what both hold. What is
+deleted or given up may be noted late; until then the ledger says too much. Whoever is about to refuse something because of it counts the
+heads first (`counted`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weighbridge._core.pauses import Pauses
+from weighbridge.errors import Conflict, DataLoss, DeadlineExceeded, NotFound, Unavailable
+from weighbridge_storage.documents import document_digests, strict_json
+from weighbridge_storage.documents.entries import check_number
+from weighbridge_storage.documents.names import ledger_key
+from weighbridge_storage.stores.objects import IfMatch, ObjectStore, PutMode
+
+FORMAT = 1
+FEATURES: frozenset[str] = frozenset()
+"""The features that a ledger may require here: none yet."""
+_PAUSES = Pauses(first=0.002, longest=0.25)
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """What a model holds.
+
+    Attributes:
+        generation: that of the head which says so.
+        nbytes: bytes of the weights of its versions (`History.nbytes`).
+    """
+
+    generation: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        check_number("generation", self.generation)
+        check_number("nbytes", self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What the models of a namespace hold.
+
+    Attributes:
+        amounts: by the second halves of their names.
+        counted_ms: when all heads were counted last, in milliseconds since 1970 UTC; 0 if they never were.
+        extra: the fields that this release does not know.
+    """
+
+    amounts: Mapping[str, Amount] = field(default_factory=dict)
+    counted_ms: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """What all of them hold together."""
+        return sum(amount.nbytes for amount in self.amounts.values())
+
+    def noted(self, name: str, amount: Amount) -> Ledger:
+        """After a model's head was read; an older one than the ledger knows changes nothing."""
+        there = self.amounts.get(name)
+        if there is not None and there.generation >= amount.generation:
+            return self
+        return replace(self, amounts={**self.amounts, name: amount})
+
+    def counted(self, before: Ledger, found: Mapping[str, Amount], now_ms: int) -> Ledger:
+        """After all heads of the namespace were read.
+
+        Args:
+            before: the ledger before they were read. What has been noted meanwhile stays.
+            found: what the models hold.
+            now_ms: milliseconds since 1970 UTC.
+        """
+        meanwhile = {name: each for name, each in self.amounts.items() if before.amounts.get(name) != each}
+        after = replace(self, amounts=dict(found), counted_ms=now_ms)
+        for name, amount in meanwhile.items():
+            after = after.noted(name, amount)
+        return after
+
+    def to_json(self) -> bytes:
+        """The ledger as the text of its object, which ends with its digest."""
+        return document_digests.encode(
+            {
+                **self.extra,
+                "format": FORMAT,
+                "requires": [],
+                "counted_ms": self.counted_ms,
+                "amounts": {
+                    name: {"generation": each.generation, "nbytes": each.nbytes}
+                    for name, each in self.amounts.items()
+                },
+            }
+        )
+
+    @staticmethod
+    def from_json(data: bytes, where: str) -> Ledger:
+        """What `to_json` gave; ``where`` names it in errors.
+
+        Raises:
+            DataLoss: it is not what was written, or malformed.
+            FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
+        """
+        document = document_digests.decode(data, where, FORMAT)
+        document.required(FEATURES)
+        with strict_json.malformed_as_data_loss(where):
+            return Ledger(
+                {
+                    name: _amount(strict_json.Fields(value, f"{where}, {name}"))
+                    for name, value in document.table("amounts").items()
+                },
+                document.integer("counted_ms"),
+                document.rest(),
+            )
+
+
+def _amount(found: strict_json.Fields) -> Amount:
+    return Amount(found.integer("generation"), found.integer("nbytes"))
+
+
+class LedgerStore:
+    """The ledgers in a store. Thread-safe.
+
+    Args:
+        store: where they lie.
+        patience_s: for how long an update goes on trying against other writers and a failing store, in seconds.
+    """
+
+    def __init__(self, store: ObjectStore, *, patience_s: float = 10.0) -> None:
+        self._store = store
+        self._patience_s = patience_s
+
+    def read(self, namespace: str) -> Ledger:
+        """The ledger of a namespace; an empty one, which was never counted, if there is none, or it is damaged.
+
+        Raises:
+            FailedPrecondition: a newer release has written it.
+            WeighbridgeError: as `ObjectStore.get`.
+        """
+        return self._read(namespace)[0]
+
+    def update(self, namespace: str, change: Callable[[Ledger], Ledger]) -> Ledger:
+        """Change a ledger, whoever else changes it at the same time; what it is then.
+
+        Args:
+            namespace: whose.
+            change: gives the new ledger; doing it again changes nothing. One that it returns unchanged is not written.
+
+        Raises:
+            Conflict: other writers were faster all the time.
+            WeighbridgeError: as `read` and `ObjectStore.put`.
+        """
+        give_up, attempt = time.monotonic() + self._patience_s, 0
+        while True:
+            there, mode = self._read(namespace)
+            changed = change(there)
+            if changed == there:
+                return there
+            try:
+                self._store.put(ledger_key(namespace), changed.to_json(), mode=mode)
+                return changed
+            except (Conflict, Unavailable, DeadlineExceeded):
+                if time.monotonic() > give_up:
+                    raise
+            time.sleep(_PAUSES.after(attempt, random.random()))
+            attempt += 1
+
+    def _read(self, namespace: str) -> tuple[Ledger, PutMode]:
+        key = ledger_key(namespace)
+        try:
+            data, etag = self._store.get(key)
+        except NotFound:
+            return Ledger(), "create"
+        try:
+            return Ledger.from_json(data, key), IfMatch(etag)
+        except DataLoss:  # it follows from the heads
+            return Ledger(), IfMatch(etag)
