@@ -35,8 +35,12 @@ real DeepSeek-V3 does; `_mtp` and `mimo` have two layers of multi-token predicti
 """
 
 
-UNKNOWN_TO_MBRIDGE = ("gpt_oss", "ernie4_5_moe")
+UNKNOWN_TO_MBRIDGE = ("gpt_oss", "ernie4_5_moe", "minimax_m2")
 """Further families of `tiny_config` that `tests.support.megatron_families` builds: `load_with_mbridge` cannot fill them."""
+
+
+LATER = ("minimax_m2",)
+"""Families that only transformers 5 knows: `tests.support.later_models` makes their models."""
 
 
 class MimoConfig(Qwen2Config):  # type: ignore[misc]  # transformers is seen as untyped
@@ -132,6 +136,11 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
         case "ernie4_5_moe":
             experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 48}
             return Ernie4_5_MoeConfig(**{**fields, **experts, **overrides})
+        case "minimax_m2":
+            from tests.support.later_models import MinimaxM2Config
+
+            experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
+            return MinimaxM2Config(**{**fields, **experts, "head_dim": 16, "rotary_dim": 8, **overrides})
         case "glm4_moe" | "glm4_moe_mtp":
             mtp = {"num_nextn_predict_layers": 2} if family == "glm4_moe_mtp" else {}
             return Glm4MoeConfig(
@@ -173,7 +182,11 @@ def tiny_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
     model: PreTrainedModel
-    if config.model_type == "mimo":
+    if config.model_type in LATER:
+        from tests.support.later_models import later_model
+
+        model = later_model(config)
+    elif config.model_type == "mimo":
         model = Qwen2ForCausalLM._from_config(config, attn_implementation="eager")
     else:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -14,6 +14,7 @@ May import: `weighbridge.errors`; nothing of the service.
 - `glm4_moe`: glm4_moe.
 - `glm4v_moe`: glm4v_moe.
 - `ernie4_5_moe`: ernie4_5_moe.
+- `minimax_m2`: minimax_m2.
 - `mimo`: mimo.
 - `gemma3`: gemma3, gemma3_text.
 - `qwen2_5_vl`: qwen2_5_vl.
@@ -49,6 +50,7 @@ _BUILT_IN = {
     "glm4_moe": "glm4_moe:Glm4Moe",
     "glm4v_moe": "glm4v_moe:Glm4vMoe",
     "ernie4_5_moe": "ernie4_5_moe:Ernie45Moe",
+    "minimax_m2": "minimax_m2:MinimaxM2",
     "mimo": "mimo:Mimo",
     "gemma3": "gemma3:Gemma3",
     "gemma3_text": "gemma3:Gemma3Text",

@@ -45,6 +45,8 @@ class Rule:
         vocabulary: whether the first axis is the vocabulary, which trainers may pad.
         halves: whether the Megatron-core tensor is two halves above each other (all gate rows, then all up rows), of which
             tensor parallelism cuts each by itself.
+        by_heads: whether the first axis has as many elements of each head, and tensor parallelism cuts it although tensors of that
+            name are whole elsewhere, such as a norm over all heads together.
         every: how many rows of Hugging Face's tensors, along their last axis, take turns, such as those of gate and up; the
             conversion then has that axis as two, the latter of this length.
         part: name of an optional part of the model, such as ``mtp``, that a checkpoint has whole or not at all; empty
@@ -58,6 +60,7 @@ class Rule:
     part_of_copies: str = ""
     vocabulary: bool = False
     halves: bool = False
+    by_heads: bool = False
     every: int = 1
     part: str = ""
 

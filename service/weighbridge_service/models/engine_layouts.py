@@ -400,7 +400,7 @@ def _slice(facts: _Facts, spec: TensorSpec, style: str, size: int, rank: int) ->
         )
     if _attention(spec.name) in facts.latent:
         return _cut(spec, axis, size, rank)
-    if module.endswith(("k_proj", "v_proj")) and kv_heads < size:
+    if module.endswith(("k_proj", "v_proj", "k_norm")) and kv_heads < size:
         if size % kv_heads:
             raise InvalidArgument(
                 f"{spec}: {kv_heads} key-value heads cannot be replicated over {size} ranks",

@@ -222,7 +222,7 @@ def _shards(
 
 def _boxes(entry: MegatronTensor, shape: Sequence[int], index: int, size: int) -> Iterator[Box]:
     module, _, kind = entry.name.rpartition(".")
-    axis = _CUTS.get(module.rpartition(".")[2])
+    axis = _ROWS if entry.rule.by_heads else _CUTS.get(module.rpartition(".")[2])
     replicated = "norm" in kind or (axis == _COLUMNS and kind == "bias")
     if axis is None or replicated or (module == "output_layer" and not entry.rule.vocabulary):
         yield Box.whole(shape)

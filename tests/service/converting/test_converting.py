@@ -92,6 +92,7 @@ FAMILIES: list[tuple[str, bool, dict[str, Any]]] = [
     ("mimo", False, {}),
     ("gpt_oss", False, {}),
     ("ernie4_5_moe", False, {}),
+    ("minimax_m2", False, {}),
 ]
 OTHER_MODELS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: gemma3_model(tied=True),

@@ -110,6 +110,8 @@ MODELS: dict[str, Callable[[], Source]] = {
     "qwen3_rewards": lambda: sequence_values("qwen3"),
     "ernie4_5_moe": lambda: language_model("ernie4_5_moe"),
     "ernie4_5_moe_tied": lambda: language_model("ernie4_5_moe", tied=True),
+    "minimax_m2": lambda: language_model("minimax_m2"),
+    "minimax_m2_tied": lambda: language_model("minimax_m2", tied=True),
 }
 SAVED_AS = {"kimi_k2": "kimi_k2"}
 """The model type in config.json, where the model is made by another family's code."""

@@ -89,6 +89,21 @@ def test_latent_attention_and_shared_experts_are_cut_as_engines_do(
         assert found[layer + "mlp.shared_experts.down_proj.weight"].shape[1] * size == 16
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_norms_over_all_heads_are_cut_like_the_projections_in_front_of_them(size: int) -> None:
+    """As vLLM's and SGLang's MiniMax-M2 have them; of four key-value heads each is on every rank that needs it."""
+    config = tiny_config("minimax_m2", tied=False, num_hidden_layers=2)
+    state = weights_of(config)
+    source = Source(real_bridge(config), state)
+    for rank in range(size):
+        wanted = by_hand(state, 4, size, rank)
+        for layer in range(2):
+            of_queries, of_keys = (f"model.layers.{layer}.self_attn.{part}_norm.weight" for part in "qk")
+            wanted[of_queries] = state[of_queries].chunk(size)[rank]
+            wanted[of_keys] = state[of_keys].chunk(min(size, 4))[rank * min(size, 4) // size]
+        same(source.rank(size, rank), wanted)
+
+
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 4)])
 def test_stacked_experts_are_spread_and_cut_between_gate_and_up(tmp_path: Path, ep: int, etp: int) -> None:
     """[experts, hidden, gate and up], as llama4 has them."""
