@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, MixtralConfig, PreTrainedModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    MixtralConfig,
+    PreTrainedModel,
+)
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 
 
@@ -17,6 +25,12 @@ class MinimaxM2Config(MixtralConfig):  # type: ignore[misc]  # transformers is s
     """MiniMax-M2, with the fields of its published config."""
 
     model_type = "minimax_m2"
+
+
+class DeepseekV32Config(DeepseekV3Config):  # type: ignore[misc]
+    """DeepSeek-V3.2, with the fields of its published config."""
+
+    model_type = "deepseek_v32"
 
 
 class _NormOfAllHeads(Glm4MoeRMSNorm):  # type: ignore[misc]
@@ -63,6 +77,34 @@ class MinimaxM2(Glm4MoeForCausalLM):  # type: ignore[misc]
         return found
 
 
+class _SparseLayer(DeepseekV3DecoderLayer):  # type: ignore[misc]
+    """A layer with an indexer, which computes nothing: its attention is to all tokens, as where there are fewer than `index_topk`."""
+
+    def __init__(self, config: DeepseekV32Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        size, heads = config.index_head_dim, config.index_n_heads
+        self.self_attn.indexer = torch.nn.ModuleDict(
+            {
+                "wq_b": torch.nn.Linear(config.q_lora_rank, heads * size, bias=False),
+                "wk": torch.nn.Linear(config.hidden_size, size, bias=False),
+                "k_norm": torch.nn.LayerNorm(size),
+                "weights_proj": torch.nn.Linear(config.hidden_size, heads, bias=False),
+            }
+        )
+
+
+class DeepseekV32(DeepseekV3ForCausalLM):  # type: ignore[misc]
+    """DeepSeek-V3.2 for texts of fewer tokens than `index_topk`."""
+
+    def __init__(self, config: DeepseekV32Config) -> None:
+        super().__init__(config)
+        self.config._attn_implementation = "eager"
+        layers = range(config.num_hidden_layers)
+        self.model.layers = torch.nn.ModuleList(_SparseLayer(config, layer) for layer in layers)
+
+
 def later_model(config: Any) -> PreTrainedModel:
     """A model of one of the configs of this module."""
-    return {"minimax_m2": MinimaxM2}[config.model_type](config)
+    models: dict[str, Any] = {"minimax_m2": MinimaxM2, "deepseek_v32": DeepseekV32}
+    made: PreTrainedModel = models[config.model_type](config)
+    return made

@@ -24,7 +24,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.moe import grouped_gemm_util
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mimo"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "ernie4_5_moe"),
-    *("gpt_oss", "minimax_m2"),
+    *("gpt_oss", "minimax_m2", "deepseek_v32"),
 )
 """The `model_type`s that `build_family_model` knows."""
 
@@ -46,6 +49,10 @@ _MLA_NORM_EPSILON = 1e-6
 
 def _nothing() -> None:
     return None
+
+
+def _same(hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def _window(queries: int, keys: int, window: tuple[int, int]) -> Tensor:
@@ -109,6 +116,26 @@ class NormOfAllQueries(_NormOfAllHeads):
 class NormOfAllKeys(_NormOfAllHeads):
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
         super().__init__(config.num_query_groups, hidden_size, config, eps)
+
+
+class _Whole(torch.nn.Linear):
+    """A linear layer that every rank has whole, made and called as Transformer Engine's: the local spec has none."""
+
+    def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(hidden), None
+
+
+def _sparse_attention() -> ModuleSpec:
+    """Megatron's sparse attention, of which it says that it needs Transformer Engine for linear layers alone."""
+    # queries and keys are rotated alike by it, on CUDA and in bf16 only, and their products stay the same
+    dsa.rotate_activation = _same
+    linear = dict.fromkeys(("linear_wq_b", "linear_wk", "linear_weights_proj"), _Whole)
+    submodules = dsa.DSAIndexerSubmodules(**linear, k_norm=WrappedTorchNorm)
+    indexer = ModuleSpec(module=dsa.DSAIndexer, submodules=submodules)
+    return ModuleSpec(module=dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer=indexer))
 
 
 def build_family_model(
@@ -175,7 +202,9 @@ def build_family_model(
     mtp_specs = [] if mtp is None else [spec.submodules.transformer_layer for spec in mtp.layer_specs]
     for spec in [*block.layer_specs, *mtp_specs]:
         if config.multi_latent_attention:
-            spec.submodules.self_attention.submodules.core_attention = _LatentAttention
+            spec.submodules.self_attention.submodules.core_attention = (
+                _sparse_attention() if config.experimental_attention_variant else _LatentAttention
+            )
         if hf_config.model_type == "minimax_m2":
             attention = spec.submodules.self_attention.submodules
             attention.q_layernorm, attention.k_layernorm = NormOfAllQueries, NormOfAllKeys
@@ -235,6 +264,8 @@ def _attention_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     _refuse(getattr(hf_config, "use_sliding_window", False), "use_sliding_window is set")
     if family == "deepseek_v3":
         return _mla_fields(hf_config)
+    if family == "deepseek_v32":
+        return {**_mla_fields(hf_config), **_indexer_fields(hf_config)}
     _refuse(getattr(hf_config, "rope_scaling", None) is not None, "rope_scaling is not None")
     if family == "gpt_oss":
         return _gpt_oss_fields(hf_config)
@@ -305,6 +336,15 @@ def _mla_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
+def _indexer_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": hf_config.index_n_heads,
+        "dsa_indexer_head_dim": hf_config.index_head_dim,
+        "dsa_indexer_topk": hf_config.index_topk,
+    }
+
+
 def _expert_fields(hf_config: PretrainedConfig, parallel: Parallel) -> dict[str, Any]:
     """Fields of a mixture of experts; none for a dense family."""
     common = {
@@ -367,7 +407,7 @@ def _expert_fields(hf_config: PretrainedConfig, parallel: Parallel) -> dict[str,
                 "moe_router_enable_expert_bias": True,
                 "moe_router_dtype": "fp32",
             }
-        case "deepseek_v3" | "glm4_moe":
+        case "deepseek_v3" | "deepseek_v32" | "glm4_moe":
             _refuse(not hf_config.norm_topk_prob, "norm_topk_prob is not set")
             _refuse(
                 hf_config.n_group > 1 and hf_config.num_experts_per_tok != 2 * hf_config.topk_group,

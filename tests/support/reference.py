@@ -35,11 +35,11 @@ real DeepSeek-V3 does; `_mtp` and `mimo` have two layers of multi-token predicti
 """
 
 
-UNKNOWN_TO_MBRIDGE = ("gpt_oss", "ernie4_5_moe", "minimax_m2")
+UNKNOWN_TO_MBRIDGE = ("gpt_oss", "ernie4_5_moe", "minimax_m2", "deepseek_v32", "deepseek_v32_mtp")
 """Further families of `tiny_config` that `tests.support.megatron_families` builds: `load_with_mbridge` cannot fill them."""
 
 
-LATER = ("minimax_m2",)
+LATER = ("minimax_m2", "deepseek_v32")
 """Families that only transformers 5 knows: `tests.support.later_models` makes their models."""
 
 
@@ -56,6 +56,17 @@ _SIGMOID_EXPERTS: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.8,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
 }
 _YARN = {
     "type": "yarn",
@@ -152,24 +163,21 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
                 **overrides,
             )
         case "deepseek_v3" | "deepseek_v3_plain_q" | "deepseek_v3_yarn" | "deepseek_v3_mtp":
-            latent = {
-                "num_key_value_heads": 8,
-                "q_lora_rank": 24,
-                "kv_lora_rank": 32,
-                "qk_nope_head_dim": 12,
-                "qk_rope_head_dim": 8,
-                "v_head_dim": 16,
-                "n_group": 4,
-                "topk_group": 2,
-                "num_experts_per_tok": 4,
-            }
             variants: dict[str, dict[str, Any]] = {
                 "deepseek_v3_plain_q": {"q_lora_rank": None},
                 "deepseek_v3_yarn": {"rope_scaling": dict(_YARN)},
                 "deepseek_v3_mtp": {"num_nextn_predict_layers": 2},
             }
             variant = variants.get(family, {})
-            return DeepseekV3Config(**{**fields, **_SIGMOID_EXPERTS, **latent, **variant, **overrides})
+            return DeepseekV3Config(**{**fields, **_SIGMOID_EXPERTS, **_LATENT, **variant, **overrides})
+        case "deepseek_v32" | "deepseek_v32_mtp":
+            from tests.support.later_models import DeepseekV32Config
+
+            indexer = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 16}
+            mtp = {"num_nextn_predict_layers": 2} if family == "deepseek_v32_mtp" else {}
+            return DeepseekV32Config(
+                **{**fields, **_SIGMOID_EXPERTS, **_LATENT, **indexer, **mtp, **overrides}
+            )
     families = (*TINY_FAMILIES, *MORE_TINY_FAMILIES, *UNKNOWN_TO_MBRIDGE)
     raise ValueError(f"family {family!r} is not one of {', '.join(families)}")
 

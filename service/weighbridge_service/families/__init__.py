@@ -10,7 +10,7 @@ May import: `weighbridge.errors`; nothing of the service.
 - `from_mbridge`: families that mbridge describes.
 - `dense`: llama, qwen2, qwen3.
 - `moe`: mixtral, qwen2_moe, qwen3_moe.
-- `deepseek_v3`: deepseek_v3, kimi_k2.
+- `deepseek_v3`: deepseek_v3, kimi_k2, deepseek_v32.
 - `glm4_moe`: glm4_moe.
 - `glm4v_moe`: glm4v_moe.
 - `ernie4_5_moe`: ernie4_5_moe.
@@ -47,6 +47,7 @@ _BUILT_IN = {
     "qwen3_moe": "moe:Qwen3Moe",
     "deepseek_v3": "deepseek_v3:DeepseekV3",
     "kimi_k2": "deepseek_v3:DeepseekV3",
+    "deepseek_v32": "deepseek_v3:DeepseekV32",
     "glm4_moe": "glm4_moe:Glm4Moe",
     "glm4v_moe": "glm4v_moe:Glm4vMoe",
     "ernie4_5_moe": "ernie4_5_moe:Ernie45Moe",

@@ -29,6 +29,8 @@ _LARGEST = {
     "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
+    "index_n_heads": 1 << 14,
+    "index_head_dim": 1 << 14,
     "vocab_size": 1 << 24,
     "num_local_experts": 1 << 14,
     "num_experts": 1 << 14,

@@ -93,6 +93,7 @@ FAMILIES: list[tuple[str, bool, dict[str, Any]]] = [
     ("gpt_oss", False, {}),
     ("ernie4_5_moe", False, {}),
     ("minimax_m2", False, {}),
+    ("deepseek_v32_mtp", False, {}),
 ]
 OTHER_MODELS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: gemma3_model(tied=True),

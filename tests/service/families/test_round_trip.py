@@ -110,6 +110,8 @@ MODELS: dict[str, Callable[[], Source]] = {
     "qwen3_rewards": lambda: sequence_values("qwen3"),
     "ernie4_5_moe": lambda: language_model("ernie4_5_moe"),
     "ernie4_5_moe_tied": lambda: language_model("ernie4_5_moe", tied=True),
+    "deepseek_v32": lambda: language_model("deepseek_v32"),
+    "deepseek_v32_mtp": lambda: language_model("deepseek_v32_mtp"),
     "minimax_m2": lambda: language_model("minimax_m2"),
     "minimax_m2_tied": lambda: language_model("minimax_m2", tied=True),
 }
@@ -124,7 +126,7 @@ DENSE = (*VALUE_HEADS, "mimo", "mimo_tied")
 ALL = tuple(MODELS)
 # megatron-core 0.16 makes no sharded state dict of stages with tied embeddings and prediction
 STAGED = tuple(name for name in ALL if name not in ("mimo_tied", "deepseek_v3_mtp_tied"))
-PREDICTING = ("glm4_moe_mtp", "deepseek_v3_mtp1", "deepseek_v3_mtp2")
+PREDICTING = ("glm4_moe_mtp", "deepseek_v3_mtp1", "deepseek_v3_mtp2", "deepseek_v32_mtp")
 # how megatron-core names what it holds: layers stacked, one key a layer, and the halves of SwiGLU apart
 KEYS: tuple[dict[str, Any], ...] = (
     {},

@@ -89,6 +89,20 @@ def test_latent_attention_and_shared_experts_are_cut_as_engines_do(
         assert found[layer + "mlp.shared_experts.down_proj.weight"].shape[1] * size == 16
 
 
+@pytest.mark.parametrize("size", [2, 8])
+def test_an_indexer_of_sparse_attention_is_whole_on_every_rank(size: int) -> None:
+    """As vLLM's and SGLang's DeepSeek-V3.2 have it: every rank chooses the tokens that all heads attend to."""
+    config = tiny_config("deepseek_v32", tied=False, num_hidden_layers=2)
+    state = weights_of(config)
+    source = Source(real_bridge(config), state)
+    indexer = [name for name in state if ".self_attn.indexer." in name]
+    assert len(indexer) == 2 * 5
+    for rank in range(size):
+        found = source.rank(size, rank, experts=ExpertParallel(8, rank))
+        same(found, by_hand(state, 8, size, rank, (8, rank, 1, 0)))
+        assert all(torch.equal(found[name], state[name]) for name in indexer)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_norms_over_all_heads_are_cut_like_the_projections_in_front_of_them(size: int) -> None:
     """As vLLM's and SGLang's MiniMax-M2 have them; of four key-value heads each is on every rank that needs it."""
