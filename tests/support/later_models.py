@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     DeepseekV3Config,
@@ -15,6 +17,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     MixtralConfig,
+    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
@@ -101,6 +104,79 @@ class DeepseekV32(DeepseekV3ForCausalLM):  # type: ignore[misc]
         self.config._attn_implementation = "eager"
         layers = range(config.num_hidden_layers)
         self.model.layers = torch.nn.ModuleList(_SparseLayer(config, layer) for layer in layers)
+
+
+class NemotronHConfig(PretrainedConfig):  # type: ignore[misc]
+    """Nemotron-H, with the fields of its published config."""
+
+    model_type = "nemotron_h"
+
+
+class NemotronH(torch.nn.Module):
+    """The weights of Nemotron-H by their names in files, of which nothing is computed: of a state space model, experts, attention, an MLP."""
+
+    def __init__(self, config: NemotronHConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, heads = config.hidden_size, config.mamba_num_heads
+        inner, states = heads * config.mamba_head_dim, config.n_groups * config.ssm_state_size
+        queries, keys = (
+            n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        shapes: dict[str, tuple[int, ...]] = {
+            "embeddings.weight": (config.vocab_size, hidden),
+            "layers.0.mixer.A_log": (heads,),
+            "layers.0.mixer.D": (heads,),
+            "layers.0.mixer.dt_bias": (heads,),
+            "layers.0.mixer.conv1d.weight": (inner + 2 * states, 1, config.conv_kernel),
+            "layers.0.mixer.conv1d.bias": (inner + 2 * states,),
+            "layers.0.mixer.in_proj.weight": (2 * inner + 2 * states + heads, hidden),
+            "layers.0.mixer.norm.weight": (inner,),
+            "layers.0.mixer.out_proj.weight": (hidden, inner),
+            "layers.1.mixer.gate.weight": (config.n_routed_experts, hidden),
+            "layers.1.mixer.gate.e_score_correction_bias": (config.n_routed_experts,),
+            "layers.2.mixer.q_proj.weight": (queries, hidden),
+            "layers.2.mixer.k_proj.weight": (keys, hidden),
+            "layers.2.mixer.v_proj.weight": (keys, hidden),
+            "layers.2.mixer.o_proj.weight": (hidden, queries),
+            "norm_f.weight": (hidden,),
+            **{f"layers.{layer}.norm.weight": (hidden,) for layer in range(4)},
+        }
+        read = hidden
+        if config.moe_latent_size is not None:
+            read = config.moe_latent_size
+            shapes["layers.1.mixer.fc1_latent_proj.weight"] = (read, hidden)
+            shapes["layers.1.mixer.fc2_latent_proj.weight"] = (hidden, read)
+        mlps = {
+            f"1.mixer.experts.{n}": (read, config.moe_intermediate_size)
+            for n in range(config.n_routed_experts)
+        }
+        mlps["1.mixer.shared_experts"] = hidden, config.moe_shared_expert_intermediate_size
+        mlps["3.mixer"] = hidden, config.intermediate_size
+        for name, (outer, inside) in mlps.items():
+            shapes[f"layers.{name}.up_proj.weight"] = (inside, outer)
+            shapes[f"layers.{name}.down_proj.weight"] = (outer, inside)
+        for name, shape in {"lm_head.weight": (config.vocab_size, hidden)}.items() | {
+            (f"backbone.{name}", shape) for name, shape in shapes.items()
+        }:
+            self._add(name, torch.zeros(shape))
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        module: torch.nn.Module = self
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        if leaf == "e_score_correction_bias":
+            module.register_buffer(leaf, tensor)
+        else:
+            module.register_parameter(leaf, torch.nn.Parameter(tensor))
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        save_file(self.state_dict(), folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(self.config.to_json_string())
 
 
 def later_model(config: Any) -> PreTrainedModel:

@@ -15,6 +15,7 @@ May import: `weighbridge.errors`; nothing of the service.
 - `glm4v_moe`: glm4v_moe.
 - `ernie4_5_moe`: ernie4_5_moe.
 - `minimax_m2`: minimax_m2.
+- `nemotron_h`: nemotron_h.
 - `mimo`: mimo.
 - `gemma3`: gemma3, gemma3_text.
 - `qwen2_5_vl`: qwen2_5_vl.
@@ -52,6 +53,7 @@ _BUILT_IN = {
     "glm4v_moe": "glm4v_moe:Glm4vMoe",
     "ernie4_5_moe": "ernie4_5_moe:Ernie45Moe",
     "minimax_m2": "minimax_m2:MinimaxM2",
+    "nemotron_h": "nemotron_h:NemotronH",
     "mimo": "mimo:Mimo",
     "gemma3": "gemma3:Gemma3",
     "gemma3_text": "gemma3:Gemma3Text",
