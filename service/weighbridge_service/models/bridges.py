@@ -69,14 +69,17 @@ class MegatronTensor:
     targets: tuple[Target, ...]
     shape: Shape
 
-    def declared(self) -> Iterator[tuple[str, Box]]:
+    def declared(self) -> Sequence[tuple[str, Box]]:
         """The tensors that trainers declare of it, and which part of it each is: itself, or its sections."""
-        rest, first = self.shape[1:], 0
         if not self.rule.sections:
-            yield self.name, Box.whole(self.shape)
+            return [(self.name, Box.whole(self.shape))]
+        rest, first = self.shape[1:], 0
+        found = []
         for section in self.rule.sections:
-            yield f"{self.name}.{section.name}", Box((first, *(0 for _ in rest)), (section.rows, *rest))
+            box = Box((first, *(0 for _ in rest)), (section.rows, *rest))
+            found.append((f"{self.name}.{section.name}", box))
             first += section.rows
+        return found
 
 
 class Bridge:

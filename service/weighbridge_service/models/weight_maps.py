@@ -37,11 +37,13 @@ class _Part:
     Attributes:
         entry: that tensor.
         leading: index on the leading axes of the declared tensor, empty if there are none.
+        suffix: what the declared tensor's name has behind that of the bridge's tensor.
         box: which part of that tensor it is, padding not counted.
     """
 
     entry: MegatronTensor
     leading: tuple[int, ...]
+    suffix: str
     box: Box
 
 
@@ -63,7 +65,7 @@ def derive_weight_map(
     padding: list[tuple[str, Box]] = []
     problems: list[str] = []
     seen: dict[str, Shape] = {}
-    of_kind: dict[tuple[str, Shape, Box], list[Link]] = {}
+    of_kind: dict[tuple[str, Shape, str], list[Link]] = {}
     for spec in declared.values():
         parts = list(_parts(bridge, spec))
         problem = _problem(bridge, tensors, spec, parts)
@@ -72,7 +74,7 @@ def derive_weight_map(
             continue
         for part in parts:
             entry = part.entry
-            key = (entry.rule.megatron, entry.shape, part.box)
+            key = (entry.rule.megatron, entry.shape, part.suffix)
             cut = of_kind.get(key)
             if cut is None:
                 cut = of_kind[key] = list(_cut(bridge.links(entry), part.box))
@@ -138,7 +140,7 @@ def _parts(bridge: Bridge, spec: TensorSpec) -> Iterator[_Part]:
     for suffix in suffixes:
         found = list(_stacked(bridge, spec.name.removesuffix(suffix), spec.shape))
         parts = [
-            _Part(entry, leading, box)
+            _Part(entry, leading, suffix, box)
             for leading, entry in found
             if entry is not None and (box := _part_named(entry, suffix)) is not None
         ]
