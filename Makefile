@@ -131,7 +131,8 @@ test-transformers: $(STAMP) ## test models, families and the service itself with
 		$$environment/bin/python -m pip --disable-pip-version-check list 2>/dev/null | grep -iE '^(transformers|torch) ' && \
 		export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 && \
 		WEIGHBRIDGE_TRANSFORMERS_PYTHON=$$PWD/$$environment/bin/python \
-			$(BIN)/python -m pytest -q tests/engines/test_transformers.py tests/service/families/test_maps.py $(ARGS) && \
+			$(BIN)/python -m pytest -q tests/engines/test_transformers.py tests/service/families/test_maps.py \
+			tests/service/families/test_later_models.py $(ARGS) && \
 		WEIGHBRIDGE_SERVICE_PYTHON=$$PWD/$$environment/bin/python \
 			$(BIN)/python -m pytest -q tests/service/families/test_round_trip.py tests/service/families/test_conventions.py $(ARGS) && \
 		$$environment/bin/python -m pytest -q tests/service/families/test_maps.py tests/service/families/test_conventions.py $(ARGS)

@@ -24,7 +24,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.moe import grouped_gemm_util
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from weighbridge_demo.megatron_cpu import Parallel, check_joined, common_config
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mimo"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "ernie4_5_moe"),
-    "gpt_oss",
+    *("gpt_oss", "minimax_m2", "deepseek_v32"),
 )
 """The `model_type`s that `build_family_model` knows."""
 
@@ -45,6 +49,10 @@ _MLA_NORM_EPSILON = 1e-6
 
 def _nothing() -> None:
     return None
+
+
+def _same(hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def _window(queries: int, keys: int, window: tuple[int, int]) -> Tensor:
@@ -73,6 +81,61 @@ class _LatentAttention(DotProductAttention):
         del k_channels
         super().__init__(*args, **kwargs)
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+class _NormOfAllHeads(torch.nn.Module):
+    """A norm over the heads of all ranks together, of `[tokens, batch, heads of the rank, size of a head]`, which cuts its weights."""
+
+    def __init__(self, heads: int, size: int, config: TransformerConfig, eps: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(heads * size // config.tensor_model_parallel_size))
+        self.eps, self.size = eps, heads * size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        flat = hidden.flatten(-2)
+        squares = flat.square().sum(-1, keepdim=True)
+        dist.all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
+        return (flat * torch.rsqrt(squares / self.size + self.eps) * self.weight).view_as(hidden)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        state = self.state_dict(prefix="", keep_vars=True)
+        groups = {
+            "tp_group": parallel_state.get_tensor_model_parallel_group(),
+            "dp_cp_group": metadata["dp_cp_group"],
+        }
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)  # type: ignore[no-any-return]
+
+
+class NormOfAllQueries(_NormOfAllHeads):
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
+        super().__init__(config.num_attention_heads, hidden_size, config, eps)
+
+
+class NormOfAllKeys(_NormOfAllHeads):
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
+        super().__init__(config.num_query_groups, hidden_size, config, eps)
+
+
+class _Whole(torch.nn.Linear):
+    """A linear layer that every rank has whole, made and called as Transformer Engine's: the local spec has none."""
+
+    def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(hidden), None
+
+
+def _sparse_attention() -> ModuleSpec:
+    """Megatron's sparse attention, of which it says that it needs Transformer Engine for linear layers alone."""
+    # queries and keys are rotated alike by it, on CUDA and in bf16 only, and their products stay the same
+    dsa.rotate_activation = _same
+    linear = dict.fromkeys(("linear_wq_b", "linear_wk", "linear_weights_proj"), _Whole)
+    submodules = dsa.DSAIndexerSubmodules(**linear, k_norm=WrappedTorchNorm)
+    indexer = ModuleSpec(module=dsa.DSAIndexer, submodules=submodules)
+    return ModuleSpec(module=dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer=indexer))
 
 
 def build_family_model(
@@ -139,7 +202,12 @@ def build_family_model(
     mtp_specs = [] if mtp is None else [spec.submodules.transformer_layer for spec in mtp.layer_specs]
     for spec in [*block.layer_specs, *mtp_specs]:
         if config.multi_latent_attention:
-            spec.submodules.self_attention.submodules.core_attention = _LatentAttention
+            spec.submodules.self_attention.submodules.core_attention = (
+                _sparse_attention() if config.experimental_attention_variant else _LatentAttention
+            )
+        if hf_config.model_type == "minimax_m2":
+            attention = spec.submodules.self_attention.submodules
+            attention.q_layernorm, attention.k_layernorm = NormOfAllQueries, NormOfAllKeys
         if names == "te":
             _name_norms_as_te(spec)
     post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
@@ -153,7 +221,7 @@ def build_family_model(
         parallel_output=True,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
-        rotary_percent=getattr(hf_config, "partial_rotary_factor", None) or 1.0,
+        rotary_percent=_rotary_percent(hf_config),
         rotary_base=hf_config.rope_theta,
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
@@ -170,6 +238,13 @@ def build_family_model(
         if config.multi_latent_attention and name.endswith((".q_layernorm", ".kv_layernorm")):
             module.eps = _MLA_NORM_EPSILON
     return model
+
+
+def _rotary_percent(hf_config: PretrainedConfig) -> float:
+    """The part of a head that is rotated."""
+    if hf_config.model_type == "minimax_m2":
+        return float(hf_config.rotary_dim / hf_config.head_dim)
+    return getattr(hf_config, "partial_rotary_factor", None) or 1.0
 
 
 def _as_of_sigmoids(gating: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -189,6 +264,8 @@ def _attention_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     _refuse(getattr(hf_config, "use_sliding_window", False), "use_sliding_window is set")
     if family == "deepseek_v3":
         return _mla_fields(hf_config)
+    if family == "deepseek_v32":
+        return {**_mla_fields(hf_config), **_indexer_fields(hf_config)}
     _refuse(getattr(hf_config, "rope_scaling", None) is not None, "rope_scaling is not None")
     if family == "gpt_oss":
         return _gpt_oss_fields(hf_config)
@@ -203,7 +280,8 @@ def _attention_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
         "num_query_groups": hf_config.num_key_value_heads,
         "kv_channels": getattr(hf_config, "head_dim", None)
         or hf_config.hidden_size // hf_config.num_attention_heads,
-        "qk_layernorm": family in ("qwen3", "qwen3_moe") or bool(getattr(hf_config, "use_qk_norm", False)),
+        "qk_layernorm": family in ("qwen3", "qwen3_moe", "minimax_m2")
+        or bool(getattr(hf_config, "use_qk_norm", False)),
         "add_bias_linear": False,
         "add_qkv_bias": qkv_bias.get(family, attention_bias),
         "rotary_interleaved": family == "ernie4_5_moe",
@@ -255,6 +333,15 @@ def _mla_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
         "v_head_dim": hf_config.v_head_dim,
         "rotary_base": hf_config.rope_theta,
         **rope,
+    }
+
+
+def _indexer_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": hf_config.index_n_heads,
+        "dsa_indexer_head_dim": hf_config.index_head_dim,
+        "dsa_indexer_topk": hf_config.index_topk,
     }
 
 
@@ -311,7 +398,16 @@ def _expert_fields(hf_config: PretrainedConfig, parallel: Parallel) -> dict[str,
                 "moe_router_enable_expert_bias": True,
                 "moe_router_dtype": "fp32",
             }
-        case "deepseek_v3" | "glm4_moe":
+        case "minimax_m2":
+            return {
+                **common,
+                "num_moe_experts": hf_config.num_local_experts,
+                "moe_ffn_hidden_size": hf_config.intermediate_size,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_dtype": "fp32",
+            }
+        case "deepseek_v3" | "deepseek_v32" | "glm4_moe":
             _refuse(not hf_config.norm_topk_prob, "norm_topk_prob is not set")
             _refuse(
                 hf_config.n_group > 1 and hf_config.num_experts_per_tok != 2 * hf_config.topk_group,

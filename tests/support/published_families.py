@@ -222,6 +222,103 @@ def glm4v_moe_model(tied: bool = False) -> Any:
     return transformers.Glm4vMoeForConditionalGeneration(config)
 
 
+# -- Nemotron-H ----------------------------------------------------------------------------------------------------------
+
+
+def nemotron_h(weights: Weights) -> Iterator[Held]:
+    """A layer of each kind, of which Megatron-core's `MambaStack` gives each its own keys, and sections of a state space model theirs."""
+    here, there = "decoder.layers.{}.", "backbone.layers"
+    layers = [replace(NO_NUMBER, layer=(layer, 4), stacked=False) for layer in range(4)]
+    norms = [weights[f"{there}.{layer}.norm.weight"] for layer in range(4)]
+    yield Held(
+        "embedding.word_embeddings.weight", weights["backbone.embeddings.weight"], "rows", stage="first"
+    )
+    yield Held("decoder.final_norm.weight", weights["backbone.norm_f.weight"], stage="last")
+    yield Held("output_layer.weight", weights["lm_head.weight"], "rows", stage="last")
+
+    mixer = f"{there}.0.mixer"
+    inner, states, heads = NEMOTRON_INNER, NEMOTRON_STATES, NEMOTRON["mamba_num_heads"]
+    of_mamba: OfLayer = {
+        **{name: (weights[f"{mixer}.{name}"], "rows") for name in ("A_log", "D", "dt_bias", "norm.weight")},
+        "in_proj.layer_norm_weight": (norms[0], "whole"),
+        "out_proj.weight": (weights[f"{mixer}.out_proj.weight"], "columns"),
+    }
+    projected = weights[f"{mixer}.in_proj.weight"].split([inner, inner, states, states, heads])
+    sections = {
+        f"in_proj.weight.{name}": part
+        for name, part in zip(("z", "x", "B", "C", "dt"), projected, strict=True)
+    }
+    for kind in ("weight", "bias"):
+        channels = weights[f"{mixer}.conv1d.{kind}"].split([inner, states, states])
+        sections |= {f"conv1d.{kind}.{name}": part for name, part in zip("xBC", channels, strict=True)}
+    cut_by_section: OfLayer = {name: (part, "rows") for name, part in sections.items()}
+    yield from under(f"{here}mixer.", {**of_mamba, **cut_by_section}, layers[0])
+
+    mixer = f"{there}.1.mixer"
+    moe: OfLayer = {
+        "pre_mlp_layernorm.weight": (norms[1], "whole"),
+        "mlp.router.weight": (weights[f"{mixer}.gate.weight"], "whole"),
+        "mlp.router.expert_bias": (weights[f"{mixer}.gate.e_score_correction_bias"], "whole"),
+        **{
+            f"mlp.{name}": (weights[f"{mixer}.{name}"], "whole")
+            for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight")
+            if f"{mixer}.{name}" in weights
+        },
+    }
+    yield from under(here, moe, layers[1])
+    yield from under(f"{here}mlp.shared_experts.", plain_mlp(weights, f"{mixer}.shared_experts"), layers[1])
+    for expert in range(8):
+        one = replace(layers[1], expert=(expert, 8))
+        yield from under(f"{here}mlp.experts.experts.", plain_mlp(weights, f"{mixer}.experts.{expert}"), one)
+
+    mixer = f"{there}.2.mixer"
+    of_attention: OfLayer = {
+        "linear_qkv.layer_norm_weight": (norms[2], "whole"),
+        "linear_qkv.weight": (by_projection(weights, mixer, "weight", 4), "rows"),
+        "linear_proj.weight": (weights[f"{mixer}.o_proj.weight"], "columns"),
+    }
+    yield from under(f"{here}self_attention.", of_attention, layers[2])
+    of_mlp = {**plain_mlp(weights, f"{there}.3.mixer"), "linear_fc1.layer_norm_weight": (norms[3], "whole")}
+    yield from under(f"{here}mlp.", of_mlp, layers[3])
+
+
+def plain_mlp(weights: Weights, there: str) -> dict[str, tuple[Tensor, Cut]]:
+    """An MLP without a gate."""
+    return {
+        "linear_fc1.weight": (weights[f"{there}.up_proj.weight"], "rows"),
+        "linear_fc2.weight": (weights[f"{there}.down_proj.weight"], "columns"),
+    }
+
+
+NEMOTRON: dict[str, Any] = {
+    **{name: size for name, size in TEXT.items() if name != "num_hidden_layers"},
+    "hybrid_override_pattern": "ME*-",
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 4,
+    "ssm_state_size": 6,
+    "conv_kernel": 4,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+NEMOTRON_INNER, NEMOTRON_STATES = 8 * 12, 4 * 6
+
+
+def nemotron_h_model(latent: int | None = None) -> Any:
+    """transformers' own where it knows the type."""
+    if "nemotron_h" in transformers.CONFIG_MAPPING:
+        config = transformers.CONFIG_MAPPING["nemotron_h"](**NEMOTRON, moe_latent_size=latent)
+        return transformers.AutoModelForCausalLM.from_config(config).float()
+    from tests.support.later_models import NemotronH, NemotronHConfig
+
+    return NemotronH(NemotronHConfig(**NEMOTRON, moe_latent_size=latent))
+
+
 QWEN3_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 PUBLISHED: dict[str, tuple[Callable[[], Any], Callable[[Weights], Iterator[Held]], list[Grid]]] = {
@@ -235,4 +332,6 @@ PUBLISHED: dict[str, tuple[Callable[[], Any], Callable[[Weights], Iterator[Held]
     ),
     "glm4v_moe": (glm4v_moe_model, glm4v_moe, EXPERTS),
     "glm4v_moe-tied": (lambda: glm4v_moe_model(tied=True), glm4v_moe, EXPERTS),
+    "nemotron_h": (nemotron_h_model, nemotron_h, EXPERTS),
+    "nemotron_h-latent": (lambda: nemotron_h_model(latent=32), nemotron_h, EXPERTS),
 }

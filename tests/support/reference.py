@@ -35,8 +35,12 @@ real DeepSeek-V3 does; `_mtp` and `mimo` have two layers of multi-token predicti
 """
 
 
-UNKNOWN_TO_MBRIDGE = ("gpt_oss", "ernie4_5_moe")
+UNKNOWN_TO_MBRIDGE = ("gpt_oss", "ernie4_5_moe", "minimax_m2", "deepseek_v32", "deepseek_v32_mtp")
 """Further families of `tiny_config` that `tests.support.megatron_families` builds: `load_with_mbridge` cannot fill them."""
+
+
+LATER = ("minimax_m2", "deepseek_v32")
+"""Families that only transformers 5 knows: `tests.support.later_models` makes their models."""
 
 
 class MimoConfig(Qwen2Config):  # type: ignore[misc]  # transformers is seen as untyped
@@ -52,6 +56,17 @@ _SIGMOID_EXPERTS: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.8,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
 }
 _YARN = {
     "type": "yarn",
@@ -132,6 +147,11 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
         case "ernie4_5_moe":
             experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 48}
             return Ernie4_5_MoeConfig(**{**fields, **experts, **overrides})
+        case "minimax_m2":
+            from tests.support.later_models import MinimaxM2Config
+
+            experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
+            return MinimaxM2Config(**{**fields, **experts, "head_dim": 16, "rotary_dim": 8, **overrides})
         case "glm4_moe" | "glm4_moe_mtp":
             mtp = {"num_nextn_predict_layers": 2} if family == "glm4_moe_mtp" else {}
             return Glm4MoeConfig(
@@ -143,24 +163,21 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
                 **overrides,
             )
         case "deepseek_v3" | "deepseek_v3_plain_q" | "deepseek_v3_yarn" | "deepseek_v3_mtp":
-            latent = {
-                "num_key_value_heads": 8,
-                "q_lora_rank": 24,
-                "kv_lora_rank": 32,
-                "qk_nope_head_dim": 12,
-                "qk_rope_head_dim": 8,
-                "v_head_dim": 16,
-                "n_group": 4,
-                "topk_group": 2,
-                "num_experts_per_tok": 4,
-            }
             variants: dict[str, dict[str, Any]] = {
                 "deepseek_v3_plain_q": {"q_lora_rank": None},
                 "deepseek_v3_yarn": {"rope_scaling": dict(_YARN)},
                 "deepseek_v3_mtp": {"num_nextn_predict_layers": 2},
             }
             variant = variants.get(family, {})
-            return DeepseekV3Config(**{**fields, **_SIGMOID_EXPERTS, **latent, **variant, **overrides})
+            return DeepseekV3Config(**{**fields, **_SIGMOID_EXPERTS, **_LATENT, **variant, **overrides})
+        case "deepseek_v32" | "deepseek_v32_mtp":
+            from tests.support.later_models import DeepseekV32Config
+
+            indexer = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 16}
+            mtp = {"num_nextn_predict_layers": 2} if family == "deepseek_v32_mtp" else {}
+            return DeepseekV32Config(
+                **{**fields, **_SIGMOID_EXPERTS, **_LATENT, **indexer, **mtp, **overrides}
+            )
     families = (*TINY_FAMILIES, *MORE_TINY_FAMILIES, *UNKNOWN_TO_MBRIDGE)
     raise ValueError(f"family {family!r} is not one of {', '.join(families)}")
 
@@ -173,7 +190,11 @@ def tiny_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
     model: PreTrainedModel
-    if config.model_type == "mimo":
+    if config.model_type in LATER:
+        from tests.support.later_models import later_model
+
+        model = later_model(config)
+    elif config.model_type == "mimo":
         model = Qwen2ForCausalLM._from_config(config, attn_implementation="eager")
     else:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

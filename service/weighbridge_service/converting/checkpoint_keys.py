@@ -12,7 +12,7 @@ import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from weighbridge._core.boxes import Box
@@ -31,6 +31,7 @@ _EXPERT = re.compile(r"^(.*\.experts\.experts\.)(\d+)\.(.+)$")
 _ATTENTION = re.compile(r"^(.*\.self_attention)\.linear_proj\.weight$")
 _MLP_NORM = ".mlp.linear_fc1.layer_norm_weight"
 _MOE_NORM = ".pre_mlp_layernorm.weight"
+_MORE_LINEAR = ("eh_proj", "in_proj", "out_proj", "fc1_latent_proj", "fc2_latent_proj")
 _LATENT = ".self_attention.linear_kv_up_proj.weight"
 _LATENT_NORMS = {
     ".self_attention.linear_q_up_proj.layer_norm_weight": ".self_attention.q_layernorm.weight",
@@ -55,12 +56,15 @@ class CheckpointTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A tensor of one layer and expert, and where it belongs: a key, and an index of its leading axes."""
+    """A tensor of one layer and expert or a section of it, and where it belongs: a key that ends with the section, and an index of its leading
+    axes."""
 
     entry: MegatronTensor
     dtype: DType
     key: str
     leading: tuple[int, ...]
+    section: str
+    shape: tuple[int, ...]
 
 
 def checkpoint_tensors(
@@ -89,7 +93,9 @@ def checkpoint_tensors(
         expert = _EXPERT.match(name)
         key, leading = (f"{expert[1]}{expert[3]}", (int(expert[2]),)) if expert else (name, ())
         dtype = tensors[entry.targets[0].name].dtype
-        placed.append(_Placed(entry, dtype, key, leading))
+        for declared, part in entry.declared():
+            section = declared.removeprefix(entry.name)
+            placed.append(_Placed(entry, dtype, key + section, leading, section, part.extent))
     if keys == "stacked" or (keys == "auto" and bridge.one_key_for_all_layers):
         placed = _stacked(placed, must=keys == "stacked")
     counts: dict[str, tuple[int, ...]] = {}
@@ -99,7 +105,7 @@ def checkpoint_tensors(
     specs: dict[str, TensorSpec] = {}
     shards: list[Shard] = []
     for one in placed:
-        shape = one.entry.shape
+        shape = one.shape
         if one.entry.rule.vocabulary:
             shape = (math.ceil(shape[0] / vocab_multiple) * vocab_multiple, *shape[1:])
         made = TensorSpec(one.key, one.dtype, (*counts[one.key], *shape))
@@ -148,7 +154,7 @@ def _stacked(placed: Sequence[_Placed], *, must: bool) -> list[_Placed]:
         found = _LAYER.match(one.key)
         if found:
             layer = stacks.setdefault(found[1], {}).setdefault(int(found[2]), {})
-            layer[found[3], one.leading] = one.entry.shape, one.dtype
+            layer[found[3], one.leading] = one.shape, one.dtype
     alike = {
         stack
         for stack, layers in stacks.items()
@@ -164,7 +170,7 @@ def _stacked(placed: Sequence[_Placed], *, must: bool) -> list[_Placed]:
         found = _LAYER.match(one.key)
         if found and found[1] in alike:
             key, leading = found[1] + found[3], (int(found[2]), *one.leading)
-            one = _Placed(one.entry, one.dtype, key, leading)
+            one = replace(one, key=key, leading=leading)
         made.append(one)
     return made
 
@@ -190,12 +196,13 @@ def _objects(
     for one in placed:
         offset, size = one.leading or (0,), counts[one.key] or (1,)
         where = f"_extra_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, size))}"
-        module, _, kind = one.key.rpartition(".")
+        module, _, kind = one.key.removesuffix(one.section).rpartition(".")
         last = module.rpartition(".")[2]
-        if kind == "weight" and (last.startswith("linear_") or last == "eh_proj"):
+        if kind == "weight" and (last.startswith("linear_") or last in _MORE_LINEAR):
             yield f"{module}.{where}"
         attention = _ATTENTION.match(one.key)
         if spec == "te" and attention:
             yield f"{attention[1]}.core_attention.{where}"
-        if spec == "te" and kind == "weight" and last.endswith("norm"):
+        # norms that tensor parallelism cuts are not Transformer Engine's
+        if spec == "te" and kind == "weight" and last.endswith("norm") and not one.entry.rule.by_heads:
             yield f"{module}.{where}"

@@ -10,10 +10,12 @@ May import: `weighbridge.errors`; nothing of the service.
 - `from_mbridge`: families that mbridge describes.
 - `dense`: llama, qwen2, qwen3.
 - `moe`: mixtral, qwen2_moe, qwen3_moe.
-- `deepseek_v3`: deepseek_v3, kimi_k2.
+- `deepseek_v3`: deepseek_v3, kimi_k2, deepseek_v32.
 - `glm4_moe`: glm4_moe.
 - `glm4v_moe`: glm4v_moe.
 - `ernie4_5_moe`: ernie4_5_moe.
+- `minimax_m2`: minimax_m2.
+- `nemotron_h`: nemotron_h.
 - `mimo`: mimo.
 - `gemma3`: gemma3, gemma3_text.
 - `qwen2_5_vl`: qwen2_5_vl.
@@ -46,9 +48,12 @@ _BUILT_IN = {
     "qwen3_moe": "moe:Qwen3Moe",
     "deepseek_v3": "deepseek_v3:DeepseekV3",
     "kimi_k2": "deepseek_v3:DeepseekV3",
+    "deepseek_v32": "deepseek_v3:DeepseekV32",
     "glm4_moe": "glm4_moe:Glm4Moe",
     "glm4v_moe": "glm4v_moe:Glm4vMoe",
     "ernie4_5_moe": "ernie4_5_moe:Ernie45Moe",
+    "minimax_m2": "minimax_m2:MinimaxM2",
+    "nemotron_h": "nemotron_h:NemotronH",
     "mimo": "mimo:Mimo",
     "gemma3": "gemma3:Gemma3",
     "gemma3_text": "gemma3:Gemma3Text",

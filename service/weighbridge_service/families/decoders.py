@@ -24,6 +24,8 @@ class Decoder:
         mlp: Hugging Face's module of the MLP or the experts in a layer.
         router: in that, the module that says which expert a token goes to.
         shared: in that, the module of the shared experts.
+        gated: in an MLP or an expert, the modules of the gate, of what it lets through, and of what is behind both.
+        norm_of_all_heads: whether queries, and keys, are normed over all heads together.
     """
 
     heads: tuple[int, int]
@@ -33,6 +35,8 @@ class Decoder:
     mlp: str = "mlp"
     router: str = "gate"
     shared: str = "shared_experts"
+    gated: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    norm_of_all_heads: bool = False
 
     @property
     def _here(self) -> str:
@@ -60,7 +64,10 @@ class Decoder:
             yield Rule(f"{here}.self_attention.linear_proj.{kind}", (f"{attention}.o_proj.{kind}",), WHOLE)
         for part in "qk":
             yield Rule(
-                f"{here}.self_attention.{part}_layernorm.weight", (f"{attention}.{part}_norm.weight",), WHOLE
+                f"{here}.self_attention.{part}_layernorm.weight",
+                (f"{attention}.{part}_norm.weight",),
+                WHOLE,
+                by_heads=self.norm_of_all_heads,
             )
         yield Rule(
             f"{here}.self_attention.linear_qkv.layer_norm_weight", (f"{there}.input_layernorm.weight",), WHOLE
@@ -90,18 +97,19 @@ class Decoder:
     def parallel_plan(self) -> dict[str, str]:
         """How engines cut attention and dense layers, where transformers' plan is silent; in its form."""
         there = f"{self.theirs}layers.*"
-        modules = {f"{there}.self_attn.{p}_proj": "colwise" for p in "qkv"}
-        modules |= {f"{there}.{self.mlp}.{p}_proj": "colwise" for p in ("gate", "up")}
+        *gate_and_up, down = (f"{there}.{self.mlp}.{module}" for module in self.gated)
+        rows = [f"{there}.self_attn.{p}_proj" for p in "qkv"] + gate_and_up
+        if self.norm_of_all_heads:
+            rows += [f"{there}.self_attn.{p}_norm" for p in "qk"]
         return {
-            **modules,
+            **dict.fromkeys(rows, "colwise"),
             f"{there}.self_attn.o_proj": "rowwise",
-            f"{there}.{self.mlp}.down_proj": "rowwise",
+            down: "rowwise",
         }
 
-    @staticmethod
-    def _gated(ours: str, theirs: str) -> Iterator[Rule]:
+    def _gated(self, ours: str, theirs: str) -> Iterator[Rule]:
         """An MLP with a gate."""
         for kind in ("weight", "bias"):
-            gate_and_up = f"{theirs}.gate_proj.{kind}", f"{theirs}.up_proj.{kind}"
-            yield Rule(f"{ours}.linear_fc1.{kind}", gate_and_up, Halves(), halves=True)
-            yield Rule(f"{ours}.linear_fc2.{kind}", (f"{theirs}.down_proj.{kind}",), WHOLE)
+            gate, up, down = (f"{theirs}.{module}.{kind}" for module in self.gated)
+            yield Rule(f"{ours}.linear_fc1.{kind}", (gate, up), Halves(), halves=True)
+            yield Rule(f"{ours}.linear_fc2.{kind}", (down,), WHOLE)

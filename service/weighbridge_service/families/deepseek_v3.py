@@ -1,10 +1,17 @@
-"""DeepSeek-V3 and what is built like it: multi-head latent attention, shared experts, layers for multi-token prediction."""
+"""DeepSeek-V3 and what is built like it: multi-head latent attention, shared experts, layers for multi-token prediction.
+
+DeepSeek-V3.2 has an indexer in its attention besides, whose names on the side of Megatron-core are its own
+(``experimental_attention_variant="dsa"``). No element of it is moved: of a head of the indexer those that are rotated come first on both
+sides, in Megatron-core from the releases behind 0.16 on.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
+from weighbridge.errors import InvalidArgument
 from weighbridge_service.families.family import MTP, mtp_rules
 from weighbridge_service.families.from_mbridge import MBridgeFamily
 from weighbridge_service.families.rules import Rule, Shape
@@ -16,12 +23,17 @@ _OWN = {
     "eh_proj.weight": "eh_proj.weight",
     "final_layernorm.weight": "shared_head.norm.weight",
 }
+_INDEXER = "self_attention.core_attention.indexer"
+_INDEXER_THERE = "model.layers.{layer}.self_attn.indexer"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _SHARED = {
     # each layer's file has the embedding and the output layer again
     _EMBEDDING: "embed_tokens.weight",
     "output_layer.weight": "shared_head.head.weight",
 }
+
+_INDEX_HEADS, _INDEX_HEAD_DIM = 64, 128
+"""Heads of the indexer and their size, of a config that does not say so."""
 
 
 class LayersForPrediction(MBridgeFamily):
@@ -62,9 +74,13 @@ class LayersForPrediction(MBridgeFamily):
         # first, because the decoder's rules would take these layers for further ones of the decoder
         return [*mtp_rules(found, f"model.layers.{{layer+{first}}}", _OWN), *with_copies]
 
+    def decoder_shapes(self) -> dict[str, Shape]:
+        """The shapes without layers of prediction: those that transformers knows."""
+        return super().hugging_face_shapes()
+
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """The shapes that transformers knows, and those of the layers of prediction."""
-        shapes = super().hugging_face_shapes()
+        """The shapes of the decoder, and those of the layers of prediction."""
+        shapes = self.decoder_shapes()
         hidden, last = self.text_config.hidden_size, f"model.layers.{self.num_layers - 1}."
         of_layer = {name.removeprefix(last): s for name, s in shapes.items() if name.startswith(last)}
         own = {
@@ -100,3 +116,39 @@ class DeepseekV3(LayersForPrediction):
     mbridge_type = "deepseek_v3"
     one_key_for_all_layers = False
     experts_field = "n_routed_experts"
+
+
+class DeepseekV32(DeepseekV3):
+    """DeepSeek-V3.2, which transformers knows from 5 on: DeepSeek-V3 with an indexer that chooses the tokens to attend to."""
+
+    further_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        f"{_INDEXER}.linear_wq_b.weight": (f"{_INDEXER_THERE}.wq_b.weight",),
+        f"{_INDEXER}.linear_wk.weight": (f"{_INDEXER_THERE}.wk.weight",),
+        f"{_INDEXER}.k_norm.weight": (f"{_INDEXER_THERE}.k_norm.weight",),
+        f"{_INDEXER}.k_norm.bias": (f"{_INDEXER_THERE}.k_norm.bias",),
+        f"{_INDEXER}.linear_weights_proj.weight": (f"{_INDEXER_THERE}.weights_proj.weight",),
+    }
+
+    def decoder_shapes(self) -> dict[str, Shape]:
+        """DeepSeek-V3's, with an indexer behind the projections of each layer's attention."""
+        heads = self.config.get("index_n_heads") or _INDEX_HEADS
+        size = self.config.get("index_head_dim") or _INDEX_HEAD_DIM
+        hidden, rank = self.text_config.hidden_size, self.text_config.q_lora_rank
+        if not rank:
+            raise InvalidArgument(
+                f"config.json has q_lora_rank = {rank}, and the indexer reads what has that many elements"
+            )
+        indexer = {
+            "wq_b.weight": (heads * size, rank),
+            "wk.weight": (size, hidden),
+            "k_norm.weight": (size,),
+            "k_norm.bias": (size,),
+            "weights_proj.weight": (heads, hidden),
+        }
+        found: dict[str, Shape] = {}
+        for name, shape in super().decoder_shapes().items():
+            found[name] = shape
+            if name.endswith(".self_attn.o_proj.weight"):
+                there = name.removesuffix("o_proj.weight")
+                found |= {f"{there}indexer.{own}": shape for own, shape in indexer.items()}
+        return found

@@ -28,6 +28,19 @@ class Rearrangement(Protocol):
 
 
 @dataclass(frozen=True)
+class Section:
+    """Rows of a Megatron-core tensor that are a tensor of their own in distributed checkpoints, as ``z`` of ``in_proj.weight.z``.
+
+    Attributes:
+        name: what is behind the name of the whole.
+        rows: how many.
+    """
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True)
 class Rule:
     """Tensors of one kind: all layers and experts whose tensors are made in the same way.
 
@@ -45,6 +58,10 @@ class Rule:
         vocabulary: whether the first axis is the vocabulary, which trainers may pad.
         halves: whether the Megatron-core tensor is two halves above each other (all gate rows, then all up rows), of which
             tensor parallelism cuts each by itself.
+        sections: parts above each other that Megatron-core declares by themselves, and of which tensor parallelism cuts each by itself;
+            together all rows of the tensor. Empty if it declares the tensor whole.
+        by_heads: whether the first axis has as many elements of each head, and tensor parallelism cuts it although tensors of that
+            name are whole elsewhere, such as a norm over all heads together.
         every: how many rows of Hugging Face's tensors, along their last axis, take turns, such as those of gate and up; the
             conversion then has that axis as two, the latter of this length.
         part: name of an optional part of the model, such as ``mtp``, that a checkpoint has whole or not at all; empty
@@ -58,6 +75,8 @@ class Rule:
     part_of_copies: str = ""
     vocabulary: bool = False
     halves: bool = False
+    sections: tuple[Section, ...] = ()
+    by_heads: bool = False
     every: int = 1
     part: str = ""
 

@@ -29,6 +29,15 @@ _LARGEST = {
     "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
+    "mamba_num_heads": 1 << 14,
+    "mamba_head_dim": 1 << 14,
+    "n_groups": 1 << 14,
+    "ssm_state_size": 1 << 14,
+    "conv_kernel": 1 << 10,
+    "moe_shared_expert_intermediate_size": 1 << 22,
+    "moe_latent_size": 1 << 20,
+    "index_n_heads": 1 << 14,
+    "index_head_dim": 1 << 14,
     "vocab_size": 1 << 24,
     "num_local_experts": 1 << 14,
     "num_experts": 1 << 14,
@@ -70,7 +79,7 @@ def transformers_config(model_type: str, config: Mapping[str, Any]) -> Any:
     made = transformers.CONFIG_MAPPING[model_type](
         **_own_fields(transformers.CONFIG_MAPPING[model_type], config)
     )
-    _check_experts(getattr(made, "text_config", made), config.get("num_nextn_predict_layers") or 0)
+    _check_experts_of(getattr(made, "text_config", made), config.get("num_nextn_predict_layers") or 0)
     return made
 
 
@@ -113,15 +122,22 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
             )
 
 
-def _check_experts(text_config: Any, further_layers: int) -> None:
-    """Refuse more experts than fit into memory as names."""
+def _check_experts_of(text_config: Any, further_layers: int) -> None:
     layers = getattr(text_config, "num_hidden_layers", 0) + further_layers
     for name in _EXPERTS:
-        experts = getattr(text_config, name, None) or 0
-        if layers * experts > _MOST_EXPERTS_IN_ALL:
-            raise InvalidArgument(
-                f"config.json has {layers} layers with {experts} experts each, more than {_MOST_EXPERTS_IN_ALL} in all"
-            )
+        check_experts(layers, getattr(text_config, name, None) or 0)
+
+
+def check_experts(layers: int, experts: int) -> None:
+    """Refuse more experts than fit into memory as names.
+
+    Raises:
+        InvalidArgument: so many layers would have so many experts each.
+    """
+    if layers * experts > _MOST_EXPERTS_IN_ALL:
+        raise InvalidArgument(
+            f"config.json has {layers} layers with {experts} experts each, more than {_MOST_EXPERTS_IN_ALL} in all"
+        )
 
 
 def label_count(config: Mapping[str, Any]) -> int | None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weighbridge._core.boxes import Box
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import InvalidArgument, LayoutError, WeighbridgeError
 from weighbridge_service.families import Family, Rule, family_of
@@ -32,6 +33,8 @@ _SAME_NORM = (
     (".self_attention.q_layernorm.weight", ".self_attention.linear_q_up_proj.layer_norm_weight"),
     (".self_attention.kv_layernorm.weight", ".self_attention.linear_kv_up_proj.layer_norm_weight"),
     (".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight"),
+    (".mixer.in_proj.layer_norm_weight", ".norm.weight"),
+    (".final_norm.weight", ".final_layernorm.weight"),
 )
 """Names that different layer specs of Megatron-core give to one tensor."""
 _MOST_CONFIG_BYTES = 1 << 20
@@ -65,6 +68,18 @@ class MegatronTensor:
     rule: Rule
     targets: tuple[Target, ...]
     shape: Shape
+
+    def declared(self) -> Sequence[tuple[str, Box]]:
+        """The tensors that trainers declare of it, and which part of it each is: itself, or its sections."""
+        if not self.rule.sections:
+            return [(self.name, Box.whole(self.shape))]
+        rest, first = self.shape[1:], 0
+        found = []
+        for section in self.rule.sections:
+            box = Box((first, *(0 for _ in rest)), (section.rows, *rest))
+            found.append((f"{self.name}.{section.name}", box))
+            first += section.rows
+        return found
 
 
 class Bridge:

@@ -60,6 +60,8 @@ _STYLES = {
     "rowwise_rep": _ROWWISE,
     "local_rowwise": _ROWWISE,
 }
+_OF_ATTENTION = re.compile(r".*\.(self_attn\..+|mixer\.[qkvo]_proj\.\w+)")
+"""What attention consists of; layers of hybrid models call whatever they have a mixer."""
 _LATENT_KIND = " (latent)"
 
 _DECODER = r"(?:model\.|language_model\.)*"
@@ -162,6 +164,7 @@ class _Facts:
         of_expert: the tensors of one expert, by the name it is under and its number; each with its place in the order.
         common: the other tensors, in the same form.
         stacked: the tensors that hold all experts of a layer.
+        sections: rows of the sections of tensors that are cut section by section.
         alternating: tensors in which rows of gate and up take turns along the last axis.
         kinds: of which kind each tensor is; those of one kind and shape are cut alike.
         latent: where attention is multi-head latent attention, as the names of its modules.
@@ -183,6 +186,7 @@ class _Facts:
     of_expert: Mapping[tuple[str, int], Sequence[tuple[int, str]]]
     common: Sequence[tuple[int, str]]
     stacked: frozenset[str]
+    sections: Mapping[str, Sequence[int]]
     alternating: frozenset[str]
     kinds: Mapping[str, str]
     latent: frozenset[str]
@@ -218,6 +222,11 @@ def _facts(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, 
         of_expert,
         common,
         frozenset(name for _, name in common if _STACKED.fullmatch(name)),
+        {
+            entry.targets[0].name: [section.rows for section in entry.rule.sections]
+            for entry in bridge.megatron.values()
+            if entry.rule.sections and len(entry.targets) == 1
+        },
         frozenset(
             target.name
             for entry in bridge.megatron.values()
@@ -332,11 +341,22 @@ def _slices(facts: _Facts, spec: TensorSpec, request: TensorParallel) -> tuple[t
         gate = _cut(half, 2, size, rank)
         up = Box((*gate.offset[:2], gate.offset[2] + half.shape[2]), gate.extent)
         return spec.shape, [_common(block, gate), _common(block, up)]
+    if style == _COLWISE and size > 1 and spec.name in facts.sections:
+        return spec.shape, list(_by_section(spec, facts.sections[spec.name], size, rank))
     if style == _OUTPUTS:
         return spec.shape, [_common(block, _cut(spec, len(spec.shape) - 1, size, rank))]
     if style == _STACKED_DOWN and len(spec.shape) == 3:
         return spec.shape, [_common(block, _cut(spec, 1, size, rank))]
     return spec.shape, [_common(block, _slice(facts, spec, style, size, rank))]
+
+
+def _by_section(spec: TensorSpec, sections: Sequence[int], size: int, rank: int) -> Iterator[Box]:
+    """A cut of each section of the rows."""
+    first = 0
+    for rows in sections:
+        cut = _cut(replace(spec, shape=(rows, *spec.shape[1:])), 0, size, rank)
+        yield Box((first + cut.offset[0], *cut.offset[1:]), cut.extent)
+        first += rows
 
 
 def _style(facts: _Facts, spec: TensorSpec) -> str:
@@ -389,7 +409,7 @@ def _slice(facts: _Facts, spec: TensorSpec, style: str, size: int, rank: int) ->
     if style not in (_COLWISE, _ROWWISE) or (style == _ROWWISE and len(spec.shape) < 2):
         return Box.whole(spec.shape)
     axis = 0 if style == _COLWISE else 1
-    if ".self_attn." not in spec.name:
+    if not _OF_ATTENTION.fullmatch(spec.name):
         return _cut(spec, axis, size, rank)
     # attention is cut between heads, never inside one; a key-value head that several ranks need is on each of them
     module = spec.name.rpartition(".")[0]
@@ -400,7 +420,7 @@ def _slice(facts: _Facts, spec: TensorSpec, style: str, size: int, rank: int) ->
         )
     if _attention(spec.name) in facts.latent:
         return _cut(spec, axis, size, rank)
-    if module.endswith(("k_proj", "v_proj")) and kv_heads < size:
+    if module.endswith(("k_proj", "v_proj", "k_norm")) and kv_heads < size:
         if size % kv_heads:
             raise InvalidArgument(
                 f"{spec}: {kv_heads} key-value heads cannot be replicated over {size} ranks",

@@ -31,12 +31,15 @@ _CUTS = {
     "linear_fc1": _ROWS,
     "core_attention": _ROWS,  # a number for each head
     "eh_proj": _ROWS,
+    "in_proj": _ROWS,
+    "conv1d": _ROWS,
+    "out_proj": _COLUMNS,
     "linear_proj": _COLUMNS,
     "linear_fc2": _COLUMNS,
 }
 _IN_LAYER = re.compile(r"^(?:language_model\.)?decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.experts\.(\d+)\.")
-_LAST_STAGE = re.compile(r"(^|\.)(decoder\.final_layernorm|output_layer|mtp)\.")
+_LAST_STAGE = re.compile(r"(^|\.)(decoder\.final_(?:layer)?norm|output_layer|mtp)\.")
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,9 @@ def megatron_layout(
     specs: dict[str, TensorSpec] = {}
     shards: list[Shard] = []
     for entry in _held(_groups(bridge), rank, stages.layers[rank.pp[0]], experts):
-        spec, found = _shards(bridge, entry, tensors[entry.targets[0].name], rank, experts_apart)
-        specs[spec.name] = spec
-        shards += found
+        for spec, found in _shards(bridge, entry, tensors[entry.targets[0].name], rank, experts_apart):
+            specs[spec.name] = spec
+            shards += found
     return Layout.stream(specs.values(), shards)
 
 
@@ -203,26 +206,28 @@ def _held(
 
 def _shards(
     bridge: Bridge, entry: MegatronTensor, like: TensorSpec, rank: MegatronRank, experts_apart: bool
-) -> tuple[TensorSpec, list[Shard]]:
+) -> Iterator[tuple[TensorSpec, list[Shard]]]:
     of_expert = _EXPERT.search(entry.name)
     index, size = rank.etp if of_expert else rank.tp
-    shape = entry.shape
-    if entry.rule.vocabulary:
-        shape = (math.ceil(shape[0] / rank.tp[1]) * rank.tp[1], *shape[1:])
-    boxes = list(_boxes(entry, shape, index, size))
-    cut = size > 1 and boxes[0].extent != shape
-    again = entry.rule.vocabulary and rank.pp[0] > 0 and "word_embeddings" in entry.name
-    main = not (rank.expert_dp if of_expert else rank.dp) and (cut or index == 0) and not again
-    if not of_expert or experts_apart:
-        return TensorSpec(entry.name, like.dtype, shape), [Shard(entry.name, box, main) for box in boxes]
-    name = entry.name.replace(of_expert[0], ".experts.experts.", 1)
-    spec = TensorSpec(name, like.dtype, (bridge.experts, *shape))
-    return spec, [Shard(name, box.under((int(of_expert[1]),)), main) for box in boxes]
+    for name, part in entry.declared():
+        shape = part.extent
+        if entry.rule.vocabulary:
+            shape = (math.ceil(shape[0] / rank.tp[1]) * rank.tp[1], *shape[1:])
+        boxes = list(_boxes(entry, shape, index, size))
+        cut = size > 1 and boxes[0].extent != shape
+        again = entry.rule.vocabulary and rank.pp[0] > 0 and "word_embeddings" in name
+        main = not (rank.expert_dp if of_expert else rank.dp) and (cut or index == 0) and not again
+        if not of_expert or experts_apart:
+            yield TensorSpec(name, like.dtype, shape), [Shard(name, box, main) for box in boxes]
+            continue
+        name = name.replace(of_expert[0], ".experts.experts.", 1)
+        spec = TensorSpec(name, like.dtype, (bridge.experts, *shape))
+        yield spec, [Shard(name, box.under((int(of_expert[1]),)), main) for box in boxes]
 
 
 def _boxes(entry: MegatronTensor, shape: Sequence[int], index: int, size: int) -> Iterator[Box]:
     module, _, kind = entry.name.rpartition(".")
-    axis = _CUTS.get(module.rpartition(".")[2])
+    axis = _ROWS if entry.rule.by_heads else _CUTS.get(module.rpartition(".")[2])
     replicated = "norm" in kind or (axis == _COLUMNS and kind == "bias")
     if axis is None or replicated or (module == "output_layer" and not entry.rule.vocabulary):
         yield Box.whole(shape)

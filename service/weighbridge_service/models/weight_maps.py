@@ -3,8 +3,8 @@
 Megatron-core names the same weight in several ways: one tensor for all layers with the layer as its first axis
 (``decoder.layers.mlp.linear_fc2.weight``), one for each layer (``decoder.layers.3.mlp.linear_fc2.weight``); experts as an axis
 (``mlp.experts.experts.linear_fc1.weight``) or one by one (``mlp.experts.experts.7.linear_fc1.weight``); and with
-``singleton_local_shards`` the two halves of a SwiGLU projection apart (``...linear_fc1.weight_w`` and ``_v``). A bridge knows
-them one by one; this module puts the others in relation to that.
+``singleton_local_shards`` the two halves of a SwiGLU projection apart (``...linear_fc1.weight_w`` and ``_v``), as are the sections of
+what a state space model projects at once (``mixer.in_proj.weight.z``). A bridge knows them one by one; this module puts the others in relation to that.
 """
 
 from __future__ import annotations
@@ -37,21 +37,14 @@ class _Part:
     Attributes:
         entry: that tensor.
         leading: index on the leading axes of the declared tensor, empty if there are none.
-        half: which half of its rows it is; None if it is all of it.
+        suffix: what the declared tensor's name has behind that of the bridge's tensor.
+        box: which part of that tensor it is, padding not counted.
     """
 
     entry: MegatronTensor
     leading: tuple[int, ...]
-    half: int | None
-
-    @property
-    def box(self) -> Box:
-        """Which part of the bridge's tensor it is, padding not counted."""
-        shape = self.entry.shape
-        if self.half is None:
-            return Box.whole(shape)
-        rows = shape[0] // len(_HALVES)
-        return Box((self.half * rows, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+    suffix: str
+    box: Box
 
 
 def derive_weight_map(
@@ -72,7 +65,7 @@ def derive_weight_map(
     padding: list[tuple[str, Box]] = []
     problems: list[str] = []
     seen: dict[str, Shape] = {}
-    of_kind: dict[tuple[str, Shape, int | None], list[Link]] = {}
+    of_kind: dict[tuple[str, Shape, str], list[Link]] = {}
     for spec in declared.values():
         parts = list(_parts(bridge, spec))
         problem = _problem(bridge, tensors, spec, parts)
@@ -81,7 +74,7 @@ def derive_weight_map(
             continue
         for part in parts:
             entry = part.entry
-            key = (entry.rule.megatron, entry.shape, part.half)
+            key = (entry.rule.megatron, entry.shape, part.suffix)
             cut = of_kind.get(key)
             if cut is None:
                 cut = of_kind[key] = list(_cut(bridge.links(entry), part.box))
@@ -139,14 +132,31 @@ def _dtypes(tensors: Mapping[str, TensorSpec], parts: list[_Part]) -> set[DType]
 
 def _parts(bridge: Bridge, spec: TensorSpec) -> Iterator[_Part]:
     """The bridge's tensors that a declared tensor is made of; none if it is unknown."""
-    for suffix, half in ((None, None), *_HALVES.items()):
-        if suffix is not None and not spec.name.endswith(suffix):
-            continue
-        name = spec.name if suffix is None else spec.name.removesuffix(suffix)
-        found = list(_stacked(bridge, name, spec.shape))
-        if found and all(entry is not None and (half is None or entry.rule.halves) for _, entry in found):
-            yield from (_Part(entry, leading, half) for leading, entry in found if entry is not None)
+    suffixes = [
+        "",
+        *(suffix for suffix in _HALVES if spec.name.endswith(suffix)),
+        f".{spec.name.rpartition('.')[2]}",
+    ]
+    for suffix in suffixes:
+        found = list(_stacked(bridge, spec.name.removesuffix(suffix), spec.shape))
+        parts = [
+            _Part(entry, leading, suffix, box)
+            for leading, entry in found
+            if entry is not None and (box := _part_named(entry, suffix)) is not None
+        ]
+        if parts and len(parts) == len(found):
+            yield from parts
             return
+
+
+def _part_named(entry: MegatronTensor, suffix: str) -> Box | None:
+    """The part of a tensor that has its name with this suffix; None if there is none."""
+    if not suffix:
+        return None if entry.rule.sections else Box.whole(entry.shape)
+    if suffix in _HALVES and entry.rule.halves:
+        rows, rest = entry.shape[0] // len(_HALVES), entry.shape[1:]
+        return Box((_HALVES[suffix] * rows, *(0 for _ in rest)), (rows, *rest))
+    return next((box for name, box in entry.declared() if name == entry.name + suffix), None)
 
 
 def _stacked(

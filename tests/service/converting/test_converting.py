@@ -92,6 +92,8 @@ FAMILIES: list[tuple[str, bool, dict[str, Any]]] = [
     ("mimo", False, {}),
     ("gpt_oss", False, {}),
     ("ernie4_5_moe", False, {}),
+    ("minimax_m2", False, {}),
+    ("deepseek_v32_mtp", False, {}),
 ]
 OTHER_MODELS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: gemma3_model(tied=True),
@@ -99,6 +101,7 @@ OTHER_MODELS: dict[str, Callable[[], Any]] = {
     "qwen2_5_vl": lambda: qwen2_5_vl_model(tied=False),
     "qwen3_vl_moe": PUBLISHED["qwen3_vl_moe"][0],
     "glm4v_moe": PUBLISHED["glm4v_moe"][0],
+    "nemotron_h": PUBLISHED["nemotron_h"][0],
     "llama4": lambda: llama4_model(every=1),
     "llama4-interleaved": lambda: llama4_text_model(every=2),
 }

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from tests.support.megatron_ranks import run_ranks
+from tests.support.published_families import NEMOTRON
 from tests.support.reference import (
     MtpReference,
     make_random,
@@ -40,7 +41,7 @@ from weighbridge._formats.megatron_state import sharded_tensors
 from weighbridge_demo.megatron_cpu import Parallel
 from weighbridge_service.models.bridges import bridge_for
 from weighbridge_service.models.megatron_layouts import all_ranks
-from weighbridge_service.models.model_tensors import tensors_found
+from weighbridge_service.models.model_tensors import ModelTensors, tensors_found
 
 pytestmark = pytest.mark.xdist_group("families")
 
@@ -110,6 +111,10 @@ MODELS: dict[str, Callable[[], Source]] = {
     "qwen3_rewards": lambda: sequence_values("qwen3"),
     "ernie4_5_moe": lambda: language_model("ernie4_5_moe"),
     "ernie4_5_moe_tied": lambda: language_model("ernie4_5_moe", tied=True),
+    "deepseek_v32": lambda: language_model("deepseek_v32"),
+    "deepseek_v32_mtp": lambda: language_model("deepseek_v32_mtp"),
+    "minimax_m2": lambda: language_model("minimax_m2"),
+    "minimax_m2_tied": lambda: language_model("minimax_m2", tied=True),
 }
 SAVED_AS = {"kimi_k2": "kimi_k2"}
 """The model type in config.json, where the model is made by another family's code."""
@@ -122,7 +127,7 @@ DENSE = (*VALUE_HEADS, "mimo", "mimo_tied")
 ALL = tuple(MODELS)
 # megatron-core 0.16 makes no sharded state dict of stages with tied embeddings and prediction
 STAGED = tuple(name for name in ALL if name not in ("mimo_tied", "deepseek_v3_mtp_tied"))
-PREDICTING = ("glm4_moe_mtp", "deepseek_v3_mtp1", "deepseek_v3_mtp2")
+PREDICTING = ("glm4_moe_mtp", "deepseek_v3_mtp1", "deepseek_v3_mtp2", "deepseek_v32_mtp")
 # how megatron-core names what it holds: layers stacked, one key a layer, and the halves of SwiGLU apart
 KEYS: tuple[dict[str, Any], ...] = (
     {},
@@ -411,6 +416,28 @@ def test_what_ranks_are_said_to_hold_is_what_megatron_says(
         said = all_ranks(bridge, tensors, parallel.world_size, **sizes)
         for rank, of_rank in enumerate(results):
             assert holding(said[rank]) == of_rank[index], f"{key}, rank {rank}"
+
+
+def _hybrid_holding(rank: int, parallel: Parallel) -> Holding:
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+    from tests.support.megatron_hybrid import build_hybrid_model
+
+    model = build_hybrid_model(NEMOTRON, parallel)
+    shards = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None))
+    return holding(sharded_tensors(shards).layout)
+
+
+@pytest.mark.parametrize("parallel", [Parallel(tp=2, ep=2, etp=1), Parallel(tp=2, pp=2, dp=2, ep=2)], ids=str)
+def test_what_ranks_of_a_hybrid_model_are_said_to_hold_is_what_megatron_says(parallel: Parallel) -> None:
+    """Sections of its projections have keys of their own."""
+    config = {**NEMOTRON, "model_type": "nemotron_h"}
+    bridge = bridge_for(json.dumps(config).encode())
+    sizes = {"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep, "etp": parallel.expert_tp}
+    specs = ModelTensors(dtypes.parse("fp32")).specs(bridge)
+    said = all_ranks(bridge, specs, parallel.world_size, **sizes)
+    for rank, held in enumerate(run_ranks(parallel, _hybrid_holding, parallel)):
+        assert holding(said[rank]) == held, f"rank {rank}"
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3_mtp", "glm4_moe_mtp"])

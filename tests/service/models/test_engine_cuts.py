@@ -25,7 +25,7 @@ from tests.service.models.engine_models import (
 )
 from tests.support.published_families import PUBLISHED
 from tests.support.raw_clients import mapped_files
-from tests.support.reference import tiny_config
+from tests.support.reference import make_random, tiny_config
 from weighbridge import ExpertParallel, TensorParallel
 from weighbridge._cli.rank_files import lay_out_rank_file, write_rank_file
 from weighbridge.errors import InvalidArgument
@@ -87,6 +87,73 @@ def test_latent_attention_and_shared_experts_are_cut_as_engines_do(
         assert found[layer + "mlp.gate.weight"].shape == (8, 32)
         assert found[layer + "mlp.gate.e_score_correction_bias"].shape == (8,)
         assert found[layer + "mlp.shared_experts.down_proj.weight"].shape[1] * size == 16
+
+
+@pytest.mark.parametrize(("size", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_state_space_models_are_cut_section_by_section(size: int, ep: int) -> None:
+    """As vLLM's loaders of Mamba 2 do it: gates, inputs, B, C and time steps each over the ranks; the rest of a hybrid model as usual."""
+    model = PUBLISHED["nemotron_h"][0]()
+    make_random(model, seed=3)
+    bridge = real_bridge(model.config)
+    state = {name: model.state_dict()[name] for name in bridge.hugging_face}
+    source = Source(bridge, state)
+    mixer, heads, inner, states = "backbone.layers.0.mixer.", 8, 96, 24
+    sections = {
+        "in_proj.weight": [inner, inner, states, states, heads],
+        "conv1d.weight": [inner, states, states],
+        "conv1d.bias": [inner, states, states],
+    }
+    rows = re.compile(
+        r"lm_head\.weight|.*\.mixer\.((A_log|D|dt_bias|norm\.weight)|([qkv]|.*up)_proj\.weight)"
+    )
+    for rank in range(size):
+        experts = ExpertParallel(ep, rank, 1, 0) if ep > 1 else None
+        found: dict[str, list[Tensor]] = {}
+        for name, part in source.slices(TensorParallel(size, rank, experts=experts)):
+            found.setdefault(name, []).append(part)
+        mine = range(8) if experts is None else range(rank * 4, rank * 4 + 4)
+        of_expert = {name: int(n[1]) for name in state if (n := re.search(r"experts\.(\d+)\.", name))}
+        assert found.keys() == {name for name in state if of_expert.get(name, mine[0]) in mine}
+        for name, parts in found.items():
+            whole, size_here = state[name], 1 if experts and name in of_expert else size
+            wanted = [whole]
+            if name.removeprefix(mixer) in sections and size > 1:
+                wanted = [part.chunk(size)[rank] for part in whole.split(sections[name.removeprefix(mixer)])]
+            elif rows.fullmatch(name) and size_here > 1:
+                wanted = [whole.chunk(size)[rank]]
+            elif name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")) and size_here > 1:
+                wanted = [whole.chunk(size, dim=1)[rank]]
+            assert len(parts) == len(wanted), name
+            assert all(torch.equal(one, other) for one, other in zip(parts, wanted, strict=True)), name
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_an_indexer_of_sparse_attention_is_whole_on_every_rank(size: int) -> None:
+    """As vLLM's and SGLang's DeepSeek-V3.2 have it: every rank chooses the tokens that all heads attend to."""
+    config = tiny_config("deepseek_v32", tied=False, num_hidden_layers=2)
+    state = weights_of(config)
+    source = Source(real_bridge(config), state)
+    indexer = [name for name in state if ".self_attn.indexer." in name]
+    assert len(indexer) == 2 * 5
+    for rank in range(size):
+        found = source.rank(size, rank, experts=ExpertParallel(8, rank))
+        same(found, by_hand(state, 8, size, rank, (8, rank, 1, 0)))
+        assert all(torch.equal(found[name], state[name]) for name in indexer)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_norms_over_all_heads_are_cut_like_the_projections_in_front_of_them(size: int) -> None:
+    """As vLLM's and SGLang's MiniMax-M2 have them; of four key-value heads each is on every rank that needs it."""
+    config = tiny_config("minimax_m2", tied=False, num_hidden_layers=2)
+    state = weights_of(config)
+    source = Source(real_bridge(config), state)
+    for rank in range(size):
+        wanted = by_hand(state, 4, size, rank)
+        for layer in range(2):
+            of_queries, of_keys = (f"model.layers.{layer}.self_attn.{part}_norm.weight" for part in "qk")
+            wanted[of_queries] = state[of_queries].chunk(size)[rank]
+            wanted[of_keys] = state[of_keys].chunk(min(size, 4))[rank * min(size, 4) // size]
+        same(source.rank(size, rank), wanted)
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 4)])

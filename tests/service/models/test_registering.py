@@ -243,6 +243,8 @@ def test_an_output_layer_that_the_config_ties_is_refused_with_the_reason(catalog
         {"model_type": "qwen3_moe", "num_hidden_layers": 512, "num_experts": 16384},
         {"model_type": "glm4_moe", "num_hidden_layers": 512, "n_routed_experts": 16384},
         {"model_type": "deepseek_v3", "num_hidden_layers": 512, "n_routed_experts": 16384},
+        {"model_type": "minimax_m2", "num_hidden_layers": 512, "num_local_experts": 16384},
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "E" * 512, "n_routed_experts": 16384},
         {"model_type": "llama4_text", "num_hidden_layers": 512, "num_local_experts": 16384},
         {"model_type": "llama4", "text_config": {"num_hidden_layers": 512, "num_local_experts": 16384}},
         # what the config leaves open counts as well, and layers that predict further tokens
@@ -282,6 +284,8 @@ def test_experts_beyond_count_over_all_layers_are_refused_at_once(
         ),
         ("deepseek_v3", "qk_nope_head_dim", 10**9),
         ("deepseek_v3", "qk_rope_head_dim", -8),
+        ("deepseek_v32", "index_head_dim", 1 << 40),
+        ("deepseek_v32", "q_lora_rank", None),
         ("llama", "head_dim", 1 << 14),
         ("llama", "hidden_size", 1 << 20),
         ("llama", "num_hidden_layers", "4"),
@@ -300,6 +304,26 @@ def test_sizes_that_no_model_has_are_refused_by_name_before_memory_is_taken(
     with pytest.raises(InvalidArgument, match=r"config\.json"):
         catalog.register_model(str(NAME), {"config.json": json.dumps(config).encode()})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "does not say of each layer what it is"),
+        ({"hybrid_override_pattern": "MX"}, "'MX' is no row of M"),
+        ({"layers_block_type": ["mamba", "ssm"]}, "does not say of each layer what it is"),
+        ({"hybrid_override_pattern": "M-" * 300}, "num_hidden_layers = 600, not an integer from 1 to 512"),
+        ({"hybrid_override_pattern": "M", "mamba_head_dim": 1 << 20}, "mamba_head_dim = 1048576"),
+        ({"hybrid_override_pattern": "M", "ssm_state_size": "128"}, "ssm_state_size = '128'"),
+        ({"hybrid_override_pattern": "M-", "mlp_bias": True}, "the weight map of nemotron_h has none"),
+    ],
+)
+def test_layers_that_a_hybrid_model_cannot_have_are_refused(
+    catalog: Catalog, fields: dict[str, Any], message: str
+) -> None:
+    content = json.dumps({"model_type": "nemotron_h", **fields}).encode()
+    with pytest.raises(InvalidArgument, match=message):
+        catalog.register_model(str(NAME), {"config.json": content})
 
 
 # -- what a process remembers --------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.published_families import NEMOTRON
 from tests.support.raw_clients import mapped_files
 from tests.support.reference import TINY_FAMILIES, make_bridge, tiny_config, tiny_model
 from weighbridge._core import dtypes
@@ -112,6 +113,20 @@ def test_a_trainer_with_unknown_misshapen_or_miscast_tensors_is_told_of_each() -
     assert f"{fc2} F32" in text
     assert "wrong shape" in text
     assert "optimizer.state.exp_avg.x" in text
+
+
+def test_what_has_sections_is_not_taken_whole() -> None:
+    """A rank's part of it has the sections' parts above each other, which is no part of the whole."""
+    bridge = bridge_for(json.dumps({**NEMOTRON, "model_type": "nemotron_h"}).encode())
+    tensors = ModelTensors(F32).specs(bridge)
+    name = "decoder.layers.0.mixer.in_proj.weight"
+    whole = TensorSpec(name, F32, bridge.megatron[name].shape)
+    with pytest.raises(LayoutError, match="contradicts the model") as error:
+        derive_weight_map(bridge, tensors, {name: whole})
+    assert "is no tensor of this nemotron_h model" in error.value.details[0]
+    section = TensorSpec(f"{name}.B", F32, (24, 64))
+    (link,) = derive_weight_map(bridge, tensors, {section.name: section}).links
+    assert link.target_box == Box((2 * 96, 0), (24, 64))
 
 
 @contextmanager
