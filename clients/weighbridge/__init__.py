@@ -9,6 +9,7 @@ May import: neither storage nor service. A folder imports only folders above it 
 - `errors`: what can go wrong, named by what the caller can do about it; `_version` is this distribution's.
 - `_core`: the vocabulary: boxes, layouts, dtypes, resources.
 - `_transport`: messages, channels and streams on the wire.
+- `_signing`: signatures of versions.
 - `_memory`: memory that is shared with the service, and copies.
 - `_formats`: files and processes in which weights lie, as streams.
 - `_lane`: the local lane's client.
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from weighbridge._clients.filling import Filled
     from weighbridge._clients.push_handle import PushHandle, PushReport
     from weighbridge._clients.push_options import PushOptions
+    from weighbridge._clients.signature_calls import Signing
     from weighbridge._clients.trainer import TrainerClient
     from weighbridge._core.boxes import Box
     from weighbridge._core.collection import (
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
         Gate,
         Model,
         Retention,
+        Signature,
         Verification,
         Version,
         VersionState,
@@ -58,6 +61,9 @@ if TYPE_CHECKING:
     from weighbridge._core.tensor_spaces import TensorSpace
     from weighbridge._formats.host_slices import HostSlices, Slices
     from weighbridge._formats.push_sources import ShardSource, StreamSource
+    from weighbridge._signing.checking import Signed
+    from weighbridge._signing.signer import Signer
+    from weighbridge._signing.trust import Trusted
     from weighbridge._transport.credentials import Credentials
     from weighbridge.aio.client import AsyncEngineClient
     from weighbridge.aio.pulls import AsyncPull
@@ -119,6 +125,10 @@ __all__ = [
     "Retention",
     "Shard",
     "ShardSource",
+    "Signature",
+    "Signed",
+    "Signer",
+    "Signing",
     "Slices",
     "StreamSource",
     "SweptVersion",
@@ -126,6 +136,7 @@ __all__ = [
     "TensorSpace",
     "TensorSpec",
     "TrainerClient",
+    "Trusted",
     "Unauthenticated",
     "Unavailable",
     "Verification",
@@ -149,6 +160,7 @@ _MODULES = {
         "PushReport",
     ),
     "_clients.push_options": ("PushOptions",),
+    "_clients.signature_calls": ("Signing",),
     "_clients.trainer": ("TrainerClient",),
     "_core.boxes": ("Box",),
     "_core.collection": (
@@ -171,6 +183,7 @@ _MODULES = {
         "Gate",
         "Model",
         "Retention",
+        "Signature",
         "Verification",
         "Version",
         "VersionState",
@@ -192,6 +205,9 @@ _MODULES = {
         "ShardSource",
         "StreamSource",
     ),
+    "_signing.checking": ("Signed",),
+    "_signing.signer": ("Signer",),
+    "_signing.trust": ("Trusted",),
     "_transport.credentials": ("Credentials",),
     "aio.client": ("AsyncEngineClient",),
     "aio.pulls": ("AsyncPull",),

@@ -17,6 +17,7 @@ from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.collection_loop import Collecting
 from weighbridge_service.catalog.gate import Gates
 from weighbridge_service.catalog.head_versions import approved_since
+from weighbridge_service.catalog.signatures import Signatures
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.pull.serving import Serving
 from weighbridge_service.push.intake import Intake
@@ -78,6 +79,7 @@ class Weighbridge:
         serving: versions on their way out.
         collecting: which versions are kept.
         gates: which versions are held.
+        signatures: who has signed which version.
         images: where versions are put together.
         memory_budget: how much memory these may take.
         mappings: which processes of this machine have them mapped.
@@ -158,6 +160,7 @@ class Weighbridge:
             self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files
         )
         self.gates = Gates(self.catalog, registry.approved)
+        self.signatures = Signatures(self.catalog)
         self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
 
     def _on_collected(self, name: ModelName, history: History) -> None:

@@ -10,9 +10,10 @@ import click
 
 from weighbridge._cli.output import print_json, progress_bar
 from weighbridge._cli.parsing import model_at_version, size
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, needs_extra
+from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference
+from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:

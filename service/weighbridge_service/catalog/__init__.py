@@ -8,6 +8,7 @@ May import: `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 - `head_versions`: versions and refs as a head has them; pure.
 - `holding`: why a version is held that is not in history yet; pure.
 - `gate`: which versions are held, and approval of these.
+- `signatures`: signatures of versions.
 - `changes`: news of models for those that follow them.
 - `store_readers`: leases of versions that are being read.
 - `collection_loop`: collection, when asked for and by itself.

@@ -111,11 +111,12 @@ class Opener:
         request_id: str,
         client_id: str,
         said: Said = _NOTHING_SAID,
+        by: str = "",
     ) -> Version:
         """Give a number for a new version, or the one that this request has been given before.
 
         A request whose version has ended is given a new one, unless the caller took part in that version. What is ``said`` of the version
-        is added to what other ranks have said.
+        is added to what other ranks have said; ``by`` is who asks, as the service knows them, and stays who came first.
 
         Raises:
             NotFound: the model is not registered.
@@ -146,7 +147,9 @@ class Opener:
             if joined is None or joined.snapshot.version.number not in receiving:
                 self._check_room()
             lease_ms = round(self._limits.lease * 1000)
-            asked = OpeningRequest(request_id, *asked_for, self._home, lease_ms, said, given_up, receiving)
+            asked = OpeningRequest(
+                request_id, *asked_for, self._home, lease_ms, said, given_up, receiving, by
+            )
             entry, head = self._catalog.heads.update(model_name, lambda head: asked.open(head, unix_ms()))
             if (
                 isinstance(joined, PushSession)
@@ -220,7 +223,9 @@ class Opener:
         lease_left = (entry.until_ms - begun.unix_ms) / 1000
         opened = version_opened(model, entry)
         known, holding = model.known_set, Holding.of(entry)
-        state = PushState.begin(opened, self._home, self._limits, known, lease_left, begun, holding)
+        state = PushState.begin(
+            opened, self._home, self._limits, known, lease_left, begun, holding
+        ).described(entry)
         return self.session(state, model, entry, client_id, None)
 
     def session(

@@ -146,6 +146,8 @@ class OpenEntry:
         allow_nonfinite: whether it is not held for elements that are NaN or infinite.
         metadata: what is pushed with it.
         approval: what was said for it since it was complete; None if nothing was.
+        by: who opened it, as the service knows them; empty if it knows nobody by name.
+        cast_from: dtypes that its tensors have in the trainer and that are cast to the model's, in order.
         extra: the fields that this release does not know.
 
     Raises:
@@ -167,6 +169,8 @@ class OpenEntry:
     allow_nonfinite: bool = False
     metadata: Metadata = field(default_factory=dict, hash=False)
     approval: Approval | None = None
+    by: str = ""
+    cast_from: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -174,8 +178,10 @@ class OpenEntry:
         check_number("ranks", self.ranks, 1)
         for name in ("step", "created_ms", "until_ms", "parent"):
             check_number(name, getattr(self, name))
-        for name in ("request_id", "run", "files_id", "claim", "holder"):
+        for name in ("request_id", "run", "files_id", "claim", "holder", "by"):
             check_text(name, getattr(self, name))
+        for dtype in self.cast_from:
+            check_text("a dtype", dtype)
         check_reasons(self.held)
         checked_metadata(self.metadata)
 

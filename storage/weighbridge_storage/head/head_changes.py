@@ -47,11 +47,13 @@ class Said:
         candidate: that it is held until it is approved.
         allow_nonfinite: that it is not held for elements that are NaN or infinite.
         metadata: what is kept with it.
+        cast_from: dtypes, by safetensors' names, of tensors that the rank casts to the model's.
     """
 
     candidate: bool = False
     allow_nonfinite: bool = False
     metadata: Metadata = field(default_factory=dict)
+    cast_from: frozenset[str] = frozenset()
 
 
 _NOTHING_SAID = Said()
@@ -67,6 +69,7 @@ def open_version(
     now_ms: int,
     lease_ms: int,
     said: Said = _NOTHING_SAID,
+    by: str = "",
 ) -> tuple[Head, OpenEntry]:
     """Take the next number for a version, or find the one that this request has opened before and that is still open.
 
@@ -79,6 +82,7 @@ def open_version(
         now_ms: milliseconds since 1970 UTC.
         lease_ms: how long the version stays open unless it is renewed.
         said: what else is said of it; is added to what was said before.
+        by: who opens it, as the service knows them; stays who came first.
 
     Raises:
         InvalidArgument: the request has opened a version of another step or run, with another number of ranks, or with other metadata.
@@ -109,6 +113,8 @@ def open_version(
         held=(HELD_CANDIDATE,) if said.candidate or head.gate.approval_required else (),
         allow_nonfinite=said.allow_nonfinite or head.gate.allow_nonfinite,
         metadata=said.metadata,
+        by=by,
+        cast_from=tuple(sorted(said.cast_from)),
     )
     changed = replace(head, next_version=head.next_version + 1, open={**head.open, entry.number: entry})
     return changed, entry
@@ -137,6 +143,7 @@ def _with_said(there: OpenEntry, said: Said) -> OpenEntry:
         held=tuple(sorted({*there.held, HELD_CANDIDATE})) if said.candidate else there.held,
         allow_nonfinite=there.allow_nonfinite or said.allow_nonfinite,
         metadata=there.metadata or said.metadata,
+        cast_from=tuple(sorted(said.cast_from.union(there.cast_from))),
     )
 
 

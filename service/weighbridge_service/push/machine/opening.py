@@ -27,6 +27,7 @@ class OpeningRequest:
         said: what else is said of it.
         given_up: versions that were given up at that process, by number, whether or not the head knows.
         receiving: numbers of versions that it is receiving.
+        by: who asks, as the service knows them; empty if it knows nobody by name.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class OpeningRequest:
     said: Said
     given_up: Mapping[int, Version]
     receiving: Collection[int] = ()
+    by: str = ""
 
     def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
         """Open the version, or find it open; gives it, and the head with it.
@@ -74,6 +76,7 @@ class OpeningRequest:
             now_ms=now_ms,
             lease_ms=self.lease_ms,
             said=self.said,
+            by=self.by,
         )
 
 
