@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterable
@@ -106,23 +107,21 @@ def sign_command(
 def signatures_command(reference: Reference, out: Path | None, server: str, as_json: bool) -> None:
     """List the signatures of a version. Nothing is verified: weighbridge verify --signature does that."""
     from weighbridge._signing.bundle import Bundle
+    from weighbridge._signing.exporting import write_signature_files
 
     with _connect(server) as client:
         found = client.signatures(reference.model, reference.version)
+    paths = [] if out is None else write_signature_files(out, found)
     rows: list[dict[str, Any]] = []
-    for each in found:
+    for each, path in itertools.zip_longest(found, paths):
         bundle = Bundle.read(each.content)
         row = {"id": each.id, "method": bundle.method, "signer": bundle.signer}
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            path = out / f"{each.id}.sig"
-            path.write_bytes(each.content)
-            row["file"] = str(path)
-        rows.append(row)
+        rows.append(row | ({"file": str(path)} if path else {}))
     if as_json:
         print_json(rows)
     else:
-        print_table(("SIGNATURE", "METHOD", "SIGNER", "FILE"), [(*row.values(),) for row in rows])
+        columns = ("SIGNATURE", "METHOD", "SIGNER", *(("FILE",) if out is not None else ()))
+        print_table(columns, [(*row.values(),) for row in rows])
 
 
 def _signer(key: Path, certificate: Path | None, chain: tuple[Path, ...]) -> Signer:

@@ -9,6 +9,7 @@ checked; `statement`, `bundle` and `manifest_text` need nothing, and the service
 - `signer`: private keys, and certificates for them.
 - `trust`: public keys and authorities, and whether a signature is by one of them.
 - `checking`: whether a version is signed by all that are required.
+- `exporting`: signatures beside the files of a folder.
 - `library`: model-signing over digests that are known already.
 - `in_memory`: files without a disk, for a library that wants paths.
 """

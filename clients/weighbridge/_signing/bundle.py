@@ -63,7 +63,7 @@ class Bundle:
             raise InvalidArgument(
                 f"this is no signature of a version: {error.message}", fix=error.fix
             ) from error
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidArgument(
                 f"this is no signature of a version: {error!r}"[:300],
                 fix="make one with weighbridge sign, or model_signing sign key or certificate",

@@ -62,13 +62,24 @@ def check_signed(
             found.append(Signed(trusted.name, by, signature.id))
             break
         else:
-            what = "none of its signatures counts" if signatures else "it has no signature"
-            raise FailedPrecondition(
-                f"{manifest.title} is not signed by what is in {trusted.name}: {what}",
-                details=reasons,
-                fix=f"have it signed: weighbridge sign {manifest.title} --key KEY.pem",
-            )
+            raise unsigned(manifest.title, trusted, reasons)
     return tuple(found)
+
+
+def unsigned(title: str, trusted: Trusted, reasons: Sequence[str]) -> FailedPrecondition:
+    """What to raise of a version without a signature that counts.
+
+    Args:
+        title: of the version, ``namespace/name@number``.
+        trusted: who should have signed.
+        reasons: why each of its signatures does not count.
+    """
+    what = "none of its signatures counts" if reasons else "it has no signature"
+    return FailedPrecondition(
+        f"{title} is not signed as {trusted.name} wants it: {what}",
+        details=reasons,
+        fix=f"have it signed: weighbridge sign {title} --key KEY.pem",
+    )
 
 
 def _check(manifest: ManifestText, signature: Signature, trusted: Trusted) -> str:

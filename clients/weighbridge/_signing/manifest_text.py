@@ -78,7 +78,7 @@ class ManifestText:
                 provenance=dict(found.get("provenance", {})),
                 metadata=dict(found.get("metadata", {})),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DataLoss(f"this is no manifest of a version: {error!r}"[:300]) from error
         if not manifest.weights <= files.keys():
             raise DataLoss(f"the manifest of {manifest.title} does not list all files that hold tensors")

@@ -89,7 +89,7 @@ class Statement:
                 str(subject["name"]), sha256, tuple(map(str, serialization.get("ignore_paths", ())))
             )
             said = subject["digest"]["sha256"]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise InvalidArgument(f"it is no statement of model signing: {error!r}"[:300]) from error
         if said != statement.root:
             raise InvalidArgument("its digest is not that of the files it lists")
