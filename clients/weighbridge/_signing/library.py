@@ -54,7 +54,8 @@ def sign(statement: Statement, key: bytes, certificates: tuple[bytes, ...]) -> b
     config = signing.Config().set_hashing_config(_Known(statement))
     with in_memory(key) as key_file, in_memory() as out:
         if certificates:
-            others = certificates[1:] or certificates[:1]  # it wants some; its own leads no further, and does no harm
+            # the library wants some; the key's own leads no further, and does no harm
+            others = certificates[1:] or certificates[:1]
             with in_memory(certificates[0]) as own, in_memory(b"".join(others)) as chain:
                 config.use_certificate_signer(
                     private_key=key_file, signing_certificate=own, certificate_chain=[chain]

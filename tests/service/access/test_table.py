@@ -159,6 +159,7 @@ _PATH = {
     "number": "1",
     "ref": "prod",
     "job_id": "0" * 32,
+    "signature": "0" * 64,
 }
 _PATH |= {"rest": "prod/config.json", "check": "store-reachable"}
 
