@@ -9,6 +9,7 @@ May import: neither storage nor service. A folder imports only those listed befo
 - `errors`: what can go wrong, named by what the caller can do about it; `_version` is this distribution's.
 - `_core`: the vocabulary: boxes, layouts, dtypes, resources.
 - `_transport`: messages, channels and streams on the wire.
+- `_signing`: signatures of versions.
 - `_memory`: memory that is shared with the service, and copies.
 - `_formats`: files and processes in which weights lie, as streams.
 - `_lane`: the local lane's client.
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from weighbridge._clients.pulling import PullPlan
     from weighbridge._clients.push_handle import PushHandle, PushReport
     from weighbridge._clients.push_options import PushOptions
+    from weighbridge._clients.signature_calls import Signing
     from weighbridge._clients.trainer import TrainerClient
     from weighbridge._core.boxes import Box
     from weighbridge._core.collection import (
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
         RefApproval,
         RefRequest,
         Retention,
+        Signature,
         Verification,
         Version,
         VersionState,
@@ -68,6 +71,9 @@ if TYPE_CHECKING:
     from weighbridge._core.usage import Quota, Usage
     from weighbridge._formats.host_slices import HostSlices, Slices
     from weighbridge._formats.push_sources import OpenSource, ShardSource, StreamSource
+    from weighbridge._signing.checking import Signed
+    from weighbridge._signing.signer import Signer
+    from weighbridge._signing.trust import Trusted
     from weighbridge._transport.credentials import Credentials
     from weighbridge.aio.client import AsyncEngineClient
     from weighbridge.aio.pulls import AsyncPull
@@ -140,6 +146,10 @@ __all__ = [
     "Retention",
     "Shard",
     "ShardSource",
+    "Signature",
+    "Signed",
+    "Signer",
+    "Signing",
     "Slices",
     "StreamSource",
     "SweptVersion",
@@ -147,6 +157,7 @@ __all__ = [
     "TensorSpace",
     "TensorSpec",
     "TrainerClient",
+    "Trusted",
     "Unauthenticated",
     "Unavailable",
     "Usage",
@@ -172,6 +183,7 @@ _MODULES = {
     ),
     "_clients.pulling": ("PullPlan",),
     "_clients.push_options": ("PushOptions",),
+    "_clients.signature_calls": ("Signing",),
     "_clients.trainer": ("TrainerClient",),
     "_core.boxes": ("Box",),
     "_core.collection": (
@@ -202,6 +214,7 @@ _MODULES = {
         "RefApproval",
         "RefRequest",
         "Retention",
+        "Signature",
         "Verification",
         "Version",
         "VersionState",
@@ -228,6 +241,9 @@ _MODULES = {
         "ShardSource",
         "StreamSource",
     ),
+    "_signing.checking": ("Signed",),
+    "_signing.signer": ("Signer",),
+    "_signing.trust": ("Trusted",),
     "_transport.credentials": ("Credentials",),
     "aio.client": ("AsyncEngineClient",),
     "aio.pulls": ("AsyncPull",),

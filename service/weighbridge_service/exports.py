@@ -25,6 +25,8 @@ from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Placement, TensorSpec
 from weighbridge._formats.hf_folder import write_hf_folder
 from weighbridge._formats.safetensors_files import DEFAULT_SHARD_BYTES
+from weighbridge._signing.exporting import write_signatures
+from weighbridge._signing.manifest_text import ManifestText
 from weighbridge.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -38,8 +40,9 @@ from weighbridge_service.pull.read_ahead import STEP_BYTES, ReadAhead, ReadStep
 from weighbridge_service.pull.reading import OpenedVersion
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_service.service import Weighbridge
-from weighbridge_storage.documents.names import check_version_file_name, shown
+from weighbridge_storage.documents.names import ModelName, check_version_file_name, shown
 from weighbridge_storage.stores.objects import error_for
+from weighbridge_storage.versions.reading import read_manifest_text
 
 if TYPE_CHECKING:
     import torch
@@ -313,11 +316,20 @@ class Exports:
                 max_shard_bytes=entry.max_shard_bytes,
                 on_progress=on_progress,
             )
+            if entry.dtype is None and opened.version.state.stored:
+                self._sign(job, partial)
             if entry.unwanted:
                 raise _Cancelled
             target.parent.mkdir(parents=True, exist_ok=True)
             _inside(self._root, str(target.relative_to(self._root)))  # nobody has put a link in the way since
             partial.rename(target)
+
+    def _sign(self, job: ExportJob, folder: Path) -> None:
+        """Let the manifest and the signatures of a version go along, if there are some and its files are as they were signed."""
+        _, signatures = self._service.signatures.of_version(job.model, str(job.number))
+        if signatures:
+            text = read_manifest_text(self._service.catalog.store, ModelName.parse(job.model), job.number)
+            write_signatures(folder, ManifestText.read(text), signatures)
 
 
 def _inside(root: Path, folder: str) -> Path:

@@ -19,6 +19,7 @@ from weighbridge_service.catalog.collection_loop import Collecting
 from weighbridge_service.catalog.gate import Gates
 from weighbridge_service.catalog.head_versions import approved_since
 from weighbridge_service.catalog.refs import Refs
+from weighbridge_service.catalog.signatures import Signatures
 from weighbridge_service.catalog.stored_bytes import StoredBytes
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.pull.serving import Serving
@@ -83,6 +84,7 @@ class Weighbridge:
         collecting: which versions are kept.
         gates: which versions are held.
         refs: changes of refs.
+        signatures: who has signed which version.
         images: where versions are put together.
         memory_budget: how much memory these may take.
         mappings: which processes of this machine have them mapped.
@@ -169,6 +171,7 @@ class Weighbridge:
         )
         self.gates = Gates(self.catalog, registry.approved)
         self.refs = Refs(self.catalog)
+        self.signatures = Signatures(self.catalog)
         self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
 
     def _on_collected(self, name: ModelName, history: History) -> None:

@@ -10,6 +10,7 @@ comes at once.
 - `pulling`: pull, restore, export.
 - `keeping`: retention, collection, memory ahead of a push, limits and their use.
 - `gating`: which versions are held and which refs are protected, and approval.
+- `signing`: signatures of versions.
 - `removing`: deletion of versions and models, pushes that are given up.
 - `following`: an agent beside a running engine.
 - `serving`: the service, and the demonstration.
@@ -52,6 +53,8 @@ _MODULE_OF = {
     "follow": "following",
     "verify": "looking",
     "approve": "gating",
+    "sign": "signing",
+    "signatures": "signing",
     "gate": "gating",
     "retention": "keeping",
     "usage": "keeping",

@@ -8,8 +8,9 @@ import click
 
 from weighbridge._cli.output import print_json, print_left_out, progress_bar
 from weighbridge._cli.parsing import size
-from weighbridge._cli.running import Command, needs_extra
+from weighbridge._cli.running import Command
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,7 @@ import click
 from weighbridge._cli.looking import say_if_absent
 from weighbridge._cli.output import print_json
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.signing import FILE, trusted
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._core.text.sizes import readable_size
 
@@ -55,6 +57,15 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="End after so many lines; with exit code 1 if the last one is a failure.",
 )
+@click.option(
+    "--require-signature",
+    "required",
+    type=FILE,
+    multiple=True,
+    metavar="FILE",
+    help="Take only versions that are signed by one of the public keys, or by a certificate of one of the authorities, in this file (PEM); "
+    "given several times, by one of each file.",
+)
 @click.option("--force", is_flag=True, help="Also if the engine says that it serves another model.")
 @client_options
 @click.pass_context
@@ -69,6 +80,7 @@ def follow_command(
     engine_server: str | None,
     lane: str | None,
     count: int | None,
+    required: tuple[Path, ...],
     force: bool,
     server: str,
     as_json: bool,
@@ -76,17 +88,20 @@ def follow_command(
     """Take a running vLLM or SGLang server along with a ref.
 
     Each new version is fetched while the server answers; then it is paused, gets it, and goes on. On any failure it keeps the version
-    that it has. One line a version.
+    that it has. One line a version. With --require-signature it fetches nothing of a version that is not signed so, and takes the version
+    when it is.
     """
     from weighbridge._clients.engine import EngineClient
     from weighbridge.follow.agent import Follower
 
     signal.signal(signal.SIGTERM, _end_tidily)  # else the engine would stay paused
+    trusts = trusted(required)
     engine = _engine(kind, url, model, engine_server or server, lane, pause_mode, engine_key)
     with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
         say_if_absent(client.model(model), ref)
         done = None
-        for done in itertools.islice(Follower(client, model, engine, ref, force=force).run(), count):
+        follower = Follower(client, model, engine, ref, force=force, required=trusts)
+        for done in itertools.islice(follower.run(), count):
             if as_json:
                 print_json(done.to_json(), one_line=True)
             else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from weighbridge._cli.output import print_json
-from weighbridge._cli.running import Command, needs_extra
+from weighbridge._cli.running import Command
+from weighbridge._core.text.extras import needs_extra
 
 
 @click.command("token", cls=Command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +13,7 @@ import click
 from weighbridge._cli.output import print_json, print_table, readable_time
 from weighbridge._cli.parsing import comparisons, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.signing import FILE, trusted
 from weighbridge._cli.tagging import approval_command, asked_text, protection_text
 from weighbridge._core.metadata import Metadata, conditions
 from weighbridge._core.references import Reference
@@ -24,6 +26,7 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument
 if TYPE_CHECKING:
     from weighbridge._clients.engine import EngineClient
     from weighbridge._core.resources import Model, RefRequest, Version
+    from weighbridge._signing.checking import Signed
 
 
 def _connect(server: str) -> EngineClient:
@@ -248,15 +251,54 @@ def say_if_absent(model: Model, ref: str) -> None:
 
 @click.command("verify", cls=Command)
 @click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL[@VERSION]")
+@click.option(
+    "--signature",
+    "by_signature",
+    is_flag=True,
+    help="Also check who has signed it, and the files against that.",
+)
+@click.option(
+    "--key",
+    "keys",
+    type=FILE,
+    multiple=True,
+    help="File of public keys (PEM), one of which must have signed; given several times, one of each file.",
+)
+@click.option(
+    "--certificate-chain",
+    "chains",
+    type=FILE,
+    multiple=True,
+    help="File of authorities (PEM), of one of which the signer's certificate must be; likewise.",
+)
 @client_options
 @click.pass_context
-def verify_command(ctx: click.Context, reference: Reference, server: str, as_json: bool) -> None:
-    """Check a version's files against their digests.
+def verify_command(
+    ctx: click.Context,
+    reference: Reference,
+    by_signature: bool,
+    keys: tuple[Path, ...],
+    chains: tuple[Path, ...],
+    server: str,
+    as_json: bool,
+) -> None:
+    """Check a version's files against digests and signatures.
 
     Without @VERSION it is the latest one. The exit code is 1 if anything differs.
     """
+    if by_signature != bool(keys or chains):
+        raise click.UsageError(
+            "--signature and whom to trust, --key or --certificate-chain, are named together"
+        )
+    signed: tuple[Signed, ...] = ()
     with _connect(server) as client:
-        found = client.verify(reference.model, reference.version or REF_LATEST)
+        if by_signature:
+            required = trusted((*keys, *chains))
+            found, signed = client.verify_signed(
+                reference.model, reference.version or REF_LATEST, required=required
+            )
+        else:
+            found = client.verify(reference.model, reference.version or REF_LATEST)
     if as_json:
         print_json(
             {
@@ -267,6 +309,7 @@ def verify_command(ctx: click.Context, reference: Reference, server: str, as_jso
                 "bytes_checked": found.bytes_checked,
                 "problems": list(found.problems),
                 "nonfinite_elements": found.nonfinite_elements,
+                **({"signed": [each.to_json() for each in signed]} if by_signature else {}),
             }
         )
     else:
@@ -275,6 +318,8 @@ def verify_command(ctx: click.Context, reference: Reference, server: str, as_jso
         verdict = counted(len(found.problems), "problem") if found.problems else "all is well"
         checked = f"{counted(found.tensors_checked, 'tensor')}, {readable_size(found.bytes_checked)} checked"
         click.echo(f"{reference.model}@{found.number}: {verdict} ({checked})")
+        for each in signed:
+            click.echo(f"signed by {each.by}, as {each.trusted} wants it")
         if found.nonfinite_elements:
             click.echo(
                 counted(found.nonfinite_elements, "element is", "elements are")

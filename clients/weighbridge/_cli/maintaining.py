@@ -11,8 +11,9 @@ import click
 
 from weighbridge._cli.output import print_json, progress_bar
 from weighbridge._cli.parsing import StoreLocation
-from weighbridge._cli.running import Command, needs_extra
+from weighbridge._cli.running import Command
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:

@@ -10,9 +10,11 @@ import click
 
 from weighbridge._cli.output import print_json, progress_bar
 from weighbridge._cli.parsing import model_at_version, size
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, needs_extra
+from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference
+from weighbridge._core.text.counts import counted
+from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -244,9 +246,18 @@ def _write_folder(
 ) -> None:
     with needs_extra("torch"):
         import torch  # noqa: F401 (before anything is written)
+    from weighbridge._signing.statement import SIGNATURES_FOLDER
+
     with progress_bar(f"{verb} {reference.model}@{reference.version}") as update:
         version = client.export(reference.model, reference.version, folder, on_progress=update, **settings)
-    _report_written(version, sorted(folder.iterdir()), as_json)
+    if version.state.stored and not (folder / SIGNATURES_FOLDER).exists():
+        unsigned = len(client.signatures(version.model, version.number))
+        if unsigned:
+            click.echo(
+                f"without {counted(unsigned, 'signature')}: these are not the files that were signed",
+                err=True,
+            )
+    _report_written(version, sorted(path for path in folder.rglob("*") if path.is_file()), as_json, folder)
 
 
 def _pull_rank(
@@ -292,12 +303,12 @@ def _write_rank(
     _report_written(version, [path, *map(path.with_name, beside)], as_json)
 
 
-def _report_written(version: Version, paths: list[Path], as_json: bool) -> None:
+def _report_written(version: Version, paths: list[Path], as_json: bool, folder: Path | None = None) -> None:
     nbytes = sum(path.stat().st_size for path in paths)
     if as_json:
-        folder = paths[0].parent
-        names = [path.name for path in paths]
+        folder = folder or paths[0].parent
+        names = [str(path.relative_to(folder)) for path in paths]
         print_json({"version": version.to_json(), "folder": str(folder), "files": names, "bytes": nbytes})
     else:
-        where = paths[0] if len(paths) == 1 else paths[0].parent
+        where = paths[0] if len(paths) == 1 else folder or paths[0].parent
         click.echo(f"{version}: {readable_size(nbytes)} in {where}")

@@ -11,10 +11,11 @@ import click
 
 from weighbridge._cli.output import print_json, print_left_out, progress_bar
 from weighbridge._cli.parsing import key_values
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, needs_extra
+from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.resources import why_held
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 

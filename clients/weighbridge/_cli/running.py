@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
@@ -50,19 +49,3 @@ def client_options(function: F) -> F:
     )
     as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, also for errors.")
     return server(as_json(function))
-
-
-@contextmanager
-def needs_extra(extra: str) -> Iterator[None]:
-    """Say which extra is missing if an import in the block fails.
-
-    Raises:
-        FailedPrecondition: a package that the extra brings is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise FailedPrecondition(
-            f"{error.name} is not installed, and this command needs it",
-            fix=f"pip install 'weighbridge[{extra}]'",
-        ) from error

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from weighbridge._clients import control_calls, push_calls
+from weighbridge._clients import control_calls, push_calls, signature_calls
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.outages import Outage
+from weighbridge._clients.signature_calls import Signing
 from weighbridge._core.collection import Collection
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import Reference
@@ -22,12 +23,16 @@ from weighbridge._core.resources import (
     Protection,
     RefRequest,
     Retention,
+    Signature,
     Verification,
     Version,
     VersionState,
     WarmMemory,
 )
 from weighbridge._core.usage import Usage
+from weighbridge._signing.checking import Signed
+from weighbridge._signing.signer import Signer
+from weighbridge._signing.trust import Trusted
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
@@ -325,6 +330,66 @@ class Client:
     def verify(self, model: str, version: str | int | None = None) -> Verification:
         """Compare a version's files in the object store with the digests in its manifest."""
         return self._connection.run(control_calls.verify(model, version))
+
+    def signatures(self, model: str, version: str | int | None = None) -> tuple[Signature, ...]:
+        """The signatures of a version, whoever they are by; by default of the latest. Raises NotFound, and FailedPrecondition if the
+        version is not durable."""
+        return self._connection.run(signature_calls.get_signatures(model, version))[1]
+
+    def sign(self, model: str, version: str | int | None = None, *, signer: Signer) -> Signing:
+        """Sign a version: its files, and its manifest, which says where it comes from. Repeating it is harmless.
+
+        The private key stays in this process. Where the manifest lacks the SHA-256 of files, the service reads all files once, and compares
+        them with the manifest.
+
+        Args:
+            model: which model.
+            version: a number or a ref; by default the latest.
+            signer: what signs.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: it is not durable yet, or was taken out of history.
+            DataLoss: its files are not what its manifest says.
+            ResourceExhausted: it has as many signatures as a version may have.
+        """
+        return self._connection.run(signature_calls.sign(model, version, signer))
+
+    def add_signature(self, model: str, version: str | int | None = None, *, content: bytes) -> Signing:
+        """Put a signature to a version that was made elsewhere, as by ``model_signing sign pkcs11-key`` in the folder of a download.
+
+        Raises:
+            InvalidArgument: it is no signature, or not about this version.
+            NotFound, FailedPrecondition, ResourceExhausted: as `sign`.
+        """
+        return self._connection.run(signature_calls.add_signature(model, version, content))
+
+    def check_signed(
+        self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]
+    ) -> tuple[Signed, ...]:
+        """Check that a version is signed by all that are required: the version that this manifest is of, and no other. Its weights are
+        not read.
+
+        Args:
+            model: which model.
+            version: a number or a ref; by default the latest.
+            required: each must have signed.
+
+        Returns:
+            For each of these, a signature that counts.
+
+        Raises:
+            FailedPrecondition: one has not signed; ``details`` says of each signature why it does not count. Or the version is not durable.
+            NotFound: no such model or version.
+            DataLoss: the service gives another version's manifest.
+        """
+        return self._connection.run(signature_calls.check_signed(model, version, required))[1]
+
+    def verify_signed(
+        self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]
+    ) -> tuple[Verification, tuple[Signed, ...]]:
+        """As `check_signed`, and have the service compare the version's files with what was signed, as `verify` does with the manifest."""
+        return self._connection.run(signature_calls.verify_signed(model, version, required))
 
     def retention(self, model: str) -> Retention:
         """Which versions of a model are kept. Raises NotFound."""

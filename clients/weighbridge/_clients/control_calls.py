@@ -291,10 +291,10 @@ def unprotect_ref(model: str, ref: str, note: str, request_id: str) -> Steps[Ref
     return wire.read(RefRequest, (yield from _call("DeleteProtection", request)).request)
 
 
-def verify(model: str, version: str | int | None) -> Steps[Verification]:
+def verify(model: str, version: str | int | None, *, sha256: bool = False) -> Steps[Verification]:
     """Compare a version's files with its manifest."""
     meant = Reference.of(model, version, REF_LATEST)
-    request = pb.VerifyVersionRequest(model=meant.model, version=meant.version)
+    request = pb.VerifyVersionRequest(model=meant.model, version=meant.version, sha256=sha256)
     return wire.read(Verification, (yield from _call("VerifyVersion", request, _LONG_SECONDS)))
 
 

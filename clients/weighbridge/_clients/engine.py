@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weighbridge._clients import control_calls
+from weighbridge._clients import control_calls, signature_calls
 from weighbridge._clients.client import Client
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.filling import Filled, fill_tensors, fit
@@ -20,6 +20,8 @@ from weighbridge._core.resources import Version
 from weighbridge._core.slices import FullTensors, LayoutRequest
 from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.host_slices import Slices
+from weighbridge._signing.exporting import write_signatures
+from weighbridge.errors import FailedPrecondition
 
 if TYPE_CHECKING:
     import torch
@@ -184,6 +186,8 @@ class EngineClient(Client):
     ) -> Version:
         """Write a version as a Hugging Face folder on this machine.
 
+        If the version is signed and its files are written as they are in the store, its manifest and signatures go along.
+
         Args:
             model: ``namespace/name``.
             version: a number or a ref; None for the one that ``model`` names.
@@ -214,4 +218,12 @@ class EngineClient(Client):
             max_shard_bytes=max_shard_bytes,
             on_progress=on_progress,
         )
+        if dtype is None and plan.version.state.stored:
+            try:
+                _, signatures = self._connection.run(signature_calls.get_signatures(model, number))
+            except FailedPrecondition:  # the service is of an earlier release, which has none
+                signatures = ()
+            if signatures:
+                manifest = self._connection.run(signature_calls.get_manifest(model, number))
+                write_signatures(Path(folder), manifest, signatures)
         return plan.version

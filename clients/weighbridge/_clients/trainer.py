@@ -18,7 +18,13 @@ from weighbridge._core.resources import Model
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.folder_weights import FolderWeights
-from weighbridge._formats.push_sources import OpenSource, ShardSource, StagingPool, TensorSource
+from weighbridge._formats.push_sources import (
+    OpenSource,
+    ShardSource,
+    StagingPool,
+    TensorSource,
+    cast_dtypes,
+)
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
@@ -140,6 +146,7 @@ class TrainerClient(RestoringClient):
         with self._pusher.telling(opening, rank):
             say(opening, options)
             shards = sharded_tensors(sharded_state_dict)
+            opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
         source = self._source_of(shards.tensors)
         return self._pusher.push(opening, rank, shards.layout, TensorSpace.MEGATRON, source)
 
@@ -190,6 +197,7 @@ class TrainerClient(RestoringClient):
             with self._pusher.telling(opening, rank):
                 say(opening, options)
                 shards = torch_shards(state_dict_or_module, tensors, cast=cast, whole=world_size == 1)
+                opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
             source = self._source_of(shards.tensors)
             return self._pusher.push(opening, rank, shards.layout, TensorSpace.HUGGING_FACE, source)
 
@@ -351,7 +359,7 @@ class TrainerClient(RestoringClient):
     ) -> PushHandle:
         return self.push_shards(
             model, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source, step=step, rank=0, world_size=1, run=run,
-            request_id=request_id, **options,
+            request_id=request_id, cast_from=weights.cast_from, **options,
         )  # fmt: skip
 
     def push_shards(
@@ -367,6 +375,7 @@ class TrainerClient(RestoringClient):
         run: str | None = None,
         request_id: str | None = None,
         hold_seal: bool = False,
+        cast_from: Iterable[str] = (),
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Push the shards of any layout; what `push` and `push_folder` do in the end.
@@ -379,8 +388,10 @@ class TrainerClient(RestoringClient):
                 that to compare them.
             step, rank, world_size, run, request_id, options: as for `push`.
             hold_seal: leave it to `PushHandle.seal` to say that this rank has pushed everything: until then no version becomes visible.
+            cast_from: safetensors' names of the dtypes that the source casts from; the version's manifest has them.
         """
         opening = self._opening(model, step, run, world_size, request_id)
+        opening.cast_from.extend(cast_from)
         with self._pusher.telling(opening, rank):
             say(opening, options)
         return self._pusher.push(opening, rank, layout, space, open_source, hold_seal=hold_seal)

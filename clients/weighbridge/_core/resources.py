@@ -320,6 +320,7 @@ class Verification(JsonValue):
         bytes_checked: bytes read.
         problems: one line for each file or tensor that differs; empty if all is well.
         nonfinite_elements: elements of all tensors that are NaN or infinite, by the manifest. That is no problem of the files.
+        sha256: SHA-256 of each file by name, as 64 hex digits, if it was asked for.
     """
 
     number: int
@@ -327,6 +328,20 @@ class Verification(JsonValue):
     bytes_checked: int
     problems: tuple[str, ...]
     nonfinite_elements: int = 0
+    sha256: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A signature of a version, as it is stored: a bundle of OpenSSF model signing.
+
+    Attributes:
+        id: SHA-256 of the content, as 64 hex digits.
+        content: the bundle's JSON text.
+    """
+
+    id: str
+    content: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.dequantizing import Dequantized
-from weighbridge._formats.push_sources import CastingSource, MappedSource, OpenSource
+from weighbridge._formats.push_sources import CastingSource, MappedSource, OpenSource, cast_dtypes
 from weighbridge.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -32,12 +32,14 @@ class FolderWeights:
         open_source: gives the bytes of some of its shards.
         config_json: the config that belongs to them.
         tensors: gives names and tensors, mapped as they lie in the files. They must not be written to.
+        cast_from: safetensors' names of the dtypes in the files that are cast, or dequantised, as they are read.
     """
 
     layout: Layout
     open_source: OpenSource = field(repr=False)
     config_json: bytes = field(repr=False)
     tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]] = field(repr=False)
+    cast_from: tuple[str, ...] = ()
 
     @staticmethod
     def read(folder: Path, config_json: bytes, *, dequantize: DType | None = None) -> FolderWeights:
@@ -60,7 +62,19 @@ class FolderWeights:
         files = _without_copies(files, buffers, config_json)
         if dequantize is not None:
             weights = Dequantized(files, buffers, config_json, dequantize)
-            return FolderWeights(weights.layout, weights.open_source, weights.config_json, lambda: iter(()))
+            now = weights.layout.tensors
+            cast = {
+                spec.dtype.name
+                for name, spec in files.tensors.items()
+                if name in now and now[name].dtype != spec.dtype
+            }
+            return FolderWeights(
+                weights.layout,
+                weights.open_source,
+                weights.config_json,
+                lambda: iter(()),
+                tuple(sorted(cast)),
+            )
         layout = Layout.stream(files.tensors.values(), [p.shard for p in files.placements])
         return FolderWeights(
             layout,
@@ -86,7 +100,12 @@ class FolderWeights:
         if dict(self.layout.tensors) == dict(model):
             return self
         found = torch_shards(self.tensors(), model, cast=cast, whole=True)
-        return replace(self, layout=found.layout, open_source=CastingSource.opener(found.tensors))
+        return replace(
+            self,
+            layout=found.layout,
+            open_source=CastingSource.opener(found.tensors),
+            cast_from=tuple(cast_dtypes(found.layout, found.tensors)),
+        )
 
 
 def _mapped_tensors(

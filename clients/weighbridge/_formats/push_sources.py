@@ -164,6 +164,22 @@ class TensorSource(ShardSource):
         """See `ShardSource.release`. Tensors are the caller's."""
 
 
+def cast_dtypes(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """safetensors' names of the dtypes that tensors have and that are cast to those of a stream's layout, sorted.
+
+    Args:
+        layout: the stream.
+        tensors: those of its shards, in the same order.
+    """
+    there = zip(layout.placements, tensors, strict=True)
+    cast = {
+        tensor.dtype
+        for placement, tensor in there
+        if written_as(layout.tensors[placement.shard.tensor], tensor) != tensor.dtype
+    }
+    return sorted(dtypes.from_torch(dtype).name for dtype in cast)
+
+
 class CastingSource(TensorSource):
     """Shards that are tensors which do not change while they are pushed: of a stream, no more is held than is being read.
 

@@ -31,6 +31,7 @@ from weighbridge.errors import (
     BY_REASON,
     DataLoss,
     DeadlineExceeded,
+    FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -181,6 +182,11 @@ def _translate(error: Any, server: str) -> WeighbridgeError:
         return Unavailable(
             f"the service at {server} cannot be reached: {text}",
             fix=f"start it with `weighbridge serve`, or name another with --server or {SERVER_VARIABLE}",
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return FailedPrecondition(
+            f"the service at {server} does not know this call",
+            fix="update the service to this client's version",
         )
     by_code: dict[grpc.StatusCode, type[WeighbridgeError]] = {
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,

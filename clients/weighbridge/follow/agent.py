@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.json_values import JsonValue
-from weighbridge.errors import FailedPrecondition, WeighbridgeError
+from weighbridge._core.resources import Signature
+from weighbridge._signing.trust import Trusted
+from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
 from weighbridge.follow.engines import Engine, Prepared
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+SIGNED_SECONDS = 5.0
+"""Between two looks whether a version that was refused is signed by now."""
 TRIES = 3
 """How often a version is tried, before the agent waits for the next one."""
 _ASK_AGAIN_SECONDS = 1.0
@@ -54,6 +58,9 @@ class Follower:
         ref: which ref to follow.
         force: whether the engine may be serving another model.
         retry_seconds: pause before a version is tried again, twice as long each time.
+        required: who must have signed a version, each of these, before anything of it is fetched. One that is not signed is refused, and
+            taken when it is, as long as the ref names it.
+        signed_seconds: pause between two looks whether it is.
     """
 
     def __init__(
@@ -65,6 +72,8 @@ class Follower:
         retry_seconds: float = 2.0,
         *,
         force: bool = False,
+        required: Sequence[Trusted] = (),
+        signed_seconds: float = SIGNED_SECONDS,
     ) -> None:
         self._client = client
         self._model = model
@@ -72,9 +81,13 @@ class Follower:
         self._ref = ref
         self._retry_seconds = retry_seconds
         self._force = force
+        self._required = tuple(required)
+        self._signed_seconds = signed_seconds
+        self._judged: tuple[tuple[int, tuple[Signature, ...]], str] | None = None
 
     def run(self) -> Iterator[Followed]:
-        """Follow for ever. Gives the version that the engine has at the start, if that is the ref's, and then each update or failure.
+        """Follow for ever. Gives the version that the engine has at the start, if that is the ref's, and then each update or failure. One that
+        the engine has although it is not signed as required stays, and is told of.
 
         Raises:
             NotFound: the model is not registered.
@@ -84,12 +97,45 @@ class Follower:
         self._check_model()
         self._engine.connect()
         for version in self._client.watch(self._model, self._ref):
-            if self._engine_has(version.number):
-                self._engine.label(self._label(version.number))
+            number = version.number
+            if self._engine_has(number):
+                self._engine.label(self._label(number))
                 self._engine.resume()  # an agent before this one may have ended while it was paused
-                yield Followed(self._model, version.number, version.number)
-                continue
-            yield from self._insist(version.number)
+                yield Followed(self._model, number, number, error=self._unsigned(number))
+            elif (yield from self._wait_signed(number)):
+                yield from self._insist(number)
+
+    def _wait_signed(self, number: int) -> Generator[Followed, None, bool]:
+        """Wait until a version is signed as required; whether it is. If not, the ref names another one. Gives each reason to wait once."""
+        said = ""
+        while problem := self._unsigned(number):
+            if problem != said:
+                serving = self._quietly(self._engine.serving)
+                yield Followed(self._model, number, serving.version if serving else None, error=problem)
+                said = problem
+            time.sleep(self._signed_seconds)
+            if self._named() not in (number, None):
+                return False
+        return True
+
+    def _unsigned(self, number: int) -> str:
+        """Why a version does not count as signed; empty if it does, or need not be."""
+        if not self._required:
+            return ""
+        try:
+            there = number, self._client.signatures(self._model, number)
+            if self._judged is None or self._judged[0] != there:
+                self._judged = there, self._check_signed(number)
+        except WeighbridgeError as error:
+            return str(error)
+        return self._judged[1]
+
+    def _check_signed(self, number: int) -> str:
+        try:
+            self._client.check_signed(self._model, number, required=self._required)
+        except (FailedPrecondition, DataLoss) as error:
+            return str(error)
+        return ""
 
     def _check_model(self) -> None:
         """Refuse an engine of another model: its clients would be answered by that one's weights, or none would fit."""

@@ -53,6 +53,7 @@ class OpenVersionRequest(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     CANDIDATE_FIELD_NUMBER: _builtins.int
     ALLOW_NONFINITE_FIELD_NUMBER: _builtins.int
+    CAST_FROM_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     step: _builtins.int
     run: _builtins.str
@@ -71,6 +72,12 @@ class OpenVersionRequest(_message.Message):
         them any; others are refused.
         """
 
+    @_builtins.property
+    def cast_from(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """safetensors' names of the element types that tensors of the rank have in the trainer and that are cast to the model's on the way. The
+        manifest has those of all ranks.
+        """
+
     def __init__(
         self,
         *,
@@ -83,10 +90,11 @@ class OpenVersionRequest(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _resources_pb2.MetadataValue] | None = ...,
         candidate: _builtins.bool = ...,
         allow_nonfinite: _builtins.bool = ...,
+        cast_from: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_nonfinite", b"allow_nonfinite", "candidate", b"candidate", "client_id", b"client_id", "metadata", b"metadata", "model", b"model", "ranks", b"ranks", "request_id", b"request_id", "run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_nonfinite", b"allow_nonfinite", "candidate", b"candidate", "cast_from", b"cast_from", "client_id", b"client_id", "metadata", b"metadata", "model", b"model", "ranks", b"ranks", "request_id", b"request_id", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

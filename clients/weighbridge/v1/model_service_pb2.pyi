@@ -774,8 +774,145 @@ class VerifyVersionRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
+    sha256: _builtins.bool
+    """Make SHA-256 of each file as well."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version: _builtins.str = ...,
+        sha256: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "sha256", b"sha256", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyVersionRequest: _TypeAlias = VerifyVersionRequest  # noqa: Y015
+
+@_typing.final
+class VerifyVersionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Sha256Entry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TENSORS_CHECKED_FIELD_NUMBER: _builtins.int
+    BYTES_CHECKED_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    NONFINITE_ELEMENTS_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    tensors_checked: _builtins.int
+    bytes_checked: _builtins.int
+    nonfinite_elements: _builtins.int
+    """Elements of all tensors that are NaN or infinite, by the manifest. That is no problem of the files."""
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One line for each tensor or file that differs; empty if all is well."""
+
+    @_builtins.property
+    def sha256(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """By file, as 64 hexadecimal digits, if that was asked for. Files that cannot be read are not there."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        tensors_checked: _builtins.int = ...,
+        bytes_checked: _builtins.int = ...,
+        problems: _abc.Iterable[_builtins.str] | None = ...,
+        nonfinite_elements: _builtins.int = ...,
+        sha256: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_checked", b"bytes_checked", "nonfinite_elements", b"nonfinite_elements", "number", b"number", "problems", b"problems", "sha256", b"sha256", "tensors_checked", b"tensors_checked"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyVersionResponse: _TypeAlias = VerifyVersionResponse  # noqa: Y015
+
+@_typing.final
+class ReadManifestRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    number: _builtins.int
+    offset: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        number: _builtins.int = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "number", b"number", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadManifestRequest: _TypeAlias = ReadManifestRequest  # noqa: Y015
+
+@_typing.final
+class ReadManifestResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """From the offset on, 1 MiB at most."""
+    total_bytes: _builtins.int
+    """Of the whole manifest."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        total_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadManifestResponse: _TypeAlias = ReadManifestResponse  # noqa: Y015
+
+@_typing.final
+class GetSignaturesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    version: _builtins.str
+    """A number or a ref."""
     def __init__(
         self,
         *,
@@ -788,42 +925,77 @@ class VerifyVersionRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___VerifyVersionRequest: _TypeAlias = VerifyVersionRequest  # noqa: Y015
+Global___GetSignaturesRequest: _TypeAlias = GetSignaturesRequest  # noqa: Y015
 
 @_typing.final
-class VerifyVersionResponse(_message.Message):
+class GetSignaturesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
-    TENSORS_CHECKED_FIELD_NUMBER: _builtins.int
-    BYTES_CHECKED_FIELD_NUMBER: _builtins.int
-    PROBLEMS_FIELD_NUMBER: _builtins.int
-    NONFINITE_ELEMENTS_FIELD_NUMBER: _builtins.int
+    SIGNATURES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    tensors_checked: _builtins.int
-    bytes_checked: _builtins.int
-    nonfinite_elements: _builtins.int
-    """Elements of all tensors that are NaN or infinite, by the manifest. That is no problem of the files."""
     @_builtins.property
-    def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """One line for each tensor or file that differs; empty if all is well."""
+    def signatures(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.Signature]:
+        """16 at most."""
 
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
-        tensors_checked: _builtins.int = ...,
-        bytes_checked: _builtins.int = ...,
-        problems: _abc.Iterable[_builtins.str] | None = ...,
-        nonfinite_elements: _builtins.int = ...,
+        signatures: _abc.Iterable[_resources_pb2.Signature] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_checked", b"bytes_checked", "nonfinite_elements", b"nonfinite_elements", "number", b"number", "problems", b"problems", "tensors_checked", b"tensors_checked"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "signatures", b"signatures"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___VerifyVersionResponse: _TypeAlias = VerifyVersionResponse  # noqa: Y015
+Global___GetSignaturesResponse: _TypeAlias = GetSignaturesResponse  # noqa: Y015
+
+@_typing.final
+class AddSignatureRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    number: _builtins.int
+    content: _builtins.bytes
+    """A bundle of OpenSSF model signing as JSON, by key or certificate: 1,000,000 bytes at most."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        number: _builtins.int = ...,
+        content: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "model", b"model", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddSignatureRequest: _TypeAlias = AddSignatureRequest  # noqa: Y015
+
+@_typing.final
+class AddSignatureResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddSignatureResponse: _TypeAlias = AddSignatureResponse  # noqa: Y015
 
 @_typing.final
 class GetRetentionRequest(_message.Message):

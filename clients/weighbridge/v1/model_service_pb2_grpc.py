@@ -109,6 +109,21 @@ class ModelServiceStub(object):
                 request_serializer=weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionRequest.SerializeToString,
                 response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionResponse.FromString,
                 _registered_method=True)
+        self.ReadManifest = channel.unary_unary(
+                '/weighbridge.v1.ModelService/ReadManifest',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.ReadManifestRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.ReadManifestResponse.FromString,
+                _registered_method=True)
+        self.GetSignatures = channel.unary_unary(
+                '/weighbridge.v1.ModelService/GetSignatures',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.GetSignaturesRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.GetSignaturesResponse.FromString,
+                _registered_method=True)
+        self.AddSignature = channel.unary_unary(
+                '/weighbridge.v1.ModelService/AddSignature',
+                request_serializer=weighbridge_dot_v1_dot_model__service__pb2.AddSignatureRequest.SerializeToString,
+                response_deserializer=weighbridge_dot_v1_dot_model__service__pb2.AddSignatureResponse.FromString,
+                _registered_method=True)
         self.GetRetention = channel.unary_unary(
                 '/weighbridge.v1.ModelService/GetRetention',
                 request_serializer=weighbridge_dot_v1_dot_model__service__pb2.GetRetentionRequest.SerializeToString,
@@ -265,6 +280,28 @@ class ModelServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadManifest(self, request, context):
+        """The manifest of a version in the object store, or a part of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSignatures(self, request, context):
+        """The signatures of a version in the object store. Who asks verifies them: the service knows no keys.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddSignature(self, request, context):
+        """Puts a signature to a version in the object store. It must be about this version's files; whose it is, is not asked. Putting it again
+        changes nothing, and no signature replaces another.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetRetention(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -411,6 +448,21 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.VerifyVersion,
                     request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionRequest.FromString,
                     response_serializer=weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionResponse.SerializeToString,
+            ),
+            'ReadManifest': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadManifest,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.ReadManifestRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.ReadManifestResponse.SerializeToString,
+            ),
+            'GetSignatures': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSignatures,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.GetSignaturesRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.GetSignaturesResponse.SerializeToString,
+            ),
+            'AddSignature': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddSignature,
+                    request_deserializer=weighbridge_dot_v1_dot_model__service__pb2.AddSignatureRequest.FromString,
+                    response_serializer=weighbridge_dot_v1_dot_model__service__pb2.AddSignatureResponse.SerializeToString,
             ),
             'GetRetention': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRetention,
@@ -868,6 +920,87 @@ class ModelService(object):
             '/weighbridge.v1.ModelService/VerifyVersion',
             weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionRequest.SerializeToString,
             weighbridge_dot_v1_dot_model__service__pb2.VerifyVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadManifest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/ReadManifest',
+            weighbridge_dot_v1_dot_model__service__pb2.ReadManifestRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.ReadManifestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSignatures(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/GetSignatures',
+            weighbridge_dot_v1_dot_model__service__pb2.GetSignaturesRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.GetSignaturesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddSignature(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weighbridge.v1.ModelService/AddSignature',
+            weighbridge_dot_v1_dot_model__service__pb2.AddSignatureRequest.SerializeToString,
+            weighbridge_dot_v1_dot_model__service__pb2.AddSignatureResponse.FromString,
             options,
             channel_credentials,
             insecure,

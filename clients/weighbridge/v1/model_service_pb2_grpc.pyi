@@ -62,6 +62,14 @@ class ModelServiceStub:
     ListRefs: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ListRefsRequest, _model_service_pb2.ListRefsResponse]
     VerifyVersion: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.VerifyVersionRequest, _model_service_pb2.VerifyVersionResponse]
     """Compares the files in the object store with the digests in the manifest."""
+    ReadManifest: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ReadManifestRequest, _model_service_pb2.ReadManifestResponse]
+    """The manifest of a version in the object store, or a part of it."""
+    GetSignatures: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetSignaturesRequest, _model_service_pb2.GetSignaturesResponse]
+    """The signatures of a version in the object store. Who asks verifies them: the service knows no keys."""
+    AddSignature: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.AddSignatureRequest, _model_service_pb2.AddSignatureResponse]
+    """Puts a signature to a version in the object store. It must be about this version's files; whose it is, is not asked. Putting it again
+    changes nothing, and no signature replaces another.
+    """
     GetRetention: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetRetentionRequest, _model_service_pb2.GetRetentionResponse]
     SetRetention: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.SetRetentionRequest, _model_service_pb2.SetRetentionResponse]
     """Says which versions are kept; the others go with the next collection."""
@@ -113,6 +121,14 @@ class ModelServiceAsyncStub(ModelServiceStub):
     ListRefs: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ListRefsRequest, _model_service_pb2.ListRefsResponse]  # type: ignore[assignment]
     VerifyVersion: _aio.UnaryUnaryMultiCallable[_model_service_pb2.VerifyVersionRequest, _model_service_pb2.VerifyVersionResponse]  # type: ignore[assignment]
     """Compares the files in the object store with the digests in the manifest."""
+    ReadManifest: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ReadManifestRequest, _model_service_pb2.ReadManifestResponse]  # type: ignore[assignment]
+    """The manifest of a version in the object store, or a part of it."""
+    GetSignatures: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetSignaturesRequest, _model_service_pb2.GetSignaturesResponse]  # type: ignore[assignment]
+    """The signatures of a version in the object store. Who asks verifies them: the service knows no keys."""
+    AddSignature: _aio.UnaryUnaryMultiCallable[_model_service_pb2.AddSignatureRequest, _model_service_pb2.AddSignatureResponse]  # type: ignore[assignment]
+    """Puts a signature to a version in the object store. It must be about this version's files; whose it is, is not asked. Putting it again
+    changes nothing, and no signature replaces another.
+    """
     GetRetention: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetRetentionRequest, _model_service_pb2.GetRetentionResponse]  # type: ignore[assignment]
     SetRetention: _aio.UnaryUnaryMultiCallable[_model_service_pb2.SetRetentionRequest, _model_service_pb2.SetRetentionResponse]  # type: ignore[assignment]
     """Says which versions are kept; the others go with the next collection."""
@@ -251,6 +267,32 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.VerifyVersionResponse, _abc.Awaitable[_model_service_pb2.VerifyVersionResponse]]:
         """Compares the files in the object store with the digests in the manifest."""
+
+    @_abc_1.abstractmethod
+    def ReadManifest(
+        self,
+        request: _model_service_pb2.ReadManifestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.ReadManifestResponse, _abc.Awaitable[_model_service_pb2.ReadManifestResponse]]:
+        """The manifest of a version in the object store, or a part of it."""
+
+    @_abc_1.abstractmethod
+    def GetSignatures(
+        self,
+        request: _model_service_pb2.GetSignaturesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.GetSignaturesResponse, _abc.Awaitable[_model_service_pb2.GetSignaturesResponse]]:
+        """The signatures of a version in the object store. Who asks verifies them: the service knows no keys."""
+
+    @_abc_1.abstractmethod
+    def AddSignature(
+        self,
+        request: _model_service_pb2.AddSignatureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.AddSignatureResponse, _abc.Awaitable[_model_service_pb2.AddSignatureResponse]]:
+        """Puts a signature to a version in the object store. It must be about this version's files; whose it is, is not asked. Putting it again
+        changes nothing, and no signature replaces another.
+        """
 
     @_abc_1.abstractmethod
     def GetRetention(

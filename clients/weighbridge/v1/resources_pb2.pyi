@@ -771,6 +771,32 @@ class SweptVersion(_message.Message):
 Global___SweptVersion: _TypeAlias = SweptVersion  # noqa: Y015
 
 @_typing.final
+class Signature(_message.Message):
+    """A signature of a version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """SHA-256 of the content, as 64 hexadecimal digits."""
+    content: _builtins.bytes
+    """A bundle of OpenSSF model signing, as JSON."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        content: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Signature: _TypeAlias = Signature  # noqa: Y015
+
+@_typing.final
 class ModelFile(_message.Message):
     """A file that belongs to a model besides its weights: config.json, tokenizer.json and so on."""
 

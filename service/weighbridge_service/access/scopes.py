@@ -24,6 +24,8 @@ class Verb(StrEnum):
     """Move and delete tags."""
     APPROVE = "approve"
     """Hold versions no longer that are held, and carry out what others have asked for a protected ref."""
+    SIGN = "sign"
+    """Put signatures to versions."""
     MANAGE = "manage"
     """Delete models and versions, say what is kept and what is held, and export."""
     OBSERVE = "observe"

@@ -41,13 +41,18 @@ class Peer:
         """Whether it may know that there is a model of this name."""
         return self.identity.may(Verb.LOOK, model)
 
+    @property
+    def name(self) -> str:
+        """The name that the policy has for it; empty if there is none."""
+        return self.identity.name if self.identity is not EVERYBODY else ""
+
     def called(self, said: str) -> str:
         """The name under which something that it does is written down.
 
         Args:
             said: what it calls itself; counts where nobody knows better.
         """
-        return self.identity.name if self.identity is not EVERYBODY else said or self.host
+        return self.name or said or self.host
 
     def asker(self, verb: Verb, model: str, ref: str) -> Asker:
         """Who asks for something of a ref, where it may be protected."""

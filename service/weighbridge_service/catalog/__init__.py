@@ -9,6 +9,7 @@ May import: `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 - `holding`: why a version is held that is not in history yet; pure.
 - `refs`: changes of refs, and requests for those that are protected.
 - `gate`: which versions are held, and approval of these.
+- `signatures`: signatures of versions.
 - `changes`: news of models for those that follow them.
 - `store_readers`: leases of versions that are being read.
 - `stored_bytes`: what namespaces hold, and whether there is room for more.

@@ -353,8 +353,19 @@ class Catalog:
         model_name = ModelName.parse(name)
         return self.refs_of(model_name, self.head(model_name))
 
-    def verify(self, name: str, version: str) -> Verification:
-        """Compare a durable version's files with its manifest."""
+    def verify(self, name: str, version: str, *, sha256: bool = False) -> Verification:
+        """Compare a durable version's files with its manifest; with ``sha256``, make SHA-256 of each as well."""
+        with self.reading_stored(name, version) as found:
+            return verify_version(self.store, ModelName.parse(name), found.number, sha256=sha256)
+
+    @contextmanager
+    def reading_stored(self, name: str, version: str) -> Iterator[Version]:
+        """A durable version, whose objects are kept while the block reads them.
+
+        Raises:
+            NotFound: no such model, version or ref; or it was deleted meanwhile.
+            FailedPrecondition: it is not durable yet.
+        """
         model_name = ModelName.parse(name)
         asked_ms = self.readers.clock()
         history = self.history(model_name)
@@ -368,7 +379,7 @@ class Catalog:
             self.readers.begin(model_name, found.number, since_ms),
             self.unless_deleted(model_name, found.number),
         ):
-            return verify_version(self.store, model_name, found.number)
+            yield found
 
     def refs_of(self, name: ModelName, head: Head) -> dict[str, int]:
         """All refs of a model, those in its head and ``live``."""

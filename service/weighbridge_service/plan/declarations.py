@@ -93,12 +93,14 @@ class Agreement:
         claim: names this agreement in head.json. Replicas that derive the same agreement derive the same claim; another process
             at one of their addresses derives another. It stays the same when a share is handed over.
         handovers: how often each share was handed over, by number; those that never were are not there.
+        layouts: SHA-256 over the digests of all ranks' layouts (`layouts_digest`): who pushes by the same layouts has the same.
     """
 
     prepared: PreparedPush
     homes: Sequence[Home]
     claim: str
     handovers: Mapping[int, int] = field(default_factory=dict)
+    layouts: str = ""
 
     def routes(self, rank: int) -> Mapping[Home, RangeSet]:
         """Which parts of a rank's stream are pushed to which replica; a part may be wanted by several."""
@@ -344,7 +346,13 @@ class Declarations:
         text = json.dumps([self.name, self.created_ms, said])
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         claim = f"{digest}@{homes[0].address}" if len(homes) == 1 else digest
-        return replace(self, agreed=Agreement(prepared, homes, claim))
+        layouts = layouts_digest(declaration.digest for declaration in in_order)
+        return replace(self, agreed=Agreement(prepared, homes, claim, layouts=layouts))
+
+
+def layouts_digest(digests: Iterable[str]) -> str:
+    """SHA-256 over the digests of ranks' layouts, in the order of the ranks, a line each; 64 hex digits."""
+    return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()
 
 
 def alone_at(entry: OpenEntry) -> str:

@@ -108,7 +108,7 @@ class EffectRunner:
                 heard_at = 0.0 if self.writer is None else self.writer.progress[1]
                 return on.TimedOut(tuple(self._missing(state)[:_NAMED]), heard_at)
             case do.Digest(file):
-                return self._digest(file, owner)
+                return self._digest(file, owner, sha256=state.limits.sha256)
             case do.CompareSample():
                 self._compare_sample()
                 return on.SampleCompared()
@@ -190,10 +190,11 @@ class EffectRunner:
             raise VersionFailed(f"{self._publisher} was given up")
         return image
 
-    def _digest(self, file: str, owner: Owner) -> on.Event:
+    def _digest(self, file: str, owner: Owner, *, sha256: bool) -> on.Event:
         image = self._held()
         with image.hold():
-            digests = digest_file(self._model.files, file, image.read_only_buffers[file], owner.go_on)
+            data = image.read_only_buffers[file]
+            digests = digest_file(self._model.files, file, data, owner.go_on, sha256=sha256)
         owner.go_on()  # what is kept after the end would stay
         self._digests[file] = digests
         return on.Digested(file, sum(digests.nonfinite.values()))
@@ -249,12 +250,13 @@ class EffectRunner:
 
     def _opened(self, state: PushState) -> OpenEntry:
         """The version as it was opened, with what all of its ranks have said of it."""
-        holding = state.holding
+        entry, holding = self._publisher.entry, state.holding
         return replace(
-            self._publisher.entry,
+            entry,
             held=holding.opened,
             allow_nonfinite=holding.allows_nonfinite,
             metadata=state.opened.metadata,
+            cast_from=tuple(sorted({*entry.cast_from, *state.cast_from})),
         )
 
     def _tell(self, here: Mapping[int, Declaration]) -> on.Event:

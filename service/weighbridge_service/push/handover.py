@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from weighbridge_service.models.registered_model import RegisteredModel
-from weighbridge_service.plan.declarations import Agreement, Home
+from weighbridge_service.plan.declarations import Agreement, Home, layouts_digest
 from weighbridge_service.plan.push_plan import nothing_to_push
 from weighbridge_service.plan.replica_placement import Spread
 from weighbridge_storage.documents.entries import OpenEntry
@@ -72,11 +72,17 @@ class HandedVersion:
     def agreed_by(self, home: Home) -> Agreement:
         """The agreement once a replica has taken it over."""
         share, ranks = self.share, self.entry.ranks
+        layouts = layouts_digest(digest for _, digest in self.ranks)
         if share is None:
-            return Agreement(nothing_to_push(self.model.files, ranks), (home,), self.claim)
+            plan = nothing_to_push(self.model.files, ranks)
+            return Agreement(plan, (home,), self.claim, layouts=layouts)
         spread = Spread((share.number,) * ranks, share.owners, {})
         agreed = Agreement(
-            nothing_to_push(self.model.files, ranks, spread), share.homes, self.claim, share.handovers
+            nothing_to_push(self.model.files, ranks, spread),
+            share.homes,
+            self.claim,
+            share.handovers,
+            layouts,
         )
         return agreed.moved(share.number, home, share.handovers.get(share.number, 0) + 1)
 

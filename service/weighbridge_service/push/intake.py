@@ -97,6 +97,7 @@ class Intake:
             image_wait=config.image_wait,
             lease=config.open_lease,
             spreading=bool(config.advertise),
+            sha256=config.sha256,
         )
         self.bytes_in = 0
         self.bytes_in_locally = 0

@@ -19,8 +19,9 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge_service.access.identities import EVERYBODY, Identity
+from weighbridge_service.access.identities import EVERYBODY
 from weighbridge_service.admission.identity_quotas import Opening
+from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.refusals import Refusals
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.holding import Holding
@@ -117,12 +118,13 @@ class Opener:
         request_id: str,
         client_id: str,
         said: Said = _NOTHING_SAID,
-        by: Identity = EVERYBODY,
+        by: Peer | None = None,
     ) -> Version:
         """Give a number for a new version, or the one that this request has been given before.
 
         A request whose version has ended is given a new one, unless the caller took part in that version. What is ``said`` of the version
-        is added to what other ranks have said. A new one is counted where ``by``, who opens it, or the namespace has a limit.
+        is added to what other ranks have said. A new one is counted where the identity of ``by``, the peer that opens it, or the namespace has a limit; its name in the
+        policy is kept with the version, of the rank that came first.
 
         Raises:
             NotFound: the model is not registered.
@@ -137,6 +139,7 @@ class Opener:
             raise InvalidArgument(f"step {step} is not between 0 and 2**53")
         for what, text in (("run", run), ("request_id", request_id), ("client_id", client_id)):
             check_text(what, text)
+        identity, called = (EVERYBODY, "") if by is None else (by.identity, by.name)
         asked_for = (step, run, ranks)
         self.refusals.check(model_name, request_id, client_id)
         find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said)
@@ -154,10 +157,10 @@ class Opener:
                 self._check_room()
             lease_ms = round(self._limits.lease * 1000)
             asked = OpeningRequest(
-                request_id, *asked_for, self._home, lease_ms, said, given_up, receiving, nbytes
+                request_id, *asked_for, self._home, lease_ms, said, given_up, receiving, nbytes, called
             )
             is_open = partial(self._is_open, model_name, request_id)
-            with self._quotas.opening(by, model, nbytes, is_open) as counted:
+            with self._quotas.opening(identity, model, nbytes, is_open) as counted:
                 entry, head = self._open(model_name, asked, counted)
             if (
                 isinstance(joined, PushSession)
@@ -256,7 +259,9 @@ class Opener:
         lease_left = (entry.until_ms - begun.unix_ms) / 1000
         opened = version_opened(model, entry)
         known, holding = model.known_set, Holding.of(entry)
-        state = PushState.begin(opened, self._home, self._limits, known, lease_left, begun, holding)
+        state = PushState.begin(
+            opened, self._home, self._limits, known, lease_left, begun, holding
+        ).described(entry)
         return self.session(state, model, entry, client_id, None)
 
     def session(

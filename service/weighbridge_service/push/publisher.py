@@ -202,7 +202,7 @@ class Publisher:
         # the config that the weights were mapped with, whatever has been registered since
         keys = {file: files_key(model.name, model.files_id, file) for file in model.side_files}
         written |= write_side_files(self.store, model.name, number, model.files, keys)
-        manifest = write_manifest(self.store, model.name, opened, written)
+        manifest = write_manifest(self.store, model.name, opened, written, agreed.layouts)
         now_ms = unix_ms()
         entry = VersionEntry(
             number,

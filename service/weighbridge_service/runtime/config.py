@@ -57,6 +57,8 @@ class ServiceConfig:
         audit: file to which is appended who did what (`weighbridge_service.access.audit`); None for none.
         tls: certificate of both faces; None to answer without TLS.
         insecure: whether to answer without TLS at addresses that other machines reach.
+        sha256: whether SHA-256 of each file is made when a version is pushed, so that nothing is read again when it is signed
+            (docs/signing.md).
         most_streams: most pushes, pulls and restores over gRPC at one time, each of which takes a thread; what replicas read from each other
             may be as many again.
     """
@@ -88,6 +90,7 @@ class ServiceConfig:
     audit: Path | None = None
     tls: TlsFiles | None = None
     insecure: bool = False
+    sha256: bool = False
     most_streams: int = 1024
 
     @property

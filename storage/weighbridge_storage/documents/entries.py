@@ -149,6 +149,8 @@ class OpenEntry:
         metadata: what is pushed with it.
         approval: what was said for it since it was complete; None if nothing was.
         nbytes: size that its safetensors files will have together, in bytes; 0 if that was not said.
+        by: who opened it, as the service knows them; empty if it knows nobody by name.
+        cast_from: dtypes that its tensors have in the trainer and that are cast to the model's, in order.
         extra: the fields that this release does not know.
 
     Raises:
@@ -171,6 +173,8 @@ class OpenEntry:
     metadata: Metadata = field(default_factory=dict, hash=False)
     approval: Approval | None = None
     nbytes: int = 0
+    by: str = ""
+    cast_from: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -178,8 +182,10 @@ class OpenEntry:
         check_number("ranks", self.ranks, 1)
         for name in ("step", "created_ms", "until_ms", "parent", "nbytes"):
             check_number(name, getattr(self, name))
-        for name in ("request_id", "run", "files_id", "claim", "holder"):
+        for name in ("request_id", "run", "files_id", "claim", "holder", "by"):
             check_text(name, getattr(self, name))
+        for dtype in self.cast_from:
+            check_text("a dtype", dtype)
         check_reasons(self.held)
         checked_metadata(self.metadata)
 

@@ -22,9 +22,11 @@ RESERVED_REFS = frozenset({REF_LATEST, REF_LIVE})
 MAX_VERSION = 10**12 - 1
 """Version folders have names of twelve digits, so that they sort by number."""
 
-NUMBERED_FOLDERS = ("versions", "incoming", "leases")
-"""Folders of a model that have a folder for each version: its files, what is known of it while it is received, who reads it."""
+NUMBERED_FOLDERS = ("versions", "incoming", "leases", "signatures")
+"""Folders of a model that have a folder for each version: its files, what is known of it while it is received, who reads it, who has
+signed it."""
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _NODE = re.compile(r"([0-9]{16,19})-[0-9a-f]{64}")
 _NUMBER = re.compile(r"(?!0{12})[0-9]{12}")
 _PART = "[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
@@ -126,6 +128,37 @@ def lease_key(model: ModelName, number: int, reader: str) -> str:
         InvalidArgument: no such number can be, or the reader's name is not of 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
     """
     return _numbered_prefix(model, "leases", number) + check_version_file_name(reader)
+
+
+def signatures_prefix(model: ModelName, number: int) -> str:
+    """What the keys of a version's signatures begin with, e.g. ``models/acme/smol/signatures/000000000017/``.
+
+    Raises:
+        InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
+    """
+    return _numbered_prefix(model, "signatures", number)
+
+
+def signature_key(model: ModelName, number: int, digest: str) -> str:
+    """Key of a signature, e.g. ``models/acme/smol/signatures/000000000017/<digest>.sig``.
+
+    Args:
+        model: whose version is signed.
+        number: which version.
+        digest: SHA-256 of the signature, as 64 hex digits.
+
+    Raises:
+        InvalidArgument: no such number can be, or that is no digest.
+    """
+    if not _is(_SHA256, digest):
+        raise InvalidArgument(f"{shown(digest)} is no SHA-256 of a signature")
+    return f"{signatures_prefix(model, number)}{digest}.sig"
+
+
+def digest_of_signature(key: str) -> str | None:
+    """The digest in the key of a signature; None of other keys."""
+    digest = key.rpartition("/")[2].removesuffix(".sig")
+    return digest if key.endswith(f"/{digest}.sig") and _is(_SHA256, digest) else None
 
 
 def numbered_key(model: ModelName, key: str) -> tuple[str, int] | None:

@@ -47,11 +47,13 @@ class Said:
         candidate: that it is held until it is approved.
         allow_nonfinite: that it is not held for elements that are NaN or infinite.
         metadata: what is kept with it.
+        cast_from: dtypes, by safetensors' names, of tensors that the rank casts to the model's.
     """
 
     candidate: bool = False
     allow_nonfinite: bool = False
     metadata: Metadata = field(default_factory=dict)
+    cast_from: frozenset[str] = frozenset()
 
 
 _NOTHING_SAID = Said()
@@ -68,6 +70,7 @@ def open_version(
     lease_ms: int,
     said: Said = _NOTHING_SAID,
     nbytes: int = 0,
+    by: str = "",
 ) -> tuple[Head, OpenEntry]:
     """Take the next number for a version, or find the one that this request has opened before and that is still open.
 
@@ -81,6 +84,7 @@ def open_version(
         lease_ms: how long the version stays open unless it is renewed.
         said: what else is said of it; is added to what was said before.
         nbytes: size that its safetensors files will have together; 0 if that is not known.
+        by: who opens it, as the service knows them; stays who came first.
 
     Raises:
         InvalidArgument: the request has opened a version of another step or run, with another number of ranks, or with other metadata.
@@ -112,6 +116,8 @@ def open_version(
         allow_nonfinite=said.allow_nonfinite or head.gate.allow_nonfinite,
         metadata=said.metadata,
         nbytes=nbytes,
+        by=by,
+        cast_from=tuple(sorted(said.cast_from)),
     )
     changed = replace(head, next_version=head.next_version + 1, open={**head.open, entry.number: entry})
     return changed, entry
@@ -140,6 +146,7 @@ def _with_said(there: OpenEntry, said: Said) -> OpenEntry:
         held=tuple(sorted({*there.held, HELD_CANDIDATE})) if said.candidate else there.held,
         allow_nonfinite=there.allow_nonfinite or said.allow_nonfinite,
         metadata=there.metadata or said.metadata,
+        cast_from=tuple(sorted(said.cast_from.union(there.cast_from))),
     )
 
 

@@ -6,5 +6,6 @@ May import: `head`, `cache`, `memory`, `stores`, `documents`, `weighbridge`.
 - `digests`: digests of a file, made in one pass.
 - `writing`: writes of a version's objects, in crash-safe order.
 - `reading`: reader of a durable version.
+- `signatures`: signatures beside a version's folder.
 - `verifying`: comparison of files with the manifest.
 """

@@ -5,6 +5,7 @@
   may be shorter; an empty file has no block. All block digests one after another, 32 bytes each, are the object
   ``<file>.blake3``.
 - The file's **root**: BLAKE3-256 of these block digests, i.e. of the content of ``<file>.blake3``. It is no BLAKE3 of the file.
+- SHA-256 of the file, if that is asked for: what signatures of models name files by. It takes as long as twice all the rest.
 - The number of non-finite elements of each tensor: NaN and, where the dtype has them, infinities.
 
 What each costs is in docs/manifest.md.
@@ -12,6 +13,7 @@ What each costs is in docs/manifest.md.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,7 +57,9 @@ class FileDigests:
         return {name: tensor.nonfinite for name, tensor in self.tensors.items() if tensor.nonfinite}
 
 
-def digest_file(files: FilesLayout, name: str, data: ByteArray, go_on: Callable[[], None]) -> FileDigests:
+def digest_file(
+    files: FilesLayout, name: str, data: ByteArray, go_on: Callable[[], None], *, sha256: bool = False
+) -> FileDigests:
     """The digests of one file of a version.
 
     Args:
@@ -63,11 +67,12 @@ def digest_file(files: FilesLayout, name: str, data: ByteArray, go_on: Callable[
         name: of the file.
         data: its bytes, header included.
         go_on: is called every few MiB; what it raises ends the pass.
+        sha256: whether to make SHA-256 of the file as well.
     """
     spans = (
         (files.layout.tensors[p.shard.tensor], p.offset) for p in files.layout.placements if p.buffer == name
     )
-    digester = FileDigester(name, spans)
+    digester = FileDigester(name, spans, sha256=sha256)
     view = data.data
     for start in range(0, len(view), _WINDOW):
         go_on()
@@ -77,7 +82,8 @@ def digest_file(files: FilesLayout, name: str, data: ByteArray, go_on: Callable[
 
 def digest_bytes(data: bytes) -> FileEntry:
     """The entry of a file without tensors."""
-    return FileEntry(len(data), xxhash.xxh3_128_hexdigest(data), root_of(block_digests(data)))
+    sha256 = hashlib.sha256(data).hexdigest()
+    return FileEntry(len(data), xxhash.xxh3_128_hexdigest(data), root_of(block_digests(data)), sha256)
 
 
 def block_digests(data: bytes | memoryview) -> bytes:
@@ -131,11 +137,13 @@ class FileDigester:
     Args:
         name: of the file.
         spans: its tensors, and the byte of the file where each starts; they do not overlap.
+        sha256: whether to make SHA-256 of the file as well.
     """
 
-    def __init__(self, name: str, spans: Iterable[tuple[TensorSpec, int]]) -> None:
+    def __init__(self, name: str, spans: Iterable[tuple[TensorSpec, int]], *, sha256: bool = False) -> None:
         self._name = name
         self._file = xxhash.xxh3_128()
+        self._sha256 = hashlib.sha256() if sha256 else None
         self._blocks = BlockDigester()
         self._tensors: dict[str, TensorEntry] = {}
         # one without elements before another that starts at the same byte
@@ -147,6 +155,8 @@ class FileDigester:
         """Take the next bytes."""
         self._file.update(piece)
         self._blocks.update(piece)
+        if self._sha256 is not None:
+            self._sha256.update(piece)
         end = self._position + len(piece)
         while self._current is not None and self._current.offset < end:
             tensor = self._current
@@ -163,7 +173,8 @@ class FileDigester:
         while self._current is not None:  # without elements, behind the last byte
             self._end_tensor(self._current)
         blocks = self._blocks.finish()
-        entry = FileEntry(self._position, self._file.hexdigest(), root_of(blocks))
+        sha256 = "" if self._sha256 is None else self._sha256.hexdigest()
+        entry = FileEntry(self._position, self._file.hexdigest(), root_of(blocks), sha256)
         return FileDigests(entry, self._tensors, blocks)
 
     def _next(self) -> None:

@@ -46,7 +46,7 @@ _MAX_METADATA_NAME = 256
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 """Shared by all entries that have no unknown field: a model may have 500,000 of them."""
 _XXH3 = re.compile(r"[0-9a-f]{32}")
-_BLAKE3 = re.compile(r"[0-9a-f]{64}")
+_BLAKE3 = _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def _nothing() -> Mapping[str, Any]:
@@ -61,12 +61,14 @@ class FileEntry:
         size: in bytes.
         xxh3_128: digest of its content, as 32 hex digits.
         blake3: root of its block digests (`weighbridge_storage.versions.digests`), as 64 hex digits.
+        sha256: digest of its content, as 64 hex digits; empty if it was not made.
         extra: the fields that this release does not know.
     """
 
     size: int
     xxh3_128: str
     blake3: str
+    sha256: str = ""
     extra: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
 
     def same_content(self, other: FileEntry) -> bool:
@@ -114,6 +116,7 @@ class Manifest:
         lineage: where the version comes from: ``parent``, the number of the version before, and what later releases add.
         metadata: what the user says of the version: texts and finite numbers by printable names.
         held: why the version was held when it was written; what has become of that since is in its entry.
+        provenance: who pushed the version, and how; `provenance_of` says what this release writes.
         requires: the features without which the version cannot be read rightly.
         weights_extra: the fields of the weights that this release does not know.
         other_parts: the parts that this release does not know, by name.
@@ -134,6 +137,7 @@ class Manifest:
     lineage: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
     metadata: Metadata = field(default_factory=_nothing, hash=False)
     held: tuple[str, ...] = ()
+    provenance: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
     requires: tuple[str, ...] = ()
     weights_extra: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
     other_parts: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
@@ -148,6 +152,8 @@ class Manifest:
                 raise InvalidArgument(f"{name} is listed, which the version has besides its files")
             _check_digest(f"file {name}", file.xxh3_128, _XXH3)
             _check_digest(f"file {name}", file.blake3, _BLAKE3)
+            if file.sha256:
+                _check_digest(f"file {name}", file.sha256, _SHA256)
         for name, tensor in self.tensors.items():
             self._check_tensor(name, tensor)
         for name in self.weight_files:
@@ -194,6 +200,7 @@ class Manifest:
                 "lineage": dict(self.lineage),
                 "metadata": dict(self.metadata),
                 **({"held": list(self.held)} if self.held else {}),
+                **({"provenance": dict(self.provenance)} if self.provenance else {}),
             }
         )
 
@@ -221,6 +228,7 @@ class Manifest:
                 lineage=fields.table("lineage"),
                 metadata=fields.table("metadata"),
                 held=fields.texts("held") if "held" in fields else (),
+                provenance=fields.table("provenance") if "provenance" in fields else {},
                 requires=requires,
                 weights_extra=weights.rest(),
                 other_parts=parts.rest(),
@@ -257,7 +265,13 @@ class Manifest:
 def files_to_json(files: Mapping[str, FileEntry]) -> dict[str, Any]:
     """Entries of files as JSON values."""
     return {
-        name: {**file.extra, "size": file.size, "xxh3_128": file.xxh3_128, "blake3": file.blake3}
+        name: {
+            **file.extra,
+            "size": file.size,
+            "xxh3_128": file.xxh3_128,
+            "blake3": file.blake3,
+            **({"sha256": file.sha256} if file.sha256 else {}),
+        }
         for name, file in files.items()
     }
 
@@ -323,6 +337,7 @@ def _read_file(value: object, where: str) -> FileEntry:
         size=fields.integer("size"),
         xxh3_128=fields.text("xxh3_128"),
         blake3=fields.text("blake3"),
+        sha256=fields.text("sha256") if "sha256" in fields else "",
         extra=fields.rest() or _NOTHING,
     )
 

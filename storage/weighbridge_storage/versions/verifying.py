@@ -17,13 +17,16 @@ from weighbridge_storage.versions.manifest import Manifest, TensorEntry
 from weighbridge_storage.versions.reading import read_manifest, tensors_of_files
 
 
-def verify_version(store: ObjectStore, model: ModelName, number: int) -> Verification:
+def verify_version(
+    store: ObjectStore, model: ModelName, number: int, *, sha256: bool = False
+) -> Verification:
     """Read all files of a durable version once, and compare them with its manifest.
 
     Args:
         store: where the version lies.
         model: whose version.
         number: which version.
+        sha256: whether to make SHA-256 of all files as well; what the manifest has of them is compared.
 
     Raises:
         DataLoss: the manifest itself is missing or malformed.
@@ -31,6 +34,7 @@ def verify_version(store: ObjectStore, model: ModelName, number: int) -> Verific
     manifest = read_manifest(store, model, number)
     in_file = tensors_of_files(manifest)
     problems: list[str] = []
+    found_sha256: dict[str, str] = {}
     done = checked = 0
     for name, file in manifest.files.items():
         key = version_key(model, number, name)
@@ -40,7 +44,7 @@ def verify_version(store: ObjectStore, model: ModelName, number: int) -> Verific
             if size != file.size:
                 problems.append(f"{name} has {size} bytes instead of {file.size}")
                 continue
-            found = digest_object(store, key, name, tensors)
+            found = digest_object(store, key, name, tensors, sha256=sha256)
         except WeighbridgeError as error:
             problems.append(f"{name}: {error.message}")
             continue
@@ -54,9 +58,11 @@ def verify_version(store: ObjectStore, model: ModelName, number: int) -> Verific
                 problems.append(f"{name}{BLOCKS_SUFFIX}: {error.message}")
             else:
                 problems += _differing_blocks(manifest, name, found, blocks)
+        if sha256:
+            found_sha256[name] = found.entry.sha256
         checked += len(tensors)
         done += file.size
-    return Verification(number, checked, done, tuple(problems), manifest.nonfinite_elements)
+    return Verification(number, checked, done, tuple(problems), manifest.nonfinite_elements, found_sha256)
 
 
 def digest_object(
@@ -65,6 +71,8 @@ def digest_object(
     name: str,
     tensors: Sequence[tuple[str, TensorEntry]],
     took: Callable[[int], None] = lambda _nbytes: None,
+    *,
+    sha256: bool = False,
 ) -> FileDigests:
     """The digests of a file in a store.
 
@@ -74,11 +82,13 @@ def digest_object(
         name: of the file.
         tensors: those in it.
         took: is told after each piece how many bytes it had.
+        sha256: whether to make SHA-256 of it as well.
 
     Raises:
         NotFound: it is not there.
     """
-    digester = FileDigester(name, [(TensorSpec(t, e.dtype, e.shape), e.offset) for t, e in tensors])
+    spans = [(TensorSpec(t, e.dtype, e.shape), e.offset) for t, e in tensors]
+    digester = FileDigester(name, spans, sha256=sha256)
     for piece in store.stream(key):
         view = memoryview(piece)
         digester.update(view)
@@ -92,10 +102,9 @@ def _differing_digests(manifest: Manifest, name: str, found: FileDigests) -> lis
         for tensor, entry in found.tensors.items()
         if entry.xxh3_128 != manifest.tensors[tensor].xxh3_128
     ]
-    if (found.entry.xxh3_128, found.entry.blake3) != (
-        manifest.files[name].xxh3_128,
-        manifest.files[name].blake3,
-    ):
+    there, file = found.entry, manifest.files[name]
+    other_sha256 = there.sha256 and file.sha256 and there.sha256 != file.sha256
+    if (there.xxh3_128, there.blake3) != (file.xxh3_128, file.blake3) or other_sha256:
         problems.append(f"{name} does not agree with its digest")
     return problems
 

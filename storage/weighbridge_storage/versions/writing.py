@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
@@ -201,8 +202,18 @@ def write_side_files(
     return Written(entries, {})
 
 
-def write_manifest(store: ObjectStore, model: ModelName, entry: OpenEntry, written: Written) -> Manifest:
-    """Write a version's manifest, after all its files. Whoever writes it, with the same files, writes the same."""
+def write_manifest(
+    store: ObjectStore, model: ModelName, entry: OpenEntry, written: Written, layouts: str = ""
+) -> Manifest:
+    """Write a version's manifest, after all its files. Whoever writes it, with the same files, writes the same.
+
+    Args:
+        store: where to.
+        model: whose version.
+        entry: the version as it was opened.
+        written: its files.
+        layouts: digest of the layouts of all ranks; empty if it is not known.
+    """
     nonfinite = not entry.allow_nonfinite and any(tensor.nonfinite for tensor in written.tensors.values())
     manifest = Manifest(
         model=model,
@@ -216,9 +227,16 @@ def write_manifest(store: ObjectStore, model: ModelName, entry: OpenEntry, writt
         # releases before this one know no booleans here
         metadata={key: _without_booleans(value) for key, value in entry.metadata.items()},
         held=tuple(sorted({*entry.held, HELD_NONFINITE})) if nonfinite else entry.held,
+        provenance=provenance_of(entry, layouts),
     )
     store.put(version_key(model, entry.number, MANIFEST_FILE), manifest.to_json(), mode="overwrite")
     return manifest
+
+
+def provenance_of(entry: OpenEntry, layouts: str) -> dict[str, Any]:
+    """What a manifest says of how a version came about, beside step, run, lineage and metadata. What is not known is left out."""
+    known = {"by": entry.by, "layouts": layouts, "cast_from": list(entry.cast_from)}
+    return {"ranks": entry.ranks, **{name: value for name, value in known.items() if value}}
 
 
 def _without_booleans(value: MetadataValue) -> str | int | float:

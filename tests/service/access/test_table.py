@@ -162,6 +162,7 @@ _PATH = {
     "ref": "prod",
     "job_id": "0" * 32,
     "request_id": "0" * 32,
+    "signature": "0" * 64,
 }
 _PATH |= {"rest": "prod/config.json", "check": "store-reachable"}
 

@@ -126,11 +126,11 @@ def test_other_files_are_compared_too(store: LocalStore, folder: Path) -> None:
 def test_what_a_replica_hands_in_is_read_whole_also_that_of_a_later_release(written: Written) -> None:
     text = json.loads(written.to_json("the claim"))
     assert Written.from_json(json.dumps(text).encode(), "it") == ("the claim", written)
-    text["files"][FILE]["sha256"] = "0" * 64
+    text["files"][FILE]["blake2b"] = "0" * 64
     text["tensors"]["first"]["scale"] = {"block": 128}
     text["new"] = 1
     _, found = Written.from_json(json.dumps(text).encode(), "it")
-    assert found.files[FILE].extra == {"sha256": "0" * 64}
+    assert found.files[FILE].extra == {"blake2b": "0" * 64}
     assert found.tensors["first"].extra == {"scale": {"block": 128}}
     again = json.loads(found.to_json("the claim"))
     assert (again["files"], again["tensors"]) == (text["files"], text["tensors"])

@@ -1,9 +1,10 @@
 """Words for people: what is said in tables, messages and errors. Pure.
 
-May import: nothing of this project.
+May import: `weighbridge.errors`.
 
 - `sizes`: sizes as text.
 - `counts`: numbers of things.
 - `waits`: what is waited for.
 - `suggestions`: the name that was probably meant.
+- `extras`: what to install where an optional dependency is missing.
 """

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from weighbridge._core import dtypes
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.resources import Version
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -53,8 +54,9 @@ class CheckpointHandlers:
                 candidate=request.candidate,
                 allow_nonfinite=request.allow_nonfinite,
                 metadata=wire.metadata_from_proto(request.metadata),
+                cast_from=frozenset(dtypes.from_safetensors(name).name for name in request.cast_from),
             ),
-            by=call.peer.identity,
+            by=call.peer,
         )
         return checkpoint_service_pb2.OpenVersionResponse(version=wire.version_to_proto(version))
 

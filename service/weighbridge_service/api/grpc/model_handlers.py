@@ -23,6 +23,8 @@ from weighbridge_service.service import Weighbridge
 _PAGE = 100
 _LARGEST_PAGE = 1000
 _WAIT_SECONDS = 60.0
+_MANIFEST_BYTES = 1 << 20
+"""Of a manifest, in one answer."""
 _MOST_REFS = 1024
 _MOST_WATCHES = 16_384
 
@@ -62,6 +64,7 @@ class ModelHandlers:
         self._refs = service.refs
         self._intake = service.intake
         self._quotas = service.quotas
+        self._signatures = service.signatures
         self._methods = methods
         self._watches = watches
         self._watching = HostQuota("watches", _MOST_WATCHES)
@@ -224,8 +227,31 @@ class ModelHandlers:
     def VerifyVersion(
         self, request: model_service_pb2.VerifyVersionRequest, call: Call
     ) -> model_service_pb2.VerifyVersionResponse:
-        found = self._catalog.verify(request.model, request.version)
+        found = self._catalog.verify(request.model, request.version, sha256=request.sha256)
         return model_service_pb2.VerifyVersionResponse(**found.to_json())
+
+    def ReadManifest(
+        self, request: model_service_pb2.ReadManifestRequest, call: Call
+    ) -> model_service_pb2.ReadManifestResponse:
+        data, total = self._signatures.manifest_part(
+            request.model, request.number, request.offset, _MANIFEST_BYTES
+        )
+        return model_service_pb2.ReadManifestResponse(data=data, total_bytes=total)
+
+    def GetSignatures(
+        self, request: model_service_pb2.GetSignaturesRequest, call: Call
+    ) -> model_service_pb2.GetSignaturesResponse:
+        number, found = self._signatures.of_version(request.model, request.version)
+        return model_service_pb2.GetSignaturesResponse(
+            number=number,
+            signatures=[resources_pb2.Signature(id=each.id, content=each.content) for each in found],
+        )
+
+    def AddSignature(
+        self, request: model_service_pb2.AddSignatureRequest, call: Call
+    ) -> model_service_pb2.AddSignatureResponse:
+        added = self._signatures.add(request.model, request.number, request.content)
+        return model_service_pb2.AddSignatureResponse(id=added)
 
     def GetRetention(
         self, request: model_service_pb2.GetRetentionRequest, call: Call

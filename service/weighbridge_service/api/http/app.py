@@ -20,6 +20,8 @@ from starlette.exceptions import HTTPException
 
 from weighbridge._core.metadata import conditions
 from weighbridge._core.resources import Gate, Retention
+from weighbridge._signing.bundle import MEDIA_TYPE as SIGNATURE_TYPE
+from weighbridge._signing.bundle import Bundle
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
@@ -29,7 +31,7 @@ from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.hub_routes import hub_router, on_hub_error
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.http.operations import operations_router
-from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, VersionOrRef
+from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, SignatureId, VersionOrRef
 from weighbridge_service.api.http.problems import BodyLimit, Problem, on_error
 from weighbridge_service.api.http.ranges import RangeNotSatisfiable
 from weighbridge_service.api.http.refs import refs_router
@@ -47,6 +49,9 @@ from weighbridge_service.api.http.resources import (
     ModelsOut,
     RetentionIn,
     RetentionOut,
+    SignatureIn,
+    SignatureOut,
+    SignaturesOut,
     VerificationOut,
     VersionOut,
     VersionsOut,
@@ -77,6 +82,9 @@ _VERBS = {
     "list_versions": Verb.LOOK,
     "get_version": Verb.LOOK,
     "verify_version": Verb.PULL,
+    "list_signatures": Verb.LOOK,
+    "get_signature": Verb.LOOK,
+    "add_signature": Verb.SIGN,
     "approve_version": Verb.APPROVE,
     "delete_version": Verb.MANAGE,
     "get_gate": Verb.LOOK,
@@ -191,6 +199,34 @@ def _models_router(service: Weighbridge) -> APIRouter:
     def verify_version(namespace: Namespace, name: Name, version: VersionOrRef) -> VerificationOut:
         """Read all files of a durable version and compare them with the digests in its manifest."""
         return VerificationOut.model_validate(service.catalog.verify(f"{namespace}/{name}", version))
+
+    @router.get("/{namespace}/{name}/versions/{version}/signatures", tags=["signatures"])
+    def list_signatures(namespace: Namespace, name: Name, version: VersionOrRef) -> SignaturesOut:
+        """The signatures of a durable version. Nothing is verified: the service knows no keys."""
+        number, found = service.signatures.of_version(f"{namespace}/{name}", version)
+        return SignaturesOut(number=number, signatures=[SignatureOut.of(each) for each in found])
+
+    @router.get(
+        "/{namespace}/{name}/versions/{version}/signatures/{signature}",
+        tags=["signatures"],
+        response_class=Response,
+        responses={
+            200: {"content": {SIGNATURE_TYPE: {}}, "description": "A bundle, as model_signing takes it."}
+        },
+    )
+    def get_signature(
+        namespace: Namespace, name: Name, version: VersionOrRef, signature: SignatureId
+    ) -> Response:
+        """One signature, as the file that `model_signing verify` takes."""
+        found = service.signatures.get(f"{namespace}/{name}", version, signature)
+        return Response(found.content, media_type=SIGNATURE_TYPE)
+
+    @router.post("/{namespace}/{name}/versions/{version}/signatures", tags=["signatures"])
+    def add_signature(namespace: Namespace, name: Name, version: Number, body: SignatureIn) -> SignatureOut:
+        """Put a signature to a durable version. It must be about this version's files. Putting it again changes nothing."""
+        content = body.content.encode()
+        service.signatures.add(f"{namespace}/{name}", version, content)
+        return SignatureOut.of(Bundle.read(content).as_signature)
 
     @router.post("/{namespace}/{name}/versions/{version}/approve", tags=["versions"])
     def approve_version(

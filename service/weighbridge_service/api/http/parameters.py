@@ -21,5 +21,6 @@ Name = Annotated[str, _text("Second half of the model's name.", MODEL_PART_PATTE
 VersionOrRef = Annotated[str, _text("A number or a ref.", REF_PATTERN, "latest")]
 Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]
 Ref = Annotated[str, _text("Name of the ref.", REF_PATTERN, "prod")]
+SignatureId = Annotated[str, _text("SHA-256 of the signature, its `id`.", "^[0-9a-f]{64}$")]
 JobId = Annotated[str, _text("The `id` that starting the export gave.", "^[0-9a-f]{32}$")]
 RequestId = Annotated[str, _text("The `request_id` of the request.", REQUEST_PATTERN)]

@@ -8,7 +8,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
 from weighbridge._core import dtypes
 from weighbridge._core.checks import CheckStatus
-from weighbridge._core.resources import VersionState
+from weighbridge._core.resources import Signature, VersionState
+from weighbridge._signing.bundle import MAX_BYTES, Bundle
 from weighbridge_service.exports import ExportState
 from weighbridge_service.runtime.memory_plan import MemoryReport
 from weighbridge_storage.documents.names import MODEL_PATTERN
@@ -118,6 +119,37 @@ class VersionsOut(Out):
     """A page of versions."""
 
     versions: list[VersionOut] = Field(description="Versions, newest first.")
+
+
+class SignatureOut(Out):
+    """A signature of a version."""
+
+    id: str = Field(description="SHA-256 of the signature.")
+    method: str = Field(description="How it is signed: `key` or `certificate`.", examples=["key"])
+    signer: str = Field(
+        description="The key that it names, by SHA-256 of its PEM text; or the certificate, by SHA-256."
+    )
+
+    @classmethod
+    def of(cls, signature: Signature) -> SignatureOut:
+        """A signature for people and programs."""
+        bundle = Bundle.read(signature.content)
+        return cls(id=signature.id, method=bundle.method, signer=bundle.signer)
+
+
+class SignaturesOut(Out):
+    """The signatures of a version."""
+
+    number: int = Field(description="The version.")
+    signatures: list[SignatureOut] = Field(description="In the order of their ids.")
+
+
+class SignatureIn(In):
+    """A signature."""
+
+    content: str = Field(
+        description="The bundle that `model_signing sign` has written, as text.", max_length=MAX_BYTES
+    )
 
 
 class VerificationOut(Out):

@@ -50,6 +50,7 @@ def is_known(state: PushState, said: Said) -> bool:
         (not said.metadata or bool(state.opened.metadata))
         and (not said.candidate or HELD_CANDIDATE in holding.opened)
         and (not said.allow_nonfinite or holding.allows_nonfinite)
+        and said.cast_from <= {*state.cast_from}
     )
 
 

@@ -28,6 +28,7 @@ class OpeningRequest:
         given_up: versions that were given up at that process, by number, whether or not the head knows.
         receiving: numbers of versions that it is receiving.
         nbytes: size that the version's safetensors files will have together.
+        by: who asks, as the service knows them; empty if it knows nobody by name.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class OpeningRequest:
     given_up: Mapping[int, Version]
     receiving: Collection[int] = ()
     nbytes: int = 0
+    by: str = ""
 
     def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
         """Open the version, or find it open; gives it, and the head with it.
@@ -77,6 +79,7 @@ class OpeningRequest:
             lease_ms=self.lease_ms,
             said=self.said,
             nbytes=self.nbytes,
+            by=self.by,
         )
 
 

@@ -23,12 +23,14 @@ class Limits:
         image_wait: seconds that it waits for an image.
         lease: seconds that it stays open in head.json unless that is renewed.
         spreading: whether ranks may push to other replicas, too.
+        sha256: whether digests of its files are made by SHA-256 as well.
     """
 
     receive_timeout: float = 300.0
     image_wait: float = 60.0
     lease: float = 120.0
     spreading: bool = False
+    sha256: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class PushState:
         error: what ended it; of a visible version, why it is not durable.
         gave_up: of a visible version, that no further attempt is made.
         superseded: whether a newer version of the model is visible.
+        cast_from: dtypes from which ranks cast, as far as head.json was read.
         hurrying: whether the service shuts down.
         successors: replicas that may take it over then, and have not refused.
         hand_over_at: when the first of them is asked, if it is not durable by then.
@@ -135,6 +138,7 @@ class PushState:
     error: WeighbridgeError | None = None
     gave_up: bool = False
     superseded: bool = False
+    cast_from: tuple[str, ...] = ()
     hurrying: bool = False
     successors: tuple[Home, ...] = ()
     hand_over_at: float = 0.0
@@ -334,6 +338,6 @@ class PushState:
     def described(self, entry: OpenEntry) -> PushState:
         """With what head.json says of the open version, as far as that can change."""
         opened, holding = replace(self.opened, metadata=entry.metadata), self.holding.with_entry(entry)
-        if opened == self.opened and holding == self.holding:
+        if (opened, holding, entry.cast_from) == (self.opened, self.holding, self.cast_from):
             return self
-        return replace(self, opened=opened, holding=holding)
+        return replace(self, opened=opened, holding=holding, cast_from=entry.cast_from)

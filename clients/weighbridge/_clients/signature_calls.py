@@ -1,0 +1,181 @@
+"""Control calls about signatures as steps without I/O: manifests, signatures, signing and checking a version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from weighbridge._clients.control_calls import verify
+from weighbridge._clients.steps import Steps, Work, call_method
+from weighbridge._core.json_values import JsonValue
+from weighbridge._core.references import Reference
+from weighbridge._core.resources import REF_LATEST, Signature, Verification
+from weighbridge._signing import checking
+from weighbridge._signing.bundle import Bundle
+from weighbridge._signing.checking import Signed
+from weighbridge._signing.manifest_text import ManifestText
+from weighbridge._signing.signer import Signer, has_signed
+from weighbridge._signing.signer import sign as sign_statement
+from weighbridge._signing.statement import Statement
+from weighbridge._signing.trust import Trusted
+from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge.v1 import model_service_pb2 as pb
+
+_call = partial(call_method, pb.DESCRIPTOR.services_by_name["ModelService"])
+
+
+@dataclass(frozen=True, slots=True)
+class Signing(JsonValue):
+    """What came of signing a version.
+
+    Attributes:
+        model: ``namespace/name``.
+        number: of the version.
+        id: of the signature.
+        method: how it is signed: ``key`` or ``certificate``.
+        signer: the key, by SHA-256 of its public key's PEM text; or the certificate, by SHA-256.
+        added: whether it was made now; otherwise the signer had signed before.
+        bytes_read: of files that the service has read again for their SHA-256.
+        step, run, parent, metadata, provenance: what the manifest says of where the version comes from, which is signed along.
+    """
+
+    model: str
+    number: int
+    id: str
+    method: str
+    signer: str
+    added: bool
+    bytes_read: int
+    step: int
+    run: str
+    parent: int
+    metadata: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+
+
+def get_manifest(model: str, number: int) -> Steps[ManifestText]:
+    """A version's manifest, part by part.
+
+    Raises:
+        DataLoss: it is malformed, or that of another version.
+    """
+    text = bytearray()
+    while True:
+        request = pb.ReadManifestRequest(model=model, number=number, offset=len(text))
+        part = yield from _call("ReadManifest", request)
+        text += part.data
+        if len(text) >= part.total_bytes or not part.data:
+            break
+    manifest: ManifestText = yield Work(partial(ManifestText.read, bytes(text)))
+    checking.check_is(manifest, model, number)
+    return manifest
+
+
+def get_signatures(model: str, version: str | int | None) -> Steps[tuple[int, tuple[Signature, ...]]]:
+    """The number of a version, and its signatures."""
+    meant = Reference.of(model, version, REF_LATEST)
+    request = pb.GetSignaturesRequest(model=meant.model, version=meant.version)
+    found = yield from _call("GetSignatures", request)
+    return found.number, tuple(Signature(each.id, each.content) for each in found.signatures)
+
+
+def add_signature(model: str, version: str | int | None, content: bytes) -> Steps[Signing]:
+    """Put a signature to a version that somebody has made elsewhere."""
+    bundle = Bundle.read(content)
+    meant = Reference.of(model, version, REF_LATEST)
+    number, _ = yield from get_signatures(meant.model, meant.version)
+    manifest = yield from get_manifest(meant.model, number)
+    yield from _add(manifest, content)
+    return _signing(manifest, bundle, added=True)
+
+
+def check_signed(
+    model: str, version: str | int | None, required: Sequence[Trusted]
+) -> Steps[tuple[ManifestText, tuple[Signed, ...]]]:
+    """Compare a version's signatures with what is required; its manifest, and the signatures that count."""
+    meant = Reference.of(model, version, REF_LATEST)
+    number, signatures = yield from get_signatures(meant.model, meant.version)
+    if required and not signatures:  # asked again and again; manifests may be large
+        raise checking.unsigned(f"{meant.model}@{number}", required[0], ())
+    manifest = yield from get_manifest(meant.model, number)
+    signed: tuple[Signed, ...] = yield Work(partial(checking.check_signed, manifest, signatures, required))
+    return manifest, signed
+
+
+def verify_signed(
+    model: str, version: str | int | None, required: Sequence[Trusted]
+) -> Steps[tuple[Verification, tuple[Signed, ...]]]:
+    """As `check_signed`, and have the service compare all files with the manifest, and their SHA-256 with what was signed."""
+    meant = Reference.of(model, version, REF_LATEST)
+    number, signatures = yield from get_signatures(meant.model, meant.version)
+    manifest = yield from get_manifest(meant.model, number)
+    signed: tuple[Signed, ...] = yield Work(partial(checking.check_signed, manifest, signatures, required))
+    verified = yield from verify(manifest.model, number, sha256=True)
+    statements = {each.id: Bundle.read(each.content).statement for each in signatures}
+    problems = [
+        f"{name} has another SHA-256 than the signature by {each.by} says"
+        for each in signed
+        for name, found in verified.sha256.items()
+        if statements[each.id].sha256[name] != found
+    ]
+    return replace(verified, problems=(*verified.problems, *problems)), signed
+
+
+def sign(model: str, version: str | int | None, signer: Signer) -> Steps[Signing]:
+    """Sign a version, unless the signer has: by the digests in its manifest, and those that the service makes of files that lack them."""
+    meant = Reference.of(model, version, REF_LATEST)
+    number, signatures = yield from get_signatures(meant.model, meant.version)
+    manifest = yield from get_manifest(meant.model, number)
+    for signature in signatures:
+        bundle: Bundle | None = yield Work(partial(_by, signer, signature, manifest))
+        if bundle is not None:
+            return _signing(manifest, bundle, added=False)
+    made: Mapping[str, str] = {}
+    nbytes = 0
+    if not all(file.sha256 for file in manifest.files.values()):
+        verified = yield from verify(manifest.model, number, sha256=True)
+        if verified.problems:
+            raise DataLoss(
+                f"{manifest.title} is damaged, and was not signed",
+                details=verified.problems,
+                fix=f"see what is left of it: weighbridge verify {manifest.title}",
+            )
+        made, nbytes = verified.sha256, verified.bytes_checked
+    statement = Statement.of_version(manifest, made)
+    content: bytes = yield Work(partial(sign_statement, signer, statement))
+    yield from _add(manifest, content)
+    return _signing(manifest, Bundle.read(content), added=True, bytes_read=nbytes)
+
+
+def _add(manifest: ManifestText, content: bytes) -> Steps[None]:
+    yield from _call(
+        "AddSignature", pb.AddSignatureRequest(model=manifest.model, number=manifest.number, content=content)
+    )
+
+
+def _by(signer: Signer, signature: Signature, manifest: ManifestText) -> Bundle | None:
+    """A signature, if it is one of a version by a signer."""
+    try:
+        bundle = Bundle.read(signature.content)
+    except InvalidArgument:
+        return None
+    return bundle if has_signed(signer, bundle) and not bundle.statement.contradictions(manifest) else None
+
+
+def _signing(manifest: ManifestText, bundle: Bundle, *, added: bool, bytes_read: int = 0) -> Signing:
+    return Signing(
+        model=manifest.model,
+        number=manifest.number,
+        id=bundle.id,
+        method=bundle.method,
+        signer=bundle.signer,
+        added=added,
+        bytes_read=bytes_read,
+        step=manifest.step,
+        run=manifest.run,
+        parent=manifest.parent,
+        metadata=manifest.metadata,
+        provenance=manifest.provenance,
+    )

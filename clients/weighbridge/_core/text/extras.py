@@ -1,0 +1,28 @@
+"""Optional dependencies: what to install where one is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weighbridge.errors import FailedPrecondition
+
+
+@contextmanager
+def needs_extra(extra: str, what: str = "this command") -> Iterator[None]:
+    """Say which extra is missing if an import in the block fails.
+
+    Args:
+        extra: brings the packages that the block imports.
+        what: needs them.
+
+    Raises:
+        FailedPrecondition: a package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise FailedPrecondition(
+            f"{error.name} is not installed, and {what} needs it",
+            fix=f"pip install 'weighbridge[{extra}]'",
+        ) from error

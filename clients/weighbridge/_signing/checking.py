@@ -1,0 +1,91 @@
+"""Check of a version: whether it is signed by all that are required. Pure but for the arithmetic of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from weighbridge._core.json_values import JsonValue
+from weighbridge._core.resources import Signature
+from weighbridge._signing.bundle import Bundle
+from weighbridge._signing.manifest_text import ManifestText
+from weighbridge._signing.trust import Trusted, check
+from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument
+
+_SHOWN = 12
+"""Digits of a signature's digest that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signed(JsonValue):
+    """A signature that counts.
+
+    Attributes:
+        trusted: the name of what it was required by.
+        by: who has signed.
+        id: of the signature.
+    """
+
+    trusted: str
+    by: str
+    id: str
+
+
+def check_is(manifest: ManifestText, model: str, number: int) -> None:
+    """Raise DataLoss if a manifest is not that of the version that was asked for: who answers may be mistaken, or lie."""
+    if (manifest.model, manifest.number) != (model, number):
+        raise DataLoss(f"the service gives the manifest of {manifest.title} for {model}@{number}")
+
+
+def check_signed(
+    manifest: ManifestText, signatures: Sequence[Signature], required: Iterable[Trusted]
+) -> tuple[Signed, ...]:
+    """For each requirement, a signature of the version that satisfies it.
+
+    Args:
+        manifest: of the version.
+        signatures: all that it has.
+        required: each must have signed.
+
+    Raises:
+        FailedPrecondition: one has not; `details` says of each signature why it does not count.
+    """
+    found = []
+    for trusted in required:
+        reasons: list[str] = []
+        for signature in signatures:
+            try:
+                by = _check(manifest, signature, trusted)
+            except InvalidArgument as error:
+                reasons.append(f"signature {signature.id[:_SHOWN]}: {error.message}")
+                continue
+            found.append(Signed(trusted.name, by, signature.id))
+            break
+        else:
+            raise unsigned(manifest.title, trusted, reasons)
+    return tuple(found)
+
+
+def unsigned(title: str, trusted: Trusted, reasons: Sequence[str]) -> FailedPrecondition:
+    """What to raise of a version without a signature that counts.
+
+    Args:
+        title: of the version, ``namespace/name@number``.
+        trusted: who should have signed.
+        reasons: why each of its signatures does not count.
+    """
+    what = "none of its signatures counts" if reasons else "it has no signature"
+    return FailedPrecondition(
+        f"{title} is not signed as {trusted.name} wants it: {what}",
+        details=reasons,
+        fix=f"have it signed: weighbridge sign {title} --key KEY.pem",
+    )
+
+
+def _check(manifest: ManifestText, signature: Signature, trusted: Trusted) -> str:
+    bundle = Bundle.read(signature.content)
+    by = check(trusted, bundle)
+    contradictions = bundle.statement.contradictions(manifest)
+    if contradictions:
+        raise InvalidArgument("; ".join(contradictions))
+    return by

@@ -1,0 +1,57 @@
+"""Signatures of a version in a store: beside its folder, each written once under the digest of its bytes.
+
+So a version's folder stays as it was published, a signature that is there is never replaced, and one that was damaged is known by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from weighbridge._core.resources import Signature
+from weighbridge.errors import NotFound, ResourceExhausted
+from weighbridge_storage.documents.names import (
+    ModelName,
+    digest_of_signature,
+    signature_key,
+    signatures_prefix,
+)
+from weighbridge_storage.stores.objects import ObjectStore
+
+MOST_SIGNATURES = 16
+"""Of one version."""
+
+
+def signature_ids(store: ObjectStore, model: ModelName, number: int) -> list[str]:
+    """The digests that a version's signatures are called by, in order."""
+    keys = store.list(signatures_prefix(model, number))
+    return sorted(digest for key in keys if (digest := digest_of_signature(key)) is not None)
+
+
+def read_signatures(store: ObjectStore, model: ModelName, number: int) -> tuple[Signature, ...]:
+    """A version's signatures, in the order of their digests. One that is not what its name says counts as none: it proves nothing."""
+    found = []
+    for digest in signature_ids(store, model, number)[:MOST_SIGNATURES]:
+        try:
+            content, _ = store.get(signature_key(model, number, digest))
+        except NotFound:  # the version is being deleted
+            continue
+        if hashlib.sha256(content).hexdigest() == digest:
+            found.append(Signature(digest, content))
+    return tuple(found)
+
+
+def write_signature(store: ObjectStore, model: ModelName, number: int, content: bytes) -> str:
+    """Put a signature to a version; its digest. Putting it again changes nothing.
+
+    Raises:
+        ResourceExhausted: the version has `MOST_SIGNATURES` others.
+    """
+    digest = hashlib.sha256(content).hexdigest()
+    there = signature_ids(store, model, number)
+    if digest not in there and len(there) >= MOST_SIGNATURES:
+        raise ResourceExhausted(
+            f"{model}@{number} has {len(there)} signatures, as many as a version may have",
+            fix="see who has signed it: weighbridge signatures",
+        )
+    store.put(signature_key(model, number, digest), content, mode="overwrite")
+    return digest
