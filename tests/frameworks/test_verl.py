@@ -149,7 +149,7 @@ def assert_holds(engine: list[dict[str, Any]], model: PreTrainedModel, factor: f
     """The ranks have the halves of the model that tensor parallelism gives them, times a factor."""
     state = {name: tensor.float() * factor for name, tensor in model.state_dict().items()}
     for rank, held in enumerate(engine):
-        found = held["parameters"]
+        found = {name: torch.from_numpy(array) for name, array in held["parameters"].items()}
         for name, tensor in state.items():
             stem = name.removesuffix(".weight").replace(".", "_")
             if stem in found:
@@ -200,19 +200,33 @@ def test_a_service_that_is_killed_during_an_update_is_told_of_and_serves_the_nex
             service.kill()
 
 
+def test_megatron_ranks_are_actors_as_well(tmp_path: Path, model: PreTrainedModel) -> None:
+    folder = tmp_path / "hf"
+    model.save_pretrained(folder)
+    with running_service(tmp_path / "store") as service, verl_job(tmp_path) as job:
+        settings = said(service.address, folder)
+        job.ask("start", folder=str(folder), said=settings, actors=4, rollouts=1, trainer="megatron")
+        for step, manager in enumerate(["verl", "weighbridge", "verl", "weighbridge", "verl"], 1):
+            before = service.service.intake.bytes_in
+            job.ask("scale", factor=-2.0)
+            job.ask("update", step=step, manager=manager)
+            job.ask("check")
+            assert service.service.intake.bytes_in - before <= 1.01 * nbytes(model)
+            assert sum(each["stream_bytes"] for each in job.ask("pushed")) == nbytes(model)
+
+
 def test_an_actor_needs_no_more_than_a_bucket_beside_what_verl_gathers(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     model = written(folder, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=16384)
-    bucket = 16 << 20
+    bucket = 32 << 20
     with running_service(tmp_path / "store") as service, verl_job(tmp_path) as job:
         settings = said(service.address, folder)
         job.ask("start", folder=str(folder), said=settings, actors=2, rollouts=0, bucket_mb=bucket >> 20)
         job.ask("peaks", how="send")  # what is imported and opened once
         gathered = job.ask("peaks", how="gather")
         sent = job.ask("peaks", how="send")
-    assert nbytes(model) > 8 * bucket
-    slack = 4 << 20  # threads' stacks and messages of 1 MiB that are on their way
-    assert [s - g for s, g in zip(sent, gathered, strict=True) if s - g > bucket + slack] == []
+    assert nbytes(model) > 5 * bucket
+    assert max(s - g for s, g in zip(sent, gathered, strict=True)) <= bucket
 
 
 def test_the_lines_of_the_page_are_understood_by_verl(place: Place) -> None:

@@ -40,7 +40,7 @@ class VerlJob:
         self._link = link
         self._log = log
 
-    def begin(self, name: str, **arguments: Any) -> None:
+    def begin(self, name: str, /, **arguments: Any) -> None:
         """Ask for something; `answer` waits for it."""
         self._link.send((name, arguments))
 
@@ -60,7 +60,7 @@ class VerlJob:
             raise JobFailed(value)
         return value
 
-    def ask(self, name: str, **arguments: Any) -> Any:
+    def ask(self, name: str, /, **arguments: Any) -> Any:
         """What a method of the job gives."""
         self.begin(name, **arguments)
         return self.answer()
@@ -105,6 +105,9 @@ def _environment(folder: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        # what is freed goes back at once: peaks of memory are measured
+        "MALLOC_MMAP_THRESHOLD_": "131072",
+        "MALLOC_TRIM_THRESHOLD_": "131072",
         "TOKENIZERS_PARALLELISM": "false",
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",

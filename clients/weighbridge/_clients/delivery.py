@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weighbridge._clients.passing_chunks import PassingChunks, Send
 from weighbridge._clients.push_routes import Route
 from weighbridge._core.layouts import Layout
-from weighbridge._formats.gathered_shards import GatheredShards
+from weighbridge._formats.gathered_shards import GatheredShards, Passing
+from weighbridge._formats.passing_chunks import PassingChunks, Send
 from weighbridge._formats.push_counts import PushCounts
 from weighbridge._formats.push_sources import ShardSource, StagingPool, StreamSource, TensorSource
 from weighbridge._formats.tensor_stream import Ranges
@@ -126,13 +126,17 @@ def take_passing(
             for part in passing.parts():
                 chunks.take(part)
                 if lent.loan is not None:
-                    source = TensorSource(staging, stream.select(part.indexes), part.tensors)
-                    counts.add(lent.loan.fill(source, stream, part.indexes))
+                    counts.add(lent.loan.fill(_source_of(part, stream, staging), stream, part.indexes))
+                del part  # its tensors are gone when the next ones are asked for
             chunks.finish()
     except BaseException:
         lent.give_back()
         raise
     return Delivery(lent, None, (), _local_bytes(lent, stream))
+
+
+def _source_of(part: Passing, stream: Layout, staging: StagingPool) -> TensorSource:
+    return TensorSource(staging, stream.select(part.indexes), part.tensors)
 
 
 def _local_bytes(lent: Lent, stream: Layout) -> int:

@@ -9,6 +9,7 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.errors`.
 - `megatron_state`: the shards of a ``sharded_state_dict``.
 - `torch_state`: the tensors of a torch state dict that has Hugging Face's names.
 - `gathered_shards`: shares of whole tensors that all ranks are given one after another.
+- `passing_chunks`: chunks of a stream whose shards pass by.
 - `memory_forms`: tensors that are stacked, merged or renamed in memory.
 - `dtensors`: boxes and local tensors of DTensors.
 - `zero3`: parameters that DeepSpeed's ZeRO-3 has partitioned.

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.single_controller.ray.base import RayResourcePool, split_resource_pool
 from verl.workers.config import CheckpointEngineConfig, FSDPEngineConfig, HFModelConfig, RolloutConfig
-from verl_workers import Actor, RolloutWorker, start_slices
+from verl_workers import Actor, MegatronActor, RolloutWorker, start_slices
 
 from tests.checkpoint_engine import test_utils as helpers
 from weighbridge.integrations.verl import WeighbridgeCheckpointEngine, WeighbridgeManager
@@ -28,11 +28,17 @@ class Job:
     """One job; its methods are what it can be asked."""
 
     def start(
-        self, folder: str, said: dict[str, Any], actors: int, rollouts: int, bucket_mb: int = 1
+        self,
+        folder: str,
+        said: dict[str, Any],
+        actors: int,
+        rollouts: int,
+        bucket_mb: int = 1,
+        trainer: str = "fsdp2",
     ) -> None:
-        """Actors with FSDP2, and workers of rollouts, each a replica."""
+        """Actors with FSDP2 or Megatron, and workers of rollouts, each a replica."""
         ray.init(num_cpus=32, resources={RESOURCE: 8}, include_dashboard=False)
-        helpers.TrainingWorkerTest = Actor
+        helpers.TrainingWorkerTest = Actor if trainer == "fsdp2" else MegatronActor
         helpers.CheckpointEngineWorkerTest = RolloutWorker
         helpers.FSDPEngineConfig = _fsdp2
         self._model = HFModelConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import time
@@ -13,6 +14,8 @@ from typing import Any
 import ray
 import torch
 from transformers import AutoModelForCausalLM
+from verl.checkpoint_engine import CheckpointEngineRegistry
+from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.config import RolloutConfig
 
@@ -22,7 +25,17 @@ from weighbridge.integrations.engine_rank.agreement import ProcessGroup
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
 
-EXAMPLE = Path(__file__).parents[2] / "support" / "example_engine.py"
+_SUPPORT = Path(__file__).parents[2] / "support"
+
+
+def _support(name: str) -> Any:
+    """A module of our own tests' support: verl has a package called ``tests``, too."""
+    spec = importlib.util.spec_from_file_location(name, _SUPPORT / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Actor(TrainingWorkerTest):
@@ -38,6 +51,7 @@ class Actor(TrainingWorkerTest):
         weights, _ = self.engine.get_per_tensor_param()
         for index, (name, tensor) in enumerate(weights):
             yield (self._misname if name == self._misnamed else name), tensor
+            del tensor
             while index == 5 and self._gate and not Path(self._gate).exists():
                 time.sleep(0.05)
 
@@ -72,8 +86,7 @@ class Actor(TrainingWorkerTest):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def peak(self, how: str) -> int:
         """Bytes by which this process's memory rises while all weights are gathered."""
-        Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak begins anew
-        before = _status("VmRSS")
+        before = _peak_anew()
         if how == "gather":
             deque(self._weights(), maxlen=0)
         else:
@@ -108,6 +121,79 @@ class Actor(TrainingWorkerTest):
         return found
 
 
+class MegatronActor(Worker):
+    """An actor of Megatron-core ranks, each with its part of the model: what all of them have of a tensor is gathered, as verl's engine does."""
+
+    def __init__(self, config: Any, checkpoint_engine_config: Any) -> None:
+        super().__init__()
+        import megatron.core
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        import weighbridge.integrations.verl  # noqa: F401  # as verl's own worker does for custom_backend_module
+        from weighbridge_demo import megatron_cpu
+
+        del megatron
+        megatron_cpu.patch_for_cpu()
+        self._reference = _support("reference")
+        folder = config.model_config.path
+        parallel = megatron_cpu.Parallel(tp=2, pp=self.world_size // 2)
+        store = f"{os.environ['RAY_TMPDIR']}/megatron-{os.environ['MASTER_PORT']}"
+        megatron_cpu.init_rank(parallel, self.rank, store)
+        hf_config = AutoConfig.from_pretrained(folder)
+        hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
+        hf_config.rope_scaling = None
+        self._model = megatron_cpu.build_model(hf_config, parallel, dtype=torch.bfloat16)
+        self._bridge = self._reference.make_bridge(hf_config, torch.bfloat16)
+        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+        self._reference.load_with_mbridge(self._model, whole, hf_config)
+        said = checkpoint_engine_config.engine_kwargs["weighbridge"]
+        self.checkpoint_engine = CheckpointEngineRegistry.new(
+            "weighbridge", bucket_size=1 << 20, is_master=self.rank == 0, **said
+        )
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        own = {self._reference._mcore_name(shard): shard for shard in self._reference._shards(self._model)}
+        of_ranks: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(of_ranks, list(own))
+        for name in dict.fromkeys(name for names in of_ranks for name in names):
+            shard = own.get(name)
+            axes = 0 if shard is None else shard.prepend_axis_num
+            part = shard and (shard.global_shape[axes:], shard.global_offset[axes:], shard.data.detach())
+            parts: list[Any] = [None] * self.world_size
+            torch.distributed.all_gather_object(parts, part)
+            full = torch.empty(next(each for each in parts if each)[0], dtype=torch.bfloat16)
+            for _, offset, data in filter(None, parts):
+                full[tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))] = data
+            yield from zip(*self._bridge._weight_to_hf_format(name, full), strict=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reset(self) -> None:
+        """All has been made."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
+        """As verl's `ActorRolloutRefWorker`."""
+        return await self.checkpoint_engine.send_weights(self._weights(), global_steps=global_steps) or {}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As verl's `ActorRolloutRefWorker`."""
+        return getattr(self.checkpoint_engine, method)(*args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def scale(self, factor: float) -> None:
+        """Multiply all weights."""
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.mul_(factor)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pushed(self) -> dict[str, Any]:
+        """What the newest push cost."""
+        handle = self.checkpoint_engine.pushed
+        return {"number": handle.number, "stream_bytes": handle.report().stream_bytes}
+
+
 class RolloutWorker(CheckpointEngineWorkerTest):
     """verl's checkpoint-engine worker."""
 
@@ -122,6 +208,13 @@ class RolloutWorker(CheckpointEngineWorkerTest):
         with torch.no_grad():
             for parameter in adapter.model.parameters():
                 parameter.mul_(factor)
+
+
+def _peak_anew() -> int:
+    """Let the peak of this process's memory begin anew; bytes that it has now."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", "ascii")
+    return _status("VmRSS")
 
 
 def _status(field: str) -> int:
@@ -146,11 +239,7 @@ class EngineRankWorker:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=size
         )
-        spec = importlib.util.spec_from_file_location("example_engine", EXAMPLE)
-        assert spec is not None
-        assert spec.loader is not None
-        example = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(example)
+        example = _support("example_engine")
         config = AutoConfig.from_pretrained(folder)
         self._model = example.Llama(config, rank, size).bfloat16()
         self._rank = EngineRank(example.LlamaEngine(self._model))
@@ -180,7 +269,9 @@ class EngineRankWorker:
             "calls": self._calls,
             "bytes": 0 if held is None else held.nbytes,
             "holds": sum(parameter.nbytes for parameter in self._model.parameters()),
-            "parameters": {name: each.detach().float() for name, each in self._model.named_parameters()},
+            "parameters": {
+                name: each.detach().float().numpy() for name, each in self._model.named_parameters()
+            },
         }
 
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weighbridge._clients.passing_chunks import PassingChunks
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats.gathered_shards import LEAST_SHARE_BYTES, GatheredShards, share_layout
 from weighbridge._formats.memory_forms import TensorForms
+from weighbridge._formats.passing_chunks import PassingChunks
 from weighbridge._formats.push_sources import Bytes, StagingPool, StreamSource
 from weighbridge._formats.tensor_stream import Ranges
 from weighbridge.errors import Unavailable

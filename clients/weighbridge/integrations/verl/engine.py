@@ -34,7 +34,7 @@ class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ve
     ``is_master`` are the entries of ``engine_kwargs.weighbridge``.
 
     Args:
-        bucket_size: bytes; the most that an actor buffers beside the tensor that it is given, and 256 MiB at the most.
+        bucket_size: bytes; the most that an actor needs beside the tensor that it is given.
         is_master: whether this is the actor that registers the model.
         model: ``namespace/name``.
         server: ``host:port`` of the service's gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
@@ -78,7 +78,8 @@ class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ve
         self.is_master = is_master
         self.pushed: PushHandle | None = None
         self._source = ModelSource(model, server, lane, retry_seconds)
-        self._buffer_bytes = min(max(bucket_size, _LEAST_BUFFER_BYTES), _MOST_BUFFER_BYTES)
+        # the other half is for what gRPC holds
+        self._buffer_bytes = min(max(bucket_size // 2, _LEAST_BUFFER_BYTES), _MOST_BUFFER_BYTES)
         self._hf_dir, self._dtype, self._run, self._cast = hf_dir, dtype, run, cast
         self._mode = mode
         self._device_name = device
@@ -98,7 +99,7 @@ class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ve
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Begin an update: what all workers are told of it. Nobody is told of the others: they meet at the service."""
         ticket = Update.new().ticket
-        actors = {
+        actors: dict[str, list[Any]] = {
             "ticket": [ticket] * actor_wg_world_size,
             "rank": list(range(actor_wg_world_size)),
             "world_size": [actor_wg_world_size] * actor_wg_world_size,

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from weighbridge._clients.push_routes import common
 from weighbridge._core.layouts import Layout
+from weighbridge._core.range_set import RangeSet
 from weighbridge._formats.gathered_shards import Passing
 from weighbridge._formats.push_sources import Bytes, StagingPool, StreamSource
 from weighbridge._formats.tensor_stream import Ranges, copy_out
@@ -37,7 +37,7 @@ class PassingChunks:
         self, stream: Layout, streamed: Ranges, staging: StagingPool, nbytes: int, send: Send
     ) -> None:
         self._stream = stream
-        self._streamed = streamed
+        self._streamed = RangeSet(streamed)
         self._staging = staging
         self._limit = max(nbytes // 2, 1 << 20)
         self._send = send
@@ -61,9 +61,7 @@ class PassingChunks:
         for index, place in zip(passing.indexes, part.placements, strict=True):
             placement = self._stream.placements[index]
             moved = placement.offset - place.offset
-            for start, stop in common(
-                [(placement.offset, placement.offset + placement.nbytes)], self._streamed
-            ):
+            for start, stop in self._streamed.within(placement.offset, placement.offset + placement.nbytes):
                 while start < stop:
                     chunk = self._room(any(tensor.is_cuda for tensor in passing.tensors))
                     end = min(stop, start + chunk.room)
