@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import running_service
+from tests.support.waiting import eventually
 from weighbridge import (
     DeadlineExceeded,
     FailedPrecondition,
