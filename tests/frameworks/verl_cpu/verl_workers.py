@@ -152,17 +152,19 @@ class MegatronActor(Worker):
         )
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        own = {self._reference._mcore_name(shard): shard for shard in self._reference._shards(self._model)}
+        own: dict[str, list[Any]] = {}
+        for shard in self._reference._shards(self._model):
+            axes = shard.prepend_axis_num
+            part = (shard.global_shape[axes:], shard.global_offset[axes:], shard.data.detach())
+            own.setdefault(self._reference._mcore_name(shard), []).append(part)
         of_ranks: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(of_ranks, list(own))
         for name in dict.fromkeys(name for names in of_ranks for name in names):
-            shard = own.get(name)
-            axes = 0 if shard is None else shard.prepend_axis_num
-            part = shard and (shard.global_shape[axes:], shard.global_offset[axes:], shard.data.detach())
-            parts: list[Any] = [None] * self.world_size
-            torch.distributed.all_gather_object(parts, part)
-            full = torch.empty(next(each for each in parts if each)[0], dtype=torch.bfloat16)
-            for _, offset, data in filter(None, parts):
+            gathered: list[Any] = [None] * self.world_size
+            torch.distributed.all_gather_object(gathered, own.get(name, []))
+            parts = [part for of_rank in gathered for part in of_rank]
+            full = torch.empty(parts[0][0], dtype=torch.bfloat16)
+            for _, offset, data in parts:
                 full[tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))] = data
             yield from zip(*self._bridge._weight_to_hf_format(name, full), strict=True)
 
