@@ -25,7 +25,7 @@ from weighbridge.integrations.engine_rank.source import ModelSource
 if TYPE_CHECKING:
     import torch
 
-TICKET = "weighbridge.update"
+TICKET = "weighbridge/update"
 """The key under which a version's metadata has the ticket of its update."""
 _NEWEST = 16
 """Among how many of the newest versions an update is looked for."""
