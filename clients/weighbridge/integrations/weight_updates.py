@@ -35,6 +35,16 @@ _LOOK_SECONDS = 15.0
 """How long a version is waited for before it is asked again whether anybody still wants it."""
 
 
+_BUFFER_BYTES = (2 << 20, 256 << 20)
+"""Of a rank that trains, at the least and at the most."""
+
+
+def buffers_within(bucket_bytes: int) -> int:
+    """Bytes of the buffers of a push that may need a bucket in all: the other half is for what gRPC holds."""
+    least, most = _BUFFER_BYTES
+    return min(max(bucket_bytes // 2, least), most)
+
+
 @dataclass(frozen=True, slots=True)
 class Update:
     """An update, as the workers are told of it.

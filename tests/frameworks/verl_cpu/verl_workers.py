@@ -104,9 +104,9 @@ class Actor(TrainingWorkerTest):
             for step in range(rounds):
                 torch.distributed.barrier()
                 started = time.monotonic()
+                engine.prepare()
                 ticket = [None if rank else engine.build_topology(ranks, 0, [])[0]["ticket"][0]]
                 torch.distributed.broadcast_object_list(ticket)
-                engine.prepare()
                 engine.init_process_group(ticket[0], rank, ranks)
                 await engine.send_weights(iter(held), step)
                 engine.finalize()

@@ -17,14 +17,12 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.integrations.engine_rank.source import ModelSource
-from weighbridge.integrations.weight_updates import Update, UpdateReceiver, UpdateSender
+from weighbridge.integrations.weight_updates import Update, UpdateReceiver, UpdateSender, buffers_within
 
 NAME = "weighbridge"
 """Of the backend."""
 VERSION = "weighbridge/version"
 """The metric that says which version an update has become."""
-_MOST_BUFFER_BYTES = 256 << 20
-_LEAST_BUFFER_BYTES = 2 << 20
 
 
 class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is seen as untyped
@@ -78,8 +76,7 @@ class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ve
         self.is_master = is_master
         self.pushed: PushHandle | None = None
         self._source = ModelSource(model, server, lane, retry_seconds)
-        # the other half is for what gRPC holds
-        self._buffer_bytes = min(max(bucket_size // 2, _LEAST_BUFFER_BYTES), _MOST_BUFFER_BYTES)
+        self._buffer_bytes = buffers_within(bucket_size)
         self._hf_dir, self._dtype, self._run, self._cast = hf_dir, dtype, run, cast
         self._mode = mode
         self._device_name = device
