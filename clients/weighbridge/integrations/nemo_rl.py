@@ -16,6 +16,7 @@ from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._core.resources import VersionState
+from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.integrations.weight_updates import Update, UpdateReceiver, UpdateSender, buffers_within
 
@@ -142,6 +143,11 @@ class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # Ne
         self._ticket, self._refits = metadata[0]["ticket"], 0
 
     def _next(self) -> Update:
+        if not self._ticket:
+            raise FailedPrecondition(
+                "this worker was not told of the others",
+                fix="let NeMo-RL make the engines of all workers anew",
+            )
         self._refits += 1
         return Update(f"{self._ticket}/{self._refits}")
 
