@@ -18,6 +18,9 @@ VLLM_NEWEST_STAMP := $(VLLM_NEWEST_VENV)/.installed
 SGLANG_VENV := .venv-sglang
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+VERL_VERSION := 0.9.1
+VERL_VENV := .venv-verl
+VERL_STAMP := $(VERL_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
 
@@ -32,7 +35,7 @@ TEST_SECONDS ?= 4200
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls bench-quotas lint format protos protos-check protos-baseline clean
+.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-frameworks bench-frameworks bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls bench-quotas lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -86,6 +89,17 @@ $(SGLANG_STAMP): pyproject.toml constraints.txt tests/support/sglang_cpu/require
 	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt --build-constraint constraints.txt \
 		torch==$(TORCH_VERSION) --editable .
 	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --requirement tests/support/sglang_cpu/requirements.txt
+	@touch $@
+
+# verl's helpers for tests of checkpoint engines are in its source distribution only, in a package called tests.
+$(VERL_STAMP): pyproject.toml tests/frameworks/requirements-verl.txt
+	@echo "== environment: $(VERL_VENV) with verl $(VERL_VERSION) on CPUs (1.9 GB)"
+	@$(PYTHON) -m venv $(VERL_VENV)
+	@$(VERL_VENV)/bin/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
+	@$(VERL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --requirement tests/frameworks/requirements-verl.txt
+	@$(VERL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
+	@$(VERL_VENV)/bin/python -m pip --disable-pip-version-check download -qq --no-deps --no-binary verl --dest $(VERL_VENV)/source verl==$(VERL_VERSION)
+	@tar -xzf $(VERL_VENV)/source/verl-$(VERL_VERSION).tar.gz -C $(VERL_VENV)/source verl-$(VERL_VERSION)/tests
 	@touch $@
 
 demo: $(STAMP) ## train, push, pull and generate, on this machine
@@ -149,6 +163,11 @@ test-sglang: $(STAMP) $(SGLANG_STAMP) ## test with real SGLang on CPUs; ARGS="-k
 	@WEIGHBRIDGE_SGLANG_PYTHON=$$PWD/$(SGLANG_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 		$(BIN)/python -m pytest tests/engines/test_sglang_*.py $(ARGS)
 
+VERL_PLACE = WEIGHBRIDGE_VERL_PYTHON=$$PWD/$(VERL_VENV)/bin/python WEIGHBRIDGE_VERL_SOURCE=$$PWD/$(VERL_VENV)/source/verl-$(VERL_VERSION)
+
+test-frameworks: $(STAMP) $(VERL_STAMP) ## test the adapters to frameworks of reinforcement learning inside them, on CPUs
+	@$(VERL_PLACE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
+
 # What benchmarks compare with and draw with; nothing else needs it.
 $(BENCH_STAMP): $(STAMP)
 	@echo "== what benchmarks need besides"
@@ -202,6 +221,9 @@ bench-first: $(STAMP) ## time the first pushes of a model next to its tenth; ARG
 
 bench-torch: $(STAMP) ## time pushes of torch state dicts next to Megatron's shards and torch's own copies and casts; ARGS="--gb 2 --ranks 1 2 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.torch_trainers $(ARGS)
+
+bench-frameworks: $(STAMP) $(VERL_STAMP) ## time updates by verl's calls next to plain pushes of the same tensors; ARGS="--gb 0.5 --rounds 10 --json FILE"
+	@$(VERL_PLACE) $(BIN)/python -W ignore -m benchmarks.framework_updates $(ARGS)
 
 bench-tls: $(STAMP) ## time pushes and pulls over TLS, and with tokens, next to plain ones; ARGS="--gb 2 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.tls $(ARGS)

@@ -26,7 +26,7 @@ MODEL = "bench/vllm"
 _LIMIT_SECONDS = 1800.0
 
 
-def _write_version(folder: Path, gigabytes: float, seed: int) -> Path:
+def write_version(folder: Path, gigabytes: float, seed: int) -> Path:
     """A folder with a model of random weights."""
     config = models.write_config(models.config_of(gigabytes), folder)
     generator = torch.Generator().manual_seed(seed)
@@ -95,7 +95,7 @@ def main() -> None:
     cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="weighbridge-bench-") as name:
         folder = Path(name)
-        hf = [_write_version(folder / f"hf{seed}", args.gb, seed) for seed in (1, 2)]
+        hf = [write_version(folder / f"hf{seed}", args.gb, seed) for seed in (1, 2)]
         nbytes = (hf[0] / "model.safetensors").stat().st_size
         with processes.service(folder, nbytes) as service, TrainerClient(service.grpc) as trainer:
             trainer.register_model(MODEL, hf[0])

@@ -5,7 +5,8 @@ Ranks are threads: a push has no collective of its own. Every generator overwrit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +120,39 @@ def test_shares_of_all_ranks_are_the_model_and_nearly_equal(
     assert max(report.stream_bytes for report in reports) < 1.1 * nbytes / ranks
     assert {(report.lane, report.cast_tensors) for report in reports} == {(lane, 0)}
     assert [each.given for each in gatherings] == [len(state)] * ranks
+
+
+@pytest.mark.parametrize("lane", ["local", "grpc"])
+def test_a_tensor_is_let_go_of_before_the_next_one_is_asked_for(
+    service: RunningService, tmp_path: Path, lane: str
+) -> None:
+    name = f"tests/let-go-{lane}"
+    register(service, name, llama(), tmp_path)
+    state = tiny_model(llama(), seed=5).state_dict()
+    held: list[str] = []
+
+    class Gathered:
+        """One tensor after another, each in memory of its own, which is seen to be freed."""
+
+        def __init__(self) -> None:
+            self._left = iter(state.items())
+            self._last: Callable[[], object] = lambda: None
+
+        def __iter__(self) -> Gathered:
+            return self
+
+        def __next__(self) -> tuple[str, Tensor]:
+            key, tensor = next(self._left)
+            if self._last() is not None:
+                held.append(f"the tensor before {key}")
+            memory = tensor.numpy().copy()
+            self._last = weakref.ref(memory)
+            return key, torch.from_numpy(memory)
+
+    with TrainerClient(service.address, lane=lane) as trainer:
+        pushed = trainer.push_gathered(name, Gathered(), step=1, rank=0, world_size=1, buffer_bytes=BUFFER)
+        assert pushed.wait(timeout=60).number == 1
+    assert held == []
 
 
 @pytest.mark.parametrize("lane", ["local", "grpc"])

@@ -172,7 +172,12 @@ class Client:
         return self._connection.run(control_calls.wait_for(model, version, state, timeout, on_progress))
 
     def versions(
-        self, model: str, *, include_invisible: bool = False, where: Sequence[str] = ()
+        self,
+        model: str,
+        *,
+        include_invisible: bool = False,
+        where: Sequence[str] = (),
+        limit: int | None = None,
     ) -> list[Version]:
         """A model's versions, newest first.
 
@@ -181,11 +186,14 @@ class Client:
             include_invisible: also those still being received, and those that have failed lately.
             where: only those of whose metadata all of these are true, such as ``reward>=0.7``; with ``= != < <= >`` or ``>=``. A version
                 without the value is left out, and so are those behind the newest 10,000.
+            limit: only so many, the newest ones; None for all.
 
         Raises:
-            InvalidArgument: one of these compares nothing.
+            InvalidArgument: one of these compares nothing, or ``limit`` is less than 1.
         """
-        listing = control_calls.list_versions(model, include_invisible=include_invisible, where=where)
+        listing = control_calls.list_versions(
+            model, include_invisible=include_invisible, where=where, limit=limit
+        )
         return self._connection.run(listing)
 
     def watch(self, model: str, ref: str | None = None) -> Iterator[Version]:

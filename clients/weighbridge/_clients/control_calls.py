@@ -193,22 +193,26 @@ def wait_for(
         return found
 
 
-def list_versions(model: str, *, include_invisible: bool, where: Sequence[str] = ()) -> Steps[list[Version]]:
-    """A model's versions, page by page."""
+def list_versions(
+    model: str, *, include_invisible: bool, where: Sequence[str] = (), limit: int | None = None
+) -> Steps[list[Version]]:
+    """A model's versions, page by page; as many as are wanted."""
+    if limit is not None and limit < 1:
+        raise InvalidArgument(f"{limit} versions cannot be listed", fix="ask for one at the least")
     wanted = conditions(where)
     found: list[Version] = []
-    request = pb.ListVersionsRequest(model=model, include_invisible=include_invisible, where=where)
+    request = pb.ListVersionsRequest(
+        model=model, include_invisible=include_invisible, where=where, page_size=limit or 0
+    )
     while True:
         page = yield from _call("ListVersions", request)
         versions = map(wire.version_from_proto, page.versions)
         found += [
             version for version in versions if all_hold(wanted, version.metadata)
         ]  # older services send all
-        if not page.next_page_token:
-            return found
-        request = pb.ListVersionsRequest(
-            model=model, include_invisible=include_invisible, where=where, page_token=page.next_page_token
-        )
+        if not page.next_page_token or (limit is not None and len(found) >= limit):
+            return found[:limit]
+        request.page_token = page.next_page_token
 
 
 def list_refs(model: str) -> Steps[dict[str, int]]:

@@ -130,6 +130,7 @@ def take_passing(
                 chunks.take(part)
                 if fill is not None:
                     fill.take(part, staging)
+                del part  # its tensors are gone when the next ones are asked for
             chunks.finish()
     except BaseException:
         lent.give_back()

@@ -147,7 +147,7 @@ class Pusher:
                 self._refuse(opening, rank, error)
             elif number and not isinstance(error, AlreadyExists):
                 with contextlib.suppress(WeighbridgeError):
-                    reason = f"rank {rank} gave up before it pushed anything: {error!r}"[:300]
+                    reason = _in_a_line(f"rank {rank} gave up", error)
                     connection.run(push_calls.abort(model, number, reason, refused=opening.client_id))
             raise
         with self._lock:
@@ -166,9 +166,7 @@ class Pusher:
     def _refuse(self, opening: pb.OpenVersionRequest, rank: int, error: Exception) -> None:
         if opening.ranks < 2:
             return
-        said = error.message if isinstance(error, WeighbridgeError) else str(error)
-        details = error.details if isinstance(error, WeighbridgeError) else ()
-        reason = " ".join(f"rank {rank} was refused: {'; '.join((said, *details))}".split())[:300]
+        reason = _in_a_line(f"rank {rank} was refused", error)
         try:
             self._connection.run(push_calls.refuse(opening, rank, reason), retry_seconds=_TELL_SECONDS)
         except (VersionFailed, AlreadyExists):  # they have been told; the rank takes part by another process
@@ -332,3 +330,9 @@ def _messages(
             )  # first: it fetches the data into the cache faster than a count does
             counts.take(start, data, source.read)
             yield pieces.encode(pb.PushRequest(offset=start, checksum=checksum), data)
+
+
+def _in_a_line(what: str, error: BaseException) -> str:
+    """What is told to those who wait for a rank."""
+    said = (error.message, *error.details) if isinstance(error, WeighbridgeError) else (repr(error),)
+    return " ".join(f"{what}: {'; '.join(said)}".split())[:300]

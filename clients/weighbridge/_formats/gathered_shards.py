@@ -113,12 +113,16 @@ class GatheredShards:
             LayoutError: when all have come, if names, shapes or dtypes contradict the model, or tensors are missing; names each.
         """
         for given in self._weights:
-            match given:
-                case (str(name), value):
-                    yield from self._taken(name, value)
-                case _:
-                    self._problems.append(f"a {type(given).__name__} is no pair of a name and a tensor")
+            yield from self._given(given)
+            del given  # so that it can be freed before the next one is gathered
         self._check()
+
+    def _given(self, given: Any) -> Iterator[Passing]:
+        match given:
+            case (str(name), value):
+                yield from self._taken(name, value)
+            case _:
+                self._problems.append(f"a {type(given).__name__} is no pair of a name and a tensor")
 
     def _taken(self, given_name: str, value: Any) -> Iterator[Passing]:
         import torch

@@ -132,7 +132,12 @@ class AsyncEngineClient:
         return await self._connection.run(control_calls.wait_for(model, version, state, timeout, on_progress))
 
     async def versions(
-        self, model: str, *, include_invisible: bool = False, where: Sequence[str] = ()
+        self,
+        model: str,
+        *,
+        include_invisible: bool = False,
+        where: Sequence[str] = (),
+        limit: int | None = None,
     ) -> list[Version]:
         """A model's versions, newest first.
 
@@ -140,10 +145,12 @@ class AsyncEngineClient:
             model: which model.
             include_invisible: also those still being received, and those that have failed lately.
             where: only those of whose metadata all of these are true, such as ``reward>=0.7``.
+            limit: only so many, the newest ones; None for all.
         """
-        return await self._connection.run(
-            control_calls.list_versions(model, include_invisible=include_invisible, where=where)
+        listing = control_calls.list_versions(
+            model, include_invisible=include_invisible, where=where, limit=limit
         )
+        return await self._connection.run(listing)
 
     async def refs(self, model: str) -> dict[str, int]:
         """Version number by ref."""

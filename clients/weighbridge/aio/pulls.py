@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from weighbridge._clients.filling import Filled, fill_tensors, fit
-from weighbridge._clients.pulling import PullPlan, PullRun
+from weighbridge._clients.pulling import PullPlan, PullRun, Step
 from weighbridge._clients.transport import Transport
 from weighbridge._core.slices import Boxes
 from weighbridge._formats.host_slices import Slices
@@ -90,11 +90,24 @@ class AsyncPull:
         return self._plan
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        async with self._transfer() as transfer, aclosing(self._taken(transfer, transfer.tensors)) as found:
+            async for each in found:
+                yield each
+
+    async def filled(
+        self, tensor_for: Callable[[int], torch.Tensor]
+    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Pull into tensors that the caller makes, as the result is iterated over; as `weighbridge.Pull.filled`.
+
+        Args:
+            tensor_for: gives the tensor for a placement of the plan's layout, by index; any device. Is called from other threads,
+                one call at a time.
+        """
         async with self._transfer() as transfer:
-            with closing(_filled(transfer)) as steps:
-                while filled := await self._carrier.threads.run(partial(next, steps, ()), transfer.stop):
-                    for each in filled:
-                        yield each
+            steps = partial(transfer.filled, tensor_for)
+            async with aclosing(self._taken(transfer, steps)) as found:
+                async for each in found:
+                    yield each
 
     async def into(
         self,
@@ -143,6 +156,15 @@ class AsyncPull:
         async with self._transfer() as transfer:
             return await self._carrier.threads.run(partial(transfer.bring, buffer, pin=pin), transfer.stop)
 
+    async def _taken(
+        self, transfer: PullRun, begin: Callable[[], Iterator[Step]]
+    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """What a run's steps give, each taken in a thread."""
+        with closing(_filled(begin)) as steps:
+            while filled := await self._carrier.threads.run(partial(next, steps, ()), transfer.stop):
+                for each in filled:
+                    yield each
+
     @asynccontextmanager
     async def _transfer(self, plan: PullPlan | None = None) -> AsyncIterator[PullRun]:
         with self._carrier.transfer(plan or await self.plan()) as transfer:
@@ -152,8 +174,10 @@ class AsyncPull:
             yield transfer
 
 
-def _filled(transfer: PullRun) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
+def _filled(
+    begin: Callable[[], Iterator[Step]],
+) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
     """What each step gives, if anything; the first step imports torch."""
-    for step in transfer.tensors():
+    for step in begin():
         if filled := list(step):
             yield filled

@@ -7,7 +7,10 @@ May import: `_lazy`, `_clients` and folders below, and each the library that it 
 - `sglang`: plug-in of SGLang.
 - `transformers`: models of transformers that start from the service and follow it.
 - `megatron_saving`: Megatron's save, with a push.
+- `verl`: checkpoint engine of verl.
+- `nemo_rl`: checkpoint engine of NeMo-RL.
 - `torch`: storage of torch.distributed.checkpoint.
+- `weight_updates`: updates of RL frameworks, which both sides know by a ticket.
 - `guarded_pushes`: pushes from hooks, which must not harm training.
 - `checkpoint_names`: what names of checkpoints say.
 """

@@ -132,11 +132,14 @@ def test_it_brings_what_the_blocking_client_brings(
             names = [placement.shard.tensor for placement in plan.layout.placements]
             filled = [torch.empty_like(tensor) for _, tensor in iterated]
             await pull.fill(filled.__getitem__)
+            passed = [torch.empty_like(tensor) for _, tensor in iterated]
+            assert [name async for name, _ in pull.filled(passed.__getitem__)] == names
             slices = await pull.bring()
             brought = [slices.tensor(index).clone() for index in range(len(names))]
             return [
                 iterated,
                 list(zip(names, filled, strict=True)),
+                list(zip(names, passed, strict=True)),
                 list(zip(names, brought, strict=True)),
             ]
 
@@ -157,6 +160,7 @@ def test_its_control_calls_answer_what_those_of_the_blocking_client_answer(servi
                 assert await client.models() == engine.models()
                 assert await client.version(MODEL) == engine.version(MODEL)
                 assert await client.versions(MODEL) == engine.versions(MODEL)
+                assert await client.versions(MODEL, limit=1) == engine.versions(MODEL)[:1]
                 assert await client.model_files(MODEL) == engine.model_files(MODEL)
                 durable = await client.wait_for(MODEL, "latest", VersionState.DURABLE, timeout=60)
                 assert durable == engine.version(MODEL)

@@ -114,6 +114,30 @@ def test_all_pages_are_asked_for() -> None:
     assert asked == ["", "page 1", "page 2"]
 
 
+@pytest.mark.parametrize("service_page", [2, 100])
+def test_no_more_versions_are_asked_for_than_are_wanted(service_page: int) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def answer(call: Call) -> bytes:
+        request = pb.ListVersionsRequest.FromString(b"".join(call.request))
+        asked.append((request.page_size, request.page_token))
+        newest = int(request.page_token or 9) - 1
+        numbers = range(newest, max(newest - min(request.page_size, service_page), 0), -1)
+        return pb.ListVersionsResponse(
+            versions=[
+                resources_pb2.Version(model=MODEL, number=number, state=resources_pb2.VERSION_STATE_READY)
+                for number in numbers
+            ],
+            next_page_token=str(numbers[-1]),
+        ).SerializeToString()
+
+    found = take(control_calls.list_versions(MODEL, include_invisible=True, limit=3), answer)
+    assert [version.number for version in found] == [8, 7, 6]
+    assert asked == ([(3, ""), (3, "7")] if service_page == 2 else [(3, "")])
+    with pytest.raises(InvalidArgument, match="0 versions"):
+        take(control_calls.list_versions(MODEL, include_invisible=True, limit=0), answer)
+
+
 def test_waiting_asks_again_until_the_deadline_and_then_says_for_what() -> None:
     steps = control_calls.wait_for(MODEL, 3, VersionState.READY, 0.0, None)
     first = next(steps)

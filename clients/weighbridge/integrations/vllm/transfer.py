@@ -30,11 +30,13 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is seen as
         server: ``host:port`` of the service's gRPC face.
         model: ``namespace/name``.
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
+        version: any of the model, by number or ref, from which a worker finds out what it takes of one; the latest may not be there yet.
     """
 
     server: str | None = None
     model: str | None = None
     lane: str | None = None
+    version: str = "latest"
 
 
 @dataclass
@@ -75,8 +77,9 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the service, and find out what this rank takes of a version."""
         source = source_for(self.rank.source, init_info.model, init_info.server, init_info.lane)
+        connect = partial(self.rank.connect, source, init_info.version)
         with one_voice():
-            agree(self.rank.engine.ranks, "the engine is not connected", partial(self.rank.connect, source))
+            agree(self.rank.engine.ranks, "the engine is not connected", connect)
 
     def start_weight_update(self) -> None:
         """Nothing is touched yet."""

@@ -1,0 +1,14 @@
+"""Weighbridge inside verl 0.9: the checkpoint engine ``weighbridge``, and a manager of updates.
+
+verl imports this module by ``checkpoint_engine.custom_backend_module`` in each of its processes, which registers the engine.
+
+May import: `weight_updates`, `engine_rank`, `aio`, `_clients` and folders below, and verl with Ray.
+
+- `engine`: checkpoint engine of actors and of the workers of rollouts.
+- `manager`: updates in which rollouts go on until the new version is there, and engines that pull their own slices.
+"""
+
+from weighbridge.integrations.verl.engine import NAME, WeighbridgeCheckpointEngine
+from weighbridge.integrations.verl.manager import WeighbridgeManager
+
+__all__ = ["NAME", "WeighbridgeCheckpointEngine", "WeighbridgeManager"]

@@ -1,0 +1,173 @@
+"""Manager of updates for verl in which rollouts generate until the new version is complete.
+
+verl's own manager stops them before actors begin to gather. Here a push that fails reaches no engine, replicas that come later take the newest
+version from the service, and engines with weighbridge's plug-in pull their own slices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineWorker
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.utils.ray_utils import auto_await
+
+from weighbridge._clients.engine import EngineClient
+from weighbridge._core.resources import REF_LIVE, Version
+from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.verl.engine import NAME, VERSION
+
+
+class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is seen as untyped
+    """``rollout.checkpoint_manager_class``. With another backend than ``weighbridge`` it is verl's own.
+
+    Args:
+        config: verl's ``CheckpointEngineConfig``.
+        actor_wg: the actors.
+        replicas: of rollouts.
+    """
+
+    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
+        super().__init__(config, actor_wg, replicas)
+        said = config.engine_kwargs.get(NAME, {})
+        self._source = ModelSource(said.get("model", ""), said.get("server"), said.get("lane"))
+        self._slices = said.get("mode", "tensors") == "slices"
+
+    @auto_await  # type: ignore[untyped-decorator]  # verl is seen as untyped
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+        """Push the actors' weights, and bring them to all replicas once they are complete.
+
+        Args:
+            global_steps: the training step.
+
+        Returns:
+            The actors' metrics.
+
+        Raises:
+            RayTaskError: of an actor; no replica was touched. Or of a worker of a replica: in mode ``tensors`` that one then does not generate until
+                an update has succeeded, in mode ``slices`` it goes on with the version that it had.
+        """
+        if self.backend != NAME:
+            metrics: dict[str, Any] = await super().update_weights(global_steps)
+            return metrics
+        count = self.actor_wg.world_size
+        await _on_all(self.actor_wg, "prepare")
+        told, _ = self.backend_cls.build_topology(count, 0, [])
+        await _on_all(self.actor_wg, "init_process_group", **told)
+        found = await asyncio.gather(
+            *self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
+        )
+        await _on_all(self.actor_wg, "finalize")
+        metrics = {key: value for each in found for key, value in (each or {}).items()}
+        await self._bring(self.replicas, told["ticket"][0], metrics.get(VERSION), global_steps)
+        return metrics
+
+    @auto_await  # type: ignore[untyped-decorator]  # verl is seen as untyped
+    async def catch_up(self, replicas: Sequence[Any], version: str | int = REF_LIVE) -> Version:
+        """Bring a version to replicas that were started or restarted, without the actors.
+
+        Args:
+            replicas: which ones.
+            version: a number or a ref.
+
+        Returns:
+            The version.
+
+        Raises:
+            NotFound: there is no such version.
+            RayTaskError: of a worker of a replica.
+        """
+        found = await asyncio.to_thread(self._version, version)
+        await self._bring(replicas, "", found.number, found.step)
+        return found
+
+    def _version(self, version: str | int) -> Version:
+        with EngineClient(self._source.server) as client:
+            return client.version(self._source.model, version)
+
+    async def _bring(
+        self, replicas: Sequence[Any], ticket: str, number: int | None, step: int | None
+    ) -> None:
+        if self._slices:
+            if number is None:
+                raise FailedPrecondition("the actors' metrics do not say which version they have pushed")
+            await _all(self._bring_slices(replica, int(number), step) for replica in replicas)
+        else:
+            await self._bring_tensors(replicas, ticket, number, step)
+
+    async def _bring_tensors(
+        self, replicas: Sequence[Any], ticket: str, number: int | None, step: int | None
+    ) -> None:
+        """Let workers pull whole tensors and verl hand them to its engines. What fails leaves engines without weights: verl's own release of the KV
+        cache gives those up as well. So they do not go on.
+        """
+        workers = [worker for replica in replicas for worker in replica.workers]
+        rollouts = RayWorkerGroup(
+            worker_handles=workers,
+            ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(CheckpointEngineWorker)),
+        )
+        count = len(workers)
+        await _all(replica.abort_all_requests() for replica in replicas)
+        await _all(replica.release_kv_cache() for replica in replicas)
+        await _on_all(rollouts, "init_process_group", ticket=[ticket] * count, version=[number] * count)
+        await _all(rollouts.update_weights(global_steps=step))
+        await _on_all(rollouts, "finalize")
+        await _all(replica.resume_kv_cache() for replica in replicas)
+        await _all(replica.resume_generation() for replica in replicas)
+
+    async def _bring_slices(self, replica: Any, number: int, step: int | None) -> None:
+        """Let the ranks of an engine pull what they hold, by its weight-transfer engine; it stands still for the last step only."""
+        server = _server_of(replica)
+
+        async def ask(method: str, **arguments: Any) -> None:
+            await server.collective_rpc.remote(method, kwargs=arguments)
+
+        said = {"server": self._source.server, "model": self._source.model, "lane": self._source.lane}
+        known = {key: value for key, value in said.items() if value is not None}
+        await ask("init_weight_transfer_engine", init_info={**known, "version": str(number)})
+        await ask("start_weight_update")
+        try:
+            await ask("update_weights", update_info={"version": number, "phase": "prepare"})
+            await replica.abort_all_requests()
+            try:
+                await ask("update_weights", update_info={"version": number, "phase": "apply"})
+                await replica.clear_kv_cache()
+                if step is not None:
+                    await server.set_global_steps.remote(step)
+            finally:
+                await replica.resume_generation()
+        except BaseException:
+            with suppress(Exception):  # vLLM wants it before the next update, and raises what was raised
+                await ask("finish_weight_update")
+            raise
+        await ask("finish_weight_update")
+
+
+def _server_of(replica: Any) -> Any:
+    """What asks all ranks of a replica. Raises FailedPrecondition if nothing does."""
+    split = getattr(replica.config, "disaggregation", None)
+    if replica.config.data_parallel_size != 1 or (split is not None and split.enabled):
+        raise FailedPrecondition(
+            "in mode slices a replica has one server for all of its ranks: no data parallelism, and no disaggregation",
+            fix="use mode tensors, or more replicas instead",
+        )
+    return replica.servers[0]
+
+
+async def _on_all(workers: Any, method: str, **arguments: Sequence[Any]) -> None:
+    """Call a method of the checkpoint engine of each worker, with its own arguments."""
+    count = workers.world_size
+    await _all(workers.execute_checkpoint_engine(method=[method] * count, **arguments))
+
+
+async def _all(calls: Iterable[Awaitable[Any]]) -> None:
+    """Wait until all have ended; raises what the first of them has raised."""
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    for each in ended:
+        if isinstance(each, BaseException):
+            raise each

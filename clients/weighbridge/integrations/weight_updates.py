@@ -1,0 +1,218 @@
+"""Weight updates of RL frameworks: the ranks that train push a version, and the workers of rollouts pull it.
+
+A framework tells both sides the ticket of an update, and neither side anything of the other. The version has the ticket among its metadata: by
+it a worker finds the version while it is still being pushed, and learns at once if it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge._core.resources import VersionState
+from weighbridge.aio.client import AsyncEngineClient
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition
+from weighbridge.integrations.engine_rank.source import ModelSource
+
+if TYPE_CHECKING:
+    import torch
+
+TICKET = "weighbridge/update"
+"""The key under which a version's metadata has the ticket of its update."""
+_NEWEST = 16
+"""Among how many of the newest versions an update is looked for."""
+_PAUSES = (0.05, 1.0)
+"""Seconds between two looks, at first and at the most."""
+_LOOK_SECONDS = 15.0
+"""How long a version is waited for before it is asked again whether anybody still wants it."""
+
+
+_BUFFER_BYTES = (2 << 20, 256 << 20)
+"""Of a rank that trains, at the least and at the most."""
+
+
+def buffers_within(bucket_bytes: int) -> int:
+    """Bytes of the buffers of a push that may need a bucket in all: the other half is for what gRPC holds."""
+    least, most = _BUFFER_BYTES
+    return min(max(bucket_bytes // 2, least), most)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """An update, as the workers are told of it.
+
+    Attributes:
+        ticket: what the ranks that train give the version.
+        version: its number, or a ref, if that is known; it is not looked for then.
+    """
+
+    ticket: str
+    version: str | int | None = None
+
+    @staticmethod
+    def new() -> Update:
+        """One that nobody has been told of."""
+        return Update(uuid.uuid4().hex)
+
+
+class UpdateSender:
+    """One of the ranks that train.
+
+    Args:
+        source: service and model.
+        run: name of the training run.
+        cast: as for `TrainerClient.push_gathered`.
+    """
+
+    def __init__(self, source: ModelSource, *, run: str, cast: str) -> None:
+        self._model = source.model
+        self._cast = cast
+        self._client = TrainerClient(
+            source.server, run=run, lane=source.lane, retry_seconds=source.retry_seconds
+        )
+        self._registered = False
+        self._sent = 0
+
+    def register(self, hf_dir: str | Path, dtype: str) -> None:
+        """Register the model, if this has not been done; as `TrainerClient.register_model`."""
+        if not self._registered:
+            self._client.register_model(self._model, hf_dir, dtype=dtype)
+            self._registered = True
+
+    def send(
+        self,
+        update: Update,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        step: int | None,
+        rank: int,
+        ranks: int,
+        buffer_bytes: int,
+    ) -> PushHandle:
+        """Push this rank's share of tensors that all ranks gather. All of them are taken in any case, also if the push fails.
+
+        Args:
+            update: which one, the same on all ranks.
+            weights: name and whole tensor of each.
+            step: the training step; by default how many updates this rank has sent.
+            rank, ranks: which rank of how many this is.
+            buffer_bytes: host memory that what goes by gRPC may take.
+
+        Raises:
+            As `TrainerClient.push_gathered`.
+        """
+        self._sent += 1
+        return self._client.push_gathered(
+            self._model,
+            weights,
+            step=self._sent if step is None else step,
+            rank=rank,
+            world_size=ranks,
+            request_id=update.ticket,
+            cast=self._cast,
+            buffer_bytes=buffer_bytes,
+            metadata={TICKET: update.ticket},
+        )
+
+
+class UpdateReceiver:
+    """One of the workers of rollouts.
+
+    Args:
+        source: service and model.
+        timeout: seconds within which the ranks that train must have begun to push.
+    """
+
+    def __init__(self, source: ModelSource, *, timeout: float) -> None:
+        self._source = source
+        self._timeout = timeout
+
+    async def receive(
+        self, update: Update, device: torch.device, superseded: Callable[[], bool]
+    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Wait until an update is complete, and bring its tensors, each when the one before has been taken; on GPUs some 64 MB sooner.
+
+        Args:
+            update: which one.
+            device: where the tensors are to be. On the CPU they are views of the version if it lies on this machine.
+            superseded: whether nobody waits for it any more.
+
+        Raises:
+            VersionFailed: it could not be completed; says why.
+            NotFound: no such model; or the service was restarted and has lost the version.
+            DeadlineExceeded: the ranks that train have not begun in time.
+            FailedPrecondition: it is superseded.
+        """
+        source = self._source
+        async with AsyncEngineClient(
+            source.server, lane=source.lane, retry_seconds=source.retry_seconds
+        ) as client:
+            version = update.version
+            if version is None:
+                version = await self._ready(client, update, superseded)
+            async with aclosing(_tensors(client, source.model, version, device)) as tensors:
+                async for each in tensors:
+                    yield each
+
+    async def _ready(self, client: AsyncEngineClient, update: Update, superseded: Callable[[], bool]) -> int:
+        number = await self._found(client, update, superseded)
+        while True:
+            try:
+                await client.wait_for(self._source.model, number, VersionState.READY, timeout=_LOOK_SECONDS)
+            except DeadlineExceeded:
+                _check(superseded)
+                continue
+            return number
+
+    async def _found(self, client: AsyncEngineClient, update: Update, superseded: Callable[[], bool]) -> int:
+        """The number of the version that an update has become. Nobody can be asked to tell: a version is opened by any of the ranks that train."""
+        model = self._source.model
+        deadline = time.monotonic() + self._timeout
+        pause, longest = _PAUSES
+        while True:
+            for version in await client.versions(model, include_invisible=True, limit=_NEWEST):
+                if version.metadata.get(TICKET) == update.ticket:
+                    return version.number
+            _check(superseded)
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"the ranks that train have not begun to push {model} within {self._timeout:g} s",
+                    fix="see why in their logs; if they need longer before they push, raise timeout_seconds",
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
+
+
+def _check(superseded: Callable[[], bool]) -> None:
+    if superseded():
+        raise FailedPrecondition("this update was given up: a newer one has begun")
+
+
+async def _tensors(
+    client: AsyncEngineClient, model: str, version: str | int, device: torch.device
+) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    import torch
+
+    pull = client.pull(model, version)
+    if device.type == "cpu":
+        async for each in pull:
+            yield each
+        return
+    layout = (await pull.plan()).layout
+
+    def tensor_for(index: int) -> torch.Tensor:
+        shard = layout.placements[index].shard
+        dtype = layout.tensors[shard.tensor].dtype.torch
+        return torch.empty(shard.box.extent, dtype=dtype, device=device)
+
+    async with aclosing(pull.filled(tensor_for)) as filled:
+        async for each in filled:
+            yield each

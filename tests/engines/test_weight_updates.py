@@ -1,0 +1,142 @@
+"""Do the two sides of an update find each other by its ticket, and does each learn what became of it?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.reference import tiny_config, tiny_model
+from tests.support.services import running_service
+from tests.support.waiting import eventually
+from weighbridge import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    LayoutError,
+    TrainerClient,
+    Version,
+    VersionFailed,
+)
+from weighbridge.integrations import weight_updates
+from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.weight_updates import TICKET, Update, UpdateReceiver, UpdateSender
+
+MODEL = "tests/updates"
+CPU = torch.device("cpu")
+RANKS = 2
+Weights = list[tuple[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return list(tiny_model(tiny_config("qwen3", tied=False), seed=5).state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelSource]:
+    folder = tmp_path_factory.mktemp("updates")
+    tiny_config("qwen3", tied=False).save_pretrained(folder / "hf")
+    with running_service(folder / "store") as running:
+        source = ModelSource(MODEL, running.address, retry_seconds=5.0)
+        for _ in range(2):  # whoever starts first
+            sender(source).register(folder / "hf", "fp32")
+        yield source
+
+
+def sender(source: ModelSource) -> UpdateSender:
+    return UpdateSender(source, run="tests", cast="allow")
+
+
+def send(source: ModelSource, update: Update, of_ranks: list[Weights], step: int | None = None) -> list[str]:
+    """What each rank raises."""
+
+    def of(rank: int) -> str:
+        try:
+            handle = sender(source).send(
+                update, of_ranks[rank], step=step, rank=rank, ranks=RANKS, buffer_bytes=1 << 21
+            )
+            handle.wait("ready", timeout=60)
+        except (LayoutError, VersionFailed) as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(of, range(RANKS)))
+
+
+async def received(source: ModelSource, update: Update, within: float = 60) -> dict[str, Tensor]:
+    receiver = UpdateReceiver(source, timeout=within)
+    return {name: tensor.clone() async for name, tensor in receiver.receive(update, CPU, lambda: False)}
+
+
+def test_workers_that_wait_get_the_update_that_they_were_told_of(
+    source: ModelSource, weights: Weights
+) -> None:
+    updates = [Update.new() for _ in range(3)]
+
+    async def main() -> list[dict[str, Tensor]]:
+        waiting = [asyncio.create_task(received(source, update)) for update in updates]
+        for index in (2, 0, 1):
+            scaled = [(name, tensor * index) for name, tensor in weights]
+            assert await asyncio.to_thread(send, source, updates[index], [scaled] * RANKS) == ["", ""]
+        return await asyncio.gather(*waiting)
+
+    for index, found in enumerate(asyncio.run(main())):
+        assert found.keys() == dict(weights).keys()
+        assert all(torch.equal(found[name], tensor * index) for name, tensor in weights)
+    newest = asyncio.run(received(source, Update("", "live")))
+    assert all(torch.equal(newest[name], tensor) for name, tensor in weights)
+
+
+def test_workers_are_told_why_an_update_fails_and_get_nothing(source: ModelSource, weights: Weights) -> None:
+    update = Update.new()
+    short = weights[:-1]
+
+    async def main() -> list[str]:
+        waiting = asyncio.create_task(received(source, update))
+        raised = await asyncio.to_thread(send, source, update, [short, short])
+        with pytest.raises(VersionFailed, match=weights[-1][0]):
+            await waiting
+        return raised
+
+    assert all(weights[-1][0] in said for said in asyncio.run(main()))
+
+
+def test_workers_do_not_wait_for_ranks_that_never_come(source: ModelSource) -> None:
+    with pytest.raises(DeadlineExceeded, match=f"have not begun to push {MODEL} within 0.2 s"):
+        asyncio.run(received(source, Update.new(), within=0.2))
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_an_update_that_is_superseded_is_waited_for_no_longer(
+    source: ModelSource, weights: Weights, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_updates, "_LOOK_SECONDS", 0.2)
+    update, newer = Update.new(), asyncio.Event()
+
+    def newest() -> Version:
+        return trainer.versions(MODEL, include_invisible=True, limit=1)[0]
+
+    async def main() -> None:
+        receiving = UpdateReceiver(source, timeout=60).receive(update, CPU, newer.is_set)
+        waiting = asyncio.ensure_future(anext(receiving))
+        if found:  # one rank has come, and the other one never does
+            coming = asyncio.to_thread(
+                sender(source).send, update, weights, step=1, rank=0, ranks=RANKS, buffer_bytes=1 << 21
+            )
+            alone = asyncio.ensure_future(coming)
+            await asyncio.to_thread(eventually, lambda: newest().metadata[TICKET] == update.ticket)
+        newer.set()
+        with pytest.raises(FailedPrecondition, match="a newer one has begun"):
+            await waiting
+        if found:
+            trainer.abort(MODEL, newest().number)
+            with pytest.raises(VersionFailed):
+                await alone
+
+    with TrainerClient(source.server) as trainer:
+        asyncio.run(main())

@@ -1,0 +1,1 @@
+"""Tests of adapters to frameworks of reinforcement learning, inside these frameworks."""
