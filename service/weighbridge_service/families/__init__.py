@@ -6,6 +6,7 @@ May import: `weighbridge.errors`; nothing of the service.
 - `family`: what a family has to say.
 - `rules`: rules that relate tensors of both sides.
 - `shapes`: shapes by a model's config.
+- `unfilled`: models without values.
 - `decoders`: rules of a decoder as most models have it.
 - `from_mbridge`: families that mbridge describes.
 - `dense`: llama, qwen2, qwen3.

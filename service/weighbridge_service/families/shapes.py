@@ -154,6 +154,8 @@ def meta_model(transformers_config: Any, config: Mapping[str, Any]) -> Any:
     import torch
     import transformers
 
+    from weighbridge_service.families.unfilled import Unfilled
+
     made = copy.deepcopy(transformers_config)
     labels = label_count(config)
     if labels is not None:
@@ -166,7 +168,7 @@ def meta_model(transformers_config: Any, config: Mapping[str, Any]) -> Any:
         auto = transformers.AutoModelForImageTextToText
     else:
         auto = transformers.AutoModelForCausalLM
-    with torch.device("meta"):
+    with torch.device("meta"), Unfilled():
         return auto.from_config(made)
 
 

@@ -33,6 +33,8 @@ _FIRST_CONFIG = {
 }
 """What a new process makes a bridge of before it is asked for one: all is imported then."""
 
+_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
+"""megatron-core has small functions compiled where they are defined, for which torch imports its compiler. Nothing is computed here."""
 _MOST_SECONDS = 300.0
 """For one bridge, the imports of a new process included: the largest models take some seconds."""
 
@@ -93,7 +95,11 @@ class BridgeProcess:
                 try:
                     self._process = subprocess.Popen(
                         [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-                        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                        env={
+                            **os.environ,
+                            **_ENVIRONMENT,
+                            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                        },
                         stdin=subprocess.DEVNULL,
                         stdout=2,  # the service's own has one line
                         pass_fds=[theirs.fileno()],

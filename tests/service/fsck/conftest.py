@@ -17,21 +17,35 @@ from weighbridge_storage.stores.local import LocalStore
 
 
 @pytest.fixture(scope="package")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of now: `MODEL`, and `LONG` with 150 versions, most of them in the tree of its history."""
-    folder = unpack(tmp_path_factory.mktemp("template"))
+def with_long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of now: `MODEL`, another one, and `LONG` with 150 versions, most of them in the tree of its history."""
+    folder = unpack(tmp_path_factory.mktemp("with-long"))
     add_model(folder, str(LONG), 150)
     with closing(LocalStore(folder)) as store:
         list(migrate_store(store))
     return folder
 
 
+@pytest.fixture(scope="package")
+def template(with_long: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without `LONG`, on which checks spend most of their time."""
+    folder = shutil.copytree(with_long, tmp_path_factory.mktemp("template") / "store")
+    shutil.rmtree(folder / LONG.prefix)
+    return folder
+
+
 @pytest.fixture
 def folder(template: Path, tmp_path: Path) -> Path:
-    """A copy of it, in which no version is being received."""
+    """A copy of the template, in which no version is being received."""
     copy = shutil.copytree(template, tmp_path / "store")
     edit_document(copy / NAME.head_key, open=[])
     return copy
+
+
+@pytest.fixture
+def long(with_long: Path, folder: Path) -> None:
+    """`LONG`, in that copy."""
+    shutil.copytree(with_long / LONG.prefix, folder / LONG.prefix)
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+
+import pytest
 
 from tests.service.fsck.damaged_stores import LONG, WEIGHTS, fsck, history_of, without_writers
 from tests.support.forked import forked_python
@@ -21,7 +22,6 @@ from weighbridge_storage.stores.local import LocalStore
 
 def test_repairs_beside_a_service_that_receives_harm_no_version(folder: Path, template: Path) -> None:
     """Not what the documentation asks for, but what somebody will do."""
-    shutil.rmtree(folder / LONG.prefix)
     stop = threading.Event()
     failures: list[BaseException] = []
 
@@ -56,6 +56,7 @@ def test_repairs_beside_a_service_that_receives_harm_no_version(folder: Path, te
     assert fsck(folder)[0] == 0
 
 
+@pytest.mark.usefixtures("long")
 def test_two_repairs_at_once_do_what_one_does(folder: Path, opened: LocalStore) -> None:
     before = without_writers(history_of(opened, LONG))
     (folder / LONG.head_key).unlink()

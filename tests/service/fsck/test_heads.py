@@ -114,6 +114,7 @@ def test_a_flipped_bit_of_a_head_is_found_collects_nothing_and_is_repaired(
     assert {n: e for n, e in without_writers(history_of(opened)).items() if n != RETIRED} == before
 
 
+@pytest.mark.usefixtures("long")
 @pytest.mark.parametrize("name", ["number", "last", "retired"])
 def test_a_flipped_bit_of_a_node_is_found_collects_nothing_and_is_repaired(
     folder: Path, opened: LocalStore, name: str
@@ -142,6 +143,7 @@ def test_a_damaged_head_is_rebuilt_and_kept_aside(folder: Path, opened: LocalSto
     assert kept.read_bytes() == text
 
 
+@pytest.mark.usefixtures("long")
 def test_a_head_that_is_lost_with_its_history_is_rebuilt_with_one(folder: Path, opened: LocalStore) -> None:
     before = without_writers(history_of(opened, LONG))
     nodes = {path.name for path in (folder / LONG.prefix / "history").iterdir()}
@@ -155,6 +157,7 @@ def test_a_head_that_is_lost_with_its_history_is_rebuilt_with_one(folder: Path, 
     assert after.head.latest == 150
 
 
+@pytest.mark.usefixtures("long")
 def test_nodes_of_a_rebuilt_head_are_newer_than_all_that_are_there(folder: Path, opened: LocalStore) -> None:
     node = next((folder / LONG.prefix / "history").iterdir())
     shutil.copy(node, node.with_name(f"{500:016d}-{'a' * 64}.json"))
@@ -232,6 +235,7 @@ def test_a_damaged_registration_is_made_anew_from_a_version(
     assert push(folder, template, 3) == OPEN + 1
 
 
+@pytest.mark.usefixtures("long")
 def test_a_lost_head_is_missed_although_no_version_is_left(folder: Path) -> None:
     (folder / LONG.head_key).unlink()
     shutil.rmtree(folder / LONG.prefix / "versions")

@@ -15,6 +15,7 @@ from tests.support.old_stores import spoil, version_folder
 from weighbridge_storage.stores.local import LocalStore
 
 
+@pytest.mark.usefixtures("long")
 @pytest.mark.parametrize("how", ["lost", "spoilt", "empty"])
 def test_a_history_is_rebuilt_whichever_node_is_damaged(
     folder: Path, opened: LocalStore, tmp_path: Path, how: str
@@ -39,6 +40,7 @@ def test_a_history_is_rebuilt_whichever_node_is_damaged(
             assert after.head.next_version == before.head.next_version
 
 
+@pytest.mark.usefixtures("long")
 def test_a_damaged_reference_to_a_node_costs_no_version_that_was_below_it(
     folder: Path, opened: LocalStore
 ) -> None:
@@ -67,6 +69,7 @@ def test_entries_that_manifests_contradict_are_corrected_and_nothing_whole_is_de
     assert without_writers(history_of(opened)) == without_writers(before)
 
 
+@pytest.mark.usefixtures("long")
 def test_a_ref_to_a_version_that_is_lost_with_its_node_goes(folder: Path, opened: LocalStore) -> None:
     edit_document(
         folder / LONG.head_key,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.service.fsck.damaged_stores import LONG, NAME, WEIGHTS, fsck, said
+from tests.service.fsck.damaged_stores import NAME, WEIGHTS, fsck, said
 from tests.support.heads import edit_document
 from tests.support.old_stores import MODEL, contents, version_folder
 from weighbridge._cli import commands
@@ -18,6 +18,7 @@ from weighbridge_service.fsck.repair import check_store
 from weighbridge_storage.stores.local import LocalStore
 
 
+@pytest.mark.usefixtures("long")
 def test_a_store_that_is_well_is_left_as_it_is(folder: Path, template: Path) -> None:
     edit_document(folder / NAME.head_key, open=json.loads((template / NAME.head_key).read_bytes())["open"])
     before = contents(folder)
@@ -29,7 +30,6 @@ def test_a_store_that_is_well_is_left_as_it_is(folder: Path, template: Path) -> 
 
 
 def test_each_finding_says_what_became_of_it_and_what_to_do(folder: Path) -> None:
-    shutil.rmtree(folder / LONG.prefix)
     shutil.rmtree(folder / "models/acme/other")
     shutil.copytree(version_folder(folder, 3), version_folder(folder, 4))
     (version_folder(folder, 2) / WEIGHTS).unlink()
@@ -72,6 +72,7 @@ def test_a_folder_that_is_no_store_is_said_so_and_left_as_it_is(tmp_path: Path, 
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+@pytest.mark.usefixtures("long")
 def test_a_check_writes_nothing_and_says_how_far_it_is(folder: Path) -> None:
     for hidden in (".tmp", ".locks"):
         shutil.rmtree(folder / hidden)

@@ -30,7 +30,17 @@ def process() -> Iterator[BridgeProcess]:
 
 
 @pytest.mark.process
-def test_a_process_that_was_killed_is_told_of_and_another_one_answers(process: BridgeProcess) -> None:
+def test_a_process_that_cannot_be_started_or_was_killed_is_told_of_and_another_one_answers(
+    process: BridgeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="cannot be started: no more processes"):
+                process.bridge(CONFIG, ())
     assert process.bridge(CONFIG, ()).megatron
     assert process._process is not None
     os.kill(process._process.pid, signal.SIGKILL)
@@ -63,21 +73,6 @@ def test_a_process_that_hangs_does_not_keep_the_service_from_ending(process: Bri
     assert told
     with pytest.raises(Unavailable, match="shutting down"):
         process.bridge(CONFIG, ())
-
-
-@pytest.mark.process
-def test_a_process_that_cannot_be_started_is_tried_again(
-    process: BridgeProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise BlockingIOError("no more processes")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", refuse)
-        for _ in range(2):
-            with pytest.raises(Unavailable, match="cannot be started: no more processes"):
-                process.bridge(CONFIG, ())
-    assert process.bridge(CONFIG, ()).megatron
 
 
 def test_a_family_without_a_parallel_plan_can_be_used_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.descriptors import descriptors
 from tests.support.images import acquire
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
@@ -236,9 +237,9 @@ def test_a_process_is_known_to_have_ended_once_it_has(
                 process.wait()
                 assert PeerProcess(connection).ended(), "also if it is asked for later"
             assert not PeerProcess(connection).ended(), "nothing can be found out any more"
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     del seen
-    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert "anon_inode:[pidfd]" in dict(before - descriptors()).values()
 
 
 def test_a_process_that_nobody_can_tell_of_is_not_taken_for_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import mmap
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.descriptors import descriptors
 from tests.support.images import acquire
 from weighbridge.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from weighbridge_storage.memory.image_books import PoolUsage
@@ -134,17 +134,13 @@ def test_free_regions_give_way_to_what_is_needed_within_the_budget() -> None:
 
 
 def test_free_regions_of_many_sizes_do_not_use_up_the_descriptors() -> None:
-    def descriptors() -> int:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
-
     pool, before = ImagePool(256 * MIB), descriptors()
     images = [acquire(pool, {"a": (1 + i) * PAGE}) for i in range(200)]
-    assert descriptors() - before >= 200
+    assert len(descriptors() - before) >= 200
     for image in images:
         image.release()
     del image, images
-    assert descriptors() - before <= 130
+    assert len(descriptors() - before) <= 130
     usage = pool.usage()
     assert usage.memory_in_use == 0
     assert usage.memory_free == sum((1 + i) * PAGE for i in range(200 - 64, 200)), "the last are kept"
@@ -182,11 +178,7 @@ def test_over_the_budget_without_a_folder_is_an_error_that_leaves_no_trace() -> 
 
 def open_files(folder: Path) -> list[str]:
     """Files in a folder that this process has open, those without a name included."""
-    found = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return [path for path in found if path.startswith(f"{folder}/")]
+    return [path for _, path in descriptors() if path.startswith(f"{folder}/")]
 
 
 def test_a_full_disk_is_an_error_and_not_a_signal(small_disk: Path) -> None:
@@ -216,11 +208,11 @@ def test_a_disk_that_fills_up_while_room_is_reserved_is_an_error(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     for pool in (ImagePool(0, tmp_path), ImagePool(MIB)):
-        handles = len(os.listdir("/proc/self/fd"))
+        before = descriptors()
         with pytest.raises(ResourceExhausted):
             acquire(pool, {"a": 100})
         assert pool.usage() == PoolUsage(0, 0, 0, 0, 0, 0)
-        assert len(os.listdir("/proc/self/fd")) == handles
+        assert not descriptors() - before
     assert os.listdir(tmp_path) == []
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from tests.support.descriptors import descriptors
 from tests.support.forked import forking
 from tests.support.scripts import start
 from weighbridge.errors import (
@@ -338,7 +339,7 @@ def test_what_no_key_can_name_is_no_object(store: LocalStore, root: Path) -> Non
 
 
 def test_closed_stores_hold_no_files(root: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     for _ in range(10):
         opened = LocalStore(root)
         opened.put("a", b"x", mode="overwrite")
@@ -347,4 +348,4 @@ def test_closed_stores_hold_no_files(root: Path) -> None:
         opened.copy("a", "b")
         opened.close()
         opened.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not descriptors() - before

@@ -22,16 +22,29 @@ from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.quotas import RETRY_SECONDS, HostQuota
 from weighbridge_service.admission.turns import Turns
 
-_PLACES = 64
-"""Messages that are received at one time: with 2 MiB each, 128 MiB."""
-_PENDING_BYTES = 256 << 20
-"""Bytes of requests that are not complete, or not answered."""
-_SMALL_BYTES = 64 << 10
-"""Bytes of a request that are not counted: nearly all requests have fewer."""
 SILENT_SECONDS = 10.0
 """How long a message may take that is due."""
-_HURRY_SECONDS = 0.25
-"""The same while others wait for the place."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What requests may take on their way in.
+
+    Attributes:
+        places: messages that are received at one time: with 2 MiB each, 128 MiB.
+        longest: most bytes of a request.
+        pending_bytes: of requests that are not complete, or not answered.
+        small_bytes: of a request that are not counted: nearly all requests have fewer.
+        silent_seconds: how long a message may take that is due.
+        hurry_seconds: the same while others wait for the place.
+    """
+
+    places: int = 64
+    longest: int = MAX_REQUEST_BYTES
+    pending_bytes: int = 256 << 20
+    small_bytes: int = 64 << 10
+    silent_seconds: float = SILENT_SECONDS
+    hurry_seconds: float = 0.25
 
 
 @dataclass(eq=False, slots=True)
@@ -49,13 +62,15 @@ class Requests:
 
     Args:
         waits: ends those that wait when memory runs away.
+        limits: what they may take.
     """
 
-    def __init__(self, waits: MessageWaits) -> None:
+    def __init__(self, waits: MessageWaits, limits: RequestLimits = RequestLimits()) -> None:
         self._waits = waits
+        self._limits = limits
         self._readers: dict[_Reader, None] = {}  # in the order in which they have begun
         self._waiting: Turns[_Reader] = Turns()
-        self._pending = HostQuota("bytes of requests", _PENDING_BYTES)
+        self._pending = HostQuota("bytes of requests", limits.pending_bytes)
         self._hurrying: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
@@ -73,11 +88,12 @@ class Requests:
         received, size, held = [found], len(found), 0
         try:
             while True:
-                if size > MAX_REQUEST_BYTES:
+                if size > self._limits.longest:
                     raise InvalidArgument(
-                        f"a request is longer than {MAX_REQUEST_BYTES} bytes", fix="ask for less at one time"
+                        f"a request is longer than {self._limits.longest} bytes",
+                        fix="ask for less at one time",
                     )
-                if size > _SMALL_BYTES:
+                if size > self._limits.small_bytes:
                     self._pending.take(peer.host, size - held)
                     held = size
                 found = await self.next(context, peer) if parts else None
@@ -105,7 +121,7 @@ class Requests:
             ResourceExhausted: none has come, and others wait.
         """
         reader = _Reader(asyncio.get_running_loop().create_future())
-        if len(self._readers) < _PLACES and not self._waiting:
+        if len(self._readers) < self._limits.places and not self._waiting:
             self._begin(reader)
         else:
             self._waiting.add(peer, reader)
@@ -119,7 +135,7 @@ class Requests:
 
     async def _read(self, context: Any, reader: _Reader) -> bytes | None:
         try:
-            async with asyncio.timeout(SILENT_SECONDS) as reader.limit:
+            async with asyncio.timeout(self._limits.silent_seconds) as reader.limit:
                 loop, limit = asyncio.get_running_loop(), reader.limit
 
                 def end() -> None:
@@ -137,7 +153,8 @@ class Requests:
                     retry_after=RETRY_SECONDS,
                 ) from None
             raise DeadlineExceeded(
-                f"the call has sent nothing for {SILENT_SECONDS:g} s", fix="send a request at once"
+                f"the call has sent nothing for {self._limits.silent_seconds:g} s",
+                fix="send a request at once",
             ) from None
         if found is grpc.aio.EOF:  # type: ignore[attr-defined]
             return None
@@ -155,10 +172,10 @@ class Requests:
             del self._readers[reader]
         else:  # its turn has not come
             self._waiting.discard(peer, reader)
-        while self._waiting and len(self._readers) < _PLACES:
+        while self._waiting and len(self._readers) < self._limits.places:
             self._begin(self._waiting.take())
         if self._waiting and self._hurrying is None:
-            self._hurrying = asyncio.get_running_loop().call_later(_HURRY_SECONDS, self._hurry)
+            self._hurrying = asyncio.get_running_loop().call_later(self._limits.hurry_seconds, self._hurry)
 
     def _hurry(self) -> None:
         """Take places from those that have had them for long, as long as others wait."""
@@ -170,7 +187,7 @@ class Requests:
                 return
             if reader.hurried:
                 continue
-            left = reader.since + _HURRY_SECONDS - now
+            left = reader.since + self._limits.hurry_seconds - now
             if left > 0:  # all others have begun later
                 self._hurrying = loop.call_later(left, self._hurry)
                 return

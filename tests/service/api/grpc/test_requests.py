@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -11,10 +12,10 @@ import pytest
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.peer import Peer
-from weighbridge_service.api.grpc import requests as module
-from weighbridge_service.api.grpc.requests import Requests
+from weighbridge_service.api.grpc.requests import RequestLimits, Requests
 
 A, B = Peer("a", "1"), Peer("b", "1")
+SHORT = RequestLimits(places=2, small_bytes=0, silent_seconds=5.0, hurry_seconds=0.05)
 
 
 class Caller:
@@ -39,26 +40,18 @@ class Caller:
             self.reading.clear()
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PLACES", 2)
-    monkeypatch.setattr(module, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(module, "SILENT_SECONDS", 5.0)
-    monkeypatch.setattr(module, "_HURRY_SECONDS", 0.05)
-
-
 async def whole(requests: Requests, caller: Caller, peer: Peer, *, parts: bool) -> bytes:
     """A request, as long as it takes to read it."""
     async with requests.whole(caller, peer, parts=parts) as raw:
         return raw
 
 
-def run(work: Callable[[Requests], Awaitable[None]]) -> None:
+def run(work: Callable[[Requests], Awaitable[None]], limits: RequestLimits = SHORT) -> None:
     """Run a test on a loop of its own; afterwards nothing may be held."""
 
     async def go() -> None:
         waits = MessageWaits(lambda: 0)
-        requests = Requests(waits)
+        requests = Requests(waits, limits)
         try:
             await work(requests)
         finally:
@@ -95,28 +88,22 @@ def test_a_call_that_ends_without_a_message_is_refused(parts: bool) -> None:
     run(work)
 
 
-def test_a_request_that_is_too_long_is_refused_and_one_that_just_fits_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "MAX_REQUEST_BYTES", 10)
-
+def test_a_request_that_is_too_long_is_refused_and_one_that_just_fits_is_not() -> None:
     async def work(requests: Requests) -> None:
         assert await whole(requests, Caller(b"12345", b"67890"), A, parts=True) == b"1234567890"
         with pytest.raises(InvalidArgument, match="longer than 10 bytes"):
             await whole(requests, Caller(b"12345", b"67890", b"1"), A, parts=True)
 
-    run(work)
+    run(work, replace(SHORT, longest=10))
 
 
-def test_silence_ends_a_call_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENT_SECONDS", 0.05)
-
+def test_silence_ends_a_call_after_its_time() -> None:
     async def work(requests: Requests) -> None:
         for caller in (Caller(ends=False), Caller(b"a part", ends=False)):
             with pytest.raises(DeadlineExceeded, match="nothing for"):
                 await whole(requests, caller, A, parts=True)
 
-    run(work)
+    run(work, replace(SHORT, silent_seconds=0.05))
 
 
 def test_silent_callers_keep_their_places_while_nobody_waits_and_give_them_up_then() -> None:
@@ -127,7 +114,7 @@ def test_silent_callers_keep_their_places_while_nobody_waits_and_give_them_up_th
         assert not any(task.done() for task in tasks)
         here = requests.next(Caller(b"here"), B)
         assert (
-            await asyncio.wait_for(here, module.SILENT_SECONDS / 2) == b"here"
+            await asyncio.wait_for(here, SHORT.silent_seconds / 2) == b"here"
         )  # far from the time for silence
         errors = await asyncio.wait_for(asyncio.gather(*tasks[:1], return_exceptions=True), 10)
         assert isinstance(errors[0], ResourceExhausted)
@@ -203,10 +190,7 @@ def test_callers_that_go_leave_their_places_and_their_bytes(reading: bool) -> No
     run(work)
 
 
-def test_incomplete_requests_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PENDING_BYTES", 100)
-    monkeypatch.setattr(module, "_PLACES", 10)
-
+def test_incomplete_requests_have_a_budget() -> None:
     async def work(requests: Requests) -> None:
         holding = [Caller(b"x" * 25, ends=False) for _ in range(3)]
         held = [asyncio.create_task(whole(requests, caller, A, parts=True)) for caller in holding]
@@ -218,4 +202,4 @@ def test_incomplete_requests_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> N
             caller.send(grpc.aio.EOF)  # type: ignore[attr-defined]
         assert await asyncio.gather(*held) == [b"x" * 25] * 3
 
-    run(work)
+    run(work, replace(SHORT, places=10, pending_bytes=100))
