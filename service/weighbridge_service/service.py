@@ -130,7 +130,7 @@ class Weighbridge:
         # what moves weights waits for the store as long as it takes, in threads of its own; control calls do not
         hasty = self._store.with_time_limit(config.store_patience)
         self._guarded = GuardedStore(hasty, config.store_patience)
-        self.catalog = Catalog(self._store, grace, self._guarded)
+        self.catalog = Catalog(self._store, grace, self._guarded, kept_models=config.kept_models)
         self.key = ticket_key(self.catalog.store)
         asks_clients = config.tls is not None and config.tls.client_ca is not None
         self.access = access = Access(config.policy, self.key, certificates=asks_clients)
@@ -141,6 +141,8 @@ class Weighbridge:
             self.catalog.snapshots,
             news,
             lambda name, number: approved_since(heads.last_read(name), number),
+            kept_images=config.kept_images,
+            kept_pushes=config.kept_pushes,
         )
         self._links = links = Links(home, _proofs(config.tls, access))
         self.directory = Directory(self._store, home, lambda other: links.exchange(other, ()))

@@ -69,9 +69,8 @@ _LATELY = 16
 """Versions that are looked at to say why there is none."""
 _MOST_ALIKE = 1000
 """Models that are looked at for the one that was meant by a name that none has."""
-_KEPT_MODELS = 128
 _KEPT_MODEL_BYTES = 1 << 30
-"""Models that a process remembers, and what they may take together; those that it receives versions of are remembered in any case."""
+"""What models may take together that a process remembers; those that it receives versions of are remembered in any case."""
 
 
 class Catalog:
@@ -81,6 +80,7 @@ class Catalog:
         store: where they lie.
         grace: how long what was taken out of history can still be read.
         guarded: the same store, for heads and configs: somebody waits for these, and it does not wait for long; None for ``store``.
+        kept_models: models that are remembered.
 
     Attributes:
         store: for what is large.
@@ -92,9 +92,15 @@ class Catalog:
     """
 
     def __init__(
-        self, store: ObjectStore, grace: Grace = DEFAULT_GRACE, guarded: ObjectStore | None = None
+        self,
+        store: ObjectStore,
+        grace: Grace = DEFAULT_GRACE,
+        guarded: ObjectStore | None = None,
+        *,
+        kept_models: int = 128,
     ) -> None:
         self.store = store
+        self._kept_models = kept_models
         self._guarded = guarded or store
         self.heads = HeadStore(self._guarded)
         self.readers = StoreReaders(store, grace)
@@ -269,7 +275,7 @@ class Catalog:
         self._models.move_to_end(model.name)
         count, nbytes = len(self._models), sum(each.nbytes for each in self._models.values())
         for name in list(self._models)[:-1]:
-            if count <= _KEPT_MODELS and nbytes <= _KEPT_MODEL_BYTES:
+            if count <= self._kept_models and nbytes <= _KEPT_MODEL_BYTES:
                 break
             if not self.snapshots.any_unfinished(name):
                 count, nbytes = count - 1, nbytes - self._models.pop(name).nbytes

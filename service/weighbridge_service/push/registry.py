@@ -28,11 +28,6 @@ log = logging.getLogger(__name__)
 
 _KEPT_ENDED = 100
 """Ended versions of each model that are remembered, so that whoever pushed them learns what became of them."""
-_KEPT_ENDED_IN_ALL = 1000
-"""The same of all models together."""
-_KEPT_IMAGES = 64
-"""Images of durable versions that are kept so that they can be read in memory. Each takes whole pages, two descriptors and a mapping,
-and with it stays the session."""
 
 Push: TypeAlias = PushSession | EndedPush
 
@@ -44,6 +39,8 @@ class Registry:
         snapshots: are told what becomes of them.
         news: is set when other replicas are to be told of one.
         approved_since: the reasons for which a version in history that was held is held no more, as its head says that was read last.
+        kept_images: images of durable versions that are kept.
+        kept_pushes: ended pushes of all models together that are remembered.
     """
 
     def __init__(
@@ -51,8 +48,13 @@ class Registry:
         snapshots: Snapshots,
         news: threading.Event,
         approved_since: Callable[[ModelName, int], tuple[str, ...]],
+        *,
+        kept_images: int,
+        kept_pushes: int,
     ) -> None:
         self._snapshots = snapshots
+        self._kept_images = kept_images
+        self._kept_pushes = kept_pushes
         self._news = news
         self._approved_since = approved_since
         self._lock = threading.Lock()
@@ -193,14 +195,14 @@ class Registry:
             self._end(session)
         with self._lock:
             self._taken = [session for session in self._taken if not _is_over(session)]
-            too_many = len(self._ended_in_order) - _KEPT_ENDED_IN_ALL
+            too_many = len(self._ended_in_order) - self._kept_pushes
             oldest = list(self._ended_in_order)[:too_many] if too_many > 0 else []
             forgotten = self._forget_ended(oldest)
         for name, number in forgotten:
             self._snapshots.forget(name, number)
         # those that are held first: of the others each is its model's live version
         idle = sorted(filter(_is_idle, sessions), key=lambda each: (not _is_held(each), each.image_used_at))
-        for session in idle[:-_KEPT_IMAGES]:
+        for session in idle[: -self._kept_images]:
             session.post(on.Idle())
 
     def _end(self, session: PushSession) -> None:

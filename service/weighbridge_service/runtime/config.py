@@ -59,6 +59,10 @@ class ServiceConfig:
         insecure: whether to answer without TLS at addresses that other machines reach.
         most_streams: most pushes, pulls and restores over gRPC at one time, each of which takes a thread; what replicas read from each other
             may be as many again.
+        kept_models: models that the process remembers; of others the store is asked. Those that it receives versions of come on top.
+        kept_images: images of durable versions that are kept so that they can be read in memory. Each takes whole pages, two descriptors and
+            a mapping, and with it stays the push's session.
+        kept_pushes: ended pushes of all models together that are remembered, so that whoever pushed learns what became of them.
     """
 
     store: Path | str
@@ -89,6 +93,9 @@ class ServiceConfig:
     tls: TlsFiles | None = None
     insecure: bool = False
     most_streams: int = 1024
+    kept_models: int = 128
+    kept_images: int = 64
+    kept_pushes: int = 1000
 
     @property
     def grace(self) -> Grace:

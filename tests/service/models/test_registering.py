@@ -32,7 +32,6 @@ from weighbridge import EngineClient, TrainerClient
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import TensorSpec
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
-from weighbridge_service.catalog import catalog as catalog_module
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.models.bridges import bridge_for
 from weighbridge_service.models.model_tensors import ModelTensors
@@ -315,16 +314,15 @@ def remembered(running: RunningService) -> list[str]:
 
 
 def test_idle_models_are_forgotten_and_load_again_when_they_are_asked_for(
-    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: TinyModel
 ) -> None:
     names = [f"acme/model-{number}" for number in range(4)]
     with running_service(tmp_path / "store") as running, TrainerClient(running.address) as trainer:
         for name in names:
             trainer.register_files(name, source.files)
             trainer.push_folder(name, source.folder).wait()
-    monkeypatch.setattr(catalog_module, "_KEPT_MODELS", 2)
     with (
-        running_service(tmp_path / "store") as running,
+        running_service(tmp_path / "store", kept_models=2) as running,
         TrainerClient(running.address) as trainer,
         EngineClient(running.address) as engine,
     ):
@@ -343,13 +341,10 @@ def test_idle_models_are_forgotten_and_load_again_when_they_are_asked_for(
         assert_equal(engine, names[1], 2, source.arrays)
 
 
-def test_a_model_with_a_version_under_way_is_never_forgotten(
-    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(catalog_module, "_KEPT_MODELS", 2)
+def test_a_model_with_a_version_under_way_is_never_forgotten(tmp_path: Path, source: TinyModel) -> None:
     layout = whole_layout(source.arrays)
     with (
-        running_service(tmp_path / "store") as running,
+        running_service(tmp_path / "store", kept_models=2) as running,
         TrainerClient(running.address) as trainer,
         EngineClient(running.address) as engine,
         RawClient(running.address) as raw,
@@ -371,11 +366,13 @@ def test_a_model_with_a_version_under_way_is_never_forgotten(
 
 
 def test_models_come_and_go_while_versions_of_all_of_them_are_pushed(
-    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: TinyModel
 ) -> None:
-    monkeypatch.setattr(catalog_module, "_KEPT_MODELS", 1)
     names = [f"acme/model-{number}" for number in range(6)]
-    with running_service(tmp_path / "store") as running, EngineClient(running.address) as engine:
+    with (
+        running_service(tmp_path / "store", kept_models=1) as running,
+        EngineClient(running.address) as engine,
+    ):
 
         def push(name: str) -> list[int]:
             with RawClient(running.address) as raw, TrainerClient(running.address) as trainer:

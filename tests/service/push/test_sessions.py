@@ -22,11 +22,10 @@ from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
 from weighbridge.errors import Unavailable, VersionFailed, WeighbridgeError
 from weighbridge.v1 import resources_pb2
-from weighbridge_service.catalog import catalog
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.plan.push_plan import PreparedPush
-from weighbridge_service.push import effect_pools, effect_runner, opener, registry
+from weighbridge_service.push import effect_pools, effect_runner, opener
 from weighbridge_service.push.effect_pools import DaemonPool, EffectPools
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.handover import HandedVersion
@@ -57,8 +56,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @pytest.fixture
-def running(tmp_path: Path, tiny: TinyModel) -> Iterator[RunningService]:
-    with running_service(tmp_path / "store") as service:
+def running(tmp_path: Path, tiny: TinyModel, request: pytest.FixtureRequest) -> Iterator[RunningService]:
+    """A service with a model; with the settings that a test names by `with_settings`."""
+    with running_service(tmp_path / "store", **getattr(request, "param", {})) as service:
         with TrainerClient(service.address) as trainer:
             trainer.register_model(MODEL, tiny.folder)
         yield service
@@ -68,6 +68,10 @@ def running(tmp_path: Path, tiny: TinyModel) -> Iterator[RunningService]:
 def client(running: RunningService) -> Iterator[RawClient]:
     with RawClient(running.address) as client:
         yield client
+
+
+def with_settings(**settings: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("running", [settings], indirect=True, ids=[""])
 
 
 def finished(running: RunningService) -> None:
@@ -97,10 +101,8 @@ def test_versions_that_were_published_leave_no_digests_in_memory(
     assert entries_after(4) <= first < before + 2 * len(tiny.arrays)
 
 
-def test_ended_versions_are_remembered_up_to_a_number(
-    running: RunningService, client: RawClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "_KEPT_ENDED_IN_ALL", 3)
+@with_settings(kept_pushes=3)
+def test_ended_versions_are_remembered_up_to_a_number(running: RunningService, client: RawClient) -> None:
     for step in range(8):
         number = client.open(MODEL, step=step)
         running.service.intake.abort_version(MODEL, number, "no", 10.0).result()
@@ -121,11 +123,10 @@ def push_to(running: RunningService, client: RawClient, tiny: TinyModel, names: 
             finished(running)
 
 
+@with_settings(kept_images=3, kept_models=2)
 def test_many_models_with_a_durable_version_each_hold_no_more_than_a_few(
-    running: RunningService, client: RawClient, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+    running: RunningService, client: RawClient, tiny: TinyModel
 ) -> None:
-    monkeypatch.setattr(registry, "_KEPT_IMAGES", 3)
-    monkeypatch.setattr(catalog, "_KEPT_MODELS", 2)
     names = [f"acme/m{i}" for i in range(12)]
     kinds = (PushSession, ImageWriter, Image, Region, RegisteredModel, PreparedPush)
     before = live_objects(*kinds)
@@ -144,14 +145,14 @@ def test_many_models_with_a_durable_version_each_hold_no_more_than_a_few(
         assert engine.version(names[0], "latest").number == 2
 
 
+@with_settings(kept_images=3)
 def test_the_images_that_were_read_last_are_kept(
-    running: RunningService, client: RawClient, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+    running: RunningService, client: RawClient, tiny: TinyModel
 ) -> None:
     def in_memory() -> list[str]:
         known = running.service.catalog.snapshots.get
         return [name for name in names if (v := known(ModelName.parse(name), 1)) is not None and v.image]
 
-    monkeypatch.setattr(registry, "_KEPT_IMAGES", 3)
     names = [f"acme/m{i}" for i in range(6)]
     push_to(running, client, tiny, names[:3])
     assert in_memory() == names[:3]
