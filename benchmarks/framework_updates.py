@@ -27,7 +27,8 @@ def measure(folder: Path, gigabytes: float, lane: str, rounds: int) -> dict[str,
     if not hf.exists():
         write_version(hf, gigabytes, 1)
     nbytes = (hf / "model.safetensors").stat().st_size
-    with processes.service(folder / lane, nbytes) as service, verl_job(folder) as job:
+    budget = ("--memory-budget", str(3 * nbytes))
+    with processes.service(folder / lane, nbytes, *budget) as service, verl_job(folder) as job:
         said = {"server": service.grpc, "model": MODEL, "hf_dir": str(hf), "lane": lane}
         job.ask("start", folder=str(hf), said=said, actors=ACTORS, rollouts=0, bucket_mb=256)
         job.begin("seconds", rounds=rounds + 1)

@@ -112,12 +112,16 @@ class Actor(TrainingWorkerTest):
                 engine.finalize()
                 torch.distributed.barrier()
                 found["adapter"].append(time.monotonic() - started)
+                engine.pushed.wait()  # until it is in the store, and disturbs nobody
+                torch.distributed.barrier()
                 started = time.monotonic()
-                trainer.push_gathered(
+                pushed = trainer.push_gathered(
                     engine._source.model, held, step=step, rank=rank, world_size=ranks
-                ).wait(VersionState.READY)
+                )
+                pushed.wait(VersionState.READY)
                 torch.distributed.barrier()
                 found["plain"].append(time.monotonic() - started)
+                pushed.wait()
         return found
 
 
