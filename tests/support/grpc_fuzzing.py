@@ -96,87 +96,20 @@ class FuzzedCall:
     cancelled_after: float | None
 
 
-class Calls:
-    """A seeded source of calls.
+class Messages:
+    """A source of encoded messages: valid ones, with values that no client should send, damaged, nested too deep, and no messages at all.
 
     Args:
-        seed: the same seed gives the same calls.
-        examples: valid requests, by the full name of their type.
-        ticket: for streams of weights.
+        choose: source of chance.
+        examples: valid messages, by the full name of their type.
     """
 
-    def __init__(self, seed: int, examples: Mapping[str, Sequence[Message]], ticket: str) -> None:
-        self._random = random.Random(seed)
+    def __init__(self, choose: random.Random, examples: Mapping[str, Sequence[Message]]) -> None:
+        self._random = choose
         self._examples = examples
-        self._ticket = ticket
-        self._methods = [method for service in SERVICES for method in service.methods]
 
-    def __iter__(self) -> Iterator[FuzzedCall]:
-        while True:
-            yield self._call()
-
-    def _call(self) -> FuzzedCall:
-        choose = self._random
-        method = choose.choice(self._methods)
-        weights = choose.random() < (0.5 if method.name in _STREAMS_OF_WEIGHTS else 0.03)
-        half_closed = choose.random() < 0.95
-        waits = method.name in _WAITING or not half_closed
-        seconds = choose.choice((0.001, 0.02, 0.05, 0.2) if waits else (0.001, 0.2, 20.0, 20.0, 20.0, 20.0))
-        path = f"/{method.containing_service.full_name}/{method.name}"
-        if choose.random() < 0.01:
-            path = choose.choice(
-                ("/", "//", "/x", path + "x", path + "/", "/weighbridge.v1.None/Pull", "/é/é")
-            )
-        return FuzzedCall(
-            method=path,
-            messages=tuple(self._messages(method)),
-            metadata=tuple(self._metadata(weights)),
-            seconds=seconds,
-            weights=weights,
-            half_closed=half_closed,
-            most_responses=choose.choice((0, 1, 2)) if choose.random() < 0.1 else None,
-            cancelled_after=choose.random() * 0.02 if choose.random() < 0.1 else None,
-        )
-
-    def _metadata(self, weights: bool) -> Iterator[tuple[str, str | bytes]]:
-        choose = self._random
-        key = bulk_entry.TICKET
-        if weights and choose.random() < 0.85:
-            yield key, self._ticket
-        elif choose.random() < 0.1:
-            yield (
-                key,
-                choose.choice(
-                    ("", "x", "=", "A" * 5000, self._ticket[:-1], self._ticket[::-1], "A" * 400 + "=")
-                ),
-            )
-        if choose.random() < 0.05:
-            yield choose.choice(
-                ((key + "-bin", choose.randbytes(40)), ("x-bin", b""), ("user-agent", "x"), ("x", "v" * 7000),
-                 ("x", "v" * 20_000), ("traceparent", "00-" + "f" * 90), ("grpc-encoding-x", "gzip"), (key, "twice"))
-            )  # fmt: skip
-
-    def _messages(self, method: MethodDescriptor) -> Iterator[bytes]:
-        choose = self._random
-        kind = choose.random()
-        if kind < 0.03:
-            return
-        first = self._encoded(method.input_type)
-        if kind < 0.25:  # in parts that are cut anywhere
-            cuts = sorted(choose.randrange(len(first) + 1) for _ in range(choose.randrange(1, 5)))
-            for start, end in zip([0, *cuts], [*cuts, len(first)], strict=True):
-                yield first[start:end]
-        elif kind < 0.35:  # in parts that are cut between fields
-            with suppress(Exception):  # what is no message has no fields
-                yield from request_parts.encoded_parts(
-                    GetMessageClass(method.input_type).FromString(first), choose.randrange(16, 400)
-                )
-        else:
-            yield first
-            for _ in range(choose.choice((0, 0, 0, 0, 1, 2, 30))):
-                yield self._encoded(method.input_type)
-
-    def _encoded(self, kind: Descriptor) -> bytes:
+    def encoded(self, kind: Descriptor) -> bytes:
+        """A message of this type, or what is none."""
         choose = self._random
         way = choose.random()
         if way < 0.07:
@@ -190,11 +123,11 @@ class Calls:
             message = GetMessageClass(kind)()
             message.CopyFrom(choose.choice(examples))
             for _ in range(choose.choice((0, 0, 1, 1, 2, 5))):
-                self._change(message)
+                self.change(message)
         else:
             message = self._random_message(kind, 0)
         raw = message.SerializeToString()
-        return self._damaged(raw) if choose.random() < 0.25 else raw
+        return self.damaged(raw) if choose.random() < 0.25 else raw
 
     def _nested(self, kind: Descriptor) -> bytes:
         """Fields within fields, as deep as nobody needs; or groups that are never closed."""
@@ -206,7 +139,8 @@ class Calls:
             raw = write_varint(field << 3 | 2) + write_varint(len(raw)) + raw
         return raw
 
-    def _damaged(self, raw: bytes) -> bytes:
+    def damaged(self, raw: bytes) -> bytes:
+        """An encoded message with other bytes."""
         choose = self._random
         data = bytearray(raw)
         for _ in range(choose.choice((1, 1, 2, 10))):
@@ -233,7 +167,7 @@ class Calls:
                 self._set(message, each, depth)
         return message
 
-    def _change(self, message: Message, depth: int = 0) -> None:
+    def change(self, message: Message, depth: int = 0) -> None:
         """Give one field, somewhere in a message, another value."""
         fields = message.DESCRIPTOR.fields
         if not fields:
@@ -241,7 +175,7 @@ class Calls:
         each = self._random.choice(fields)
         inner = each.message_type is not None and not each.is_repeated and message.HasField(each.name)
         if inner and self._random.random() < 0.8:
-            self._change(getattr(message, each.name), depth + 1)
+            self.change(getattr(message, each.name), depth + 1)
         elif self._random.random() < 0.15:
             message.ClearField(each.name)
         elif (
@@ -251,7 +185,7 @@ class Calls:
             if self._random.random() < 0.3:
                 items.add().CopyFrom(self._random.choice(items))
             else:
-                self._change(self._random.choice(items), depth + 1)
+                self.change(self._random.choice(items), depth + 1)
         else:
             self._set(message, each, depth)
 
@@ -292,6 +226,87 @@ class Calls:
         if each.type == FieldDescriptor.TYPE_BYTES:
             return choose.choice(_BLOBS) if choose.random() < 0.7 else choose.randbytes(choose.randrange(300))
         return choose.choice(_TEXTS)
+
+
+class Calls:
+    """A seeded source of calls.
+
+    Args:
+        seed: the same seed gives the same calls.
+        examples: valid requests, by the full name of their type.
+        ticket: for streams of weights.
+    """
+
+    def __init__(self, seed: int, examples: Mapping[str, Sequence[Message]], ticket: str) -> None:
+        self._random = random.Random(seed)
+        self._messages = Messages(self._random, examples)
+        self._ticket = ticket
+        self._methods = [method for service in SERVICES for method in service.methods]
+
+    def __iter__(self) -> Iterator[FuzzedCall]:
+        while True:
+            yield self._call()
+
+    def _call(self) -> FuzzedCall:
+        choose = self._random
+        method = choose.choice(self._methods)
+        weights = choose.random() < (0.5 if method.name in _STREAMS_OF_WEIGHTS else 0.03)
+        half_closed = choose.random() < 0.95
+        waits = method.name in _WAITING or not half_closed
+        seconds = choose.choice((0.001, 0.02, 0.05, 0.2) if waits else (0.001, 0.2, 20.0, 20.0, 20.0, 20.0))
+        path = f"/{method.containing_service.full_name}/{method.name}"
+        if choose.random() < 0.01:
+            path = choose.choice(
+                ("/", "//", "/x", path + "x", path + "/", "/weighbridge.v1.None/Pull", "/é/é")
+            )
+        return FuzzedCall(
+            method=path,
+            messages=tuple(self._sent(method)),
+            metadata=tuple(self._metadata(weights)),
+            seconds=seconds,
+            weights=weights,
+            half_closed=half_closed,
+            most_responses=choose.choice((0, 1, 2)) if choose.random() < 0.1 else None,
+            cancelled_after=choose.random() * 0.02 if choose.random() < 0.1 else None,
+        )
+
+    def _metadata(self, weights: bool) -> Iterator[tuple[str, str | bytes]]:
+        choose = self._random
+        key = bulk_entry.TICKET
+        if weights and choose.random() < 0.85:
+            yield key, self._ticket
+        elif choose.random() < 0.1:
+            yield (
+                key,
+                choose.choice(
+                    ("", "x", "=", "A" * 5000, self._ticket[:-1], self._ticket[::-1], "A" * 400 + "=")
+                ),
+            )
+        if choose.random() < 0.05:
+            yield choose.choice(
+                ((key + "-bin", choose.randbytes(40)), ("x-bin", b""), ("user-agent", "x"), ("x", "v" * 7000),
+                 ("x", "v" * 20_000), ("traceparent", "00-" + "f" * 90), ("grpc-encoding-x", "gzip"), (key, "twice"))
+            )  # fmt: skip
+
+    def _sent(self, method: MethodDescriptor) -> Iterator[bytes]:
+        choose = self._random
+        kind = choose.random()
+        if kind < 0.03:
+            return
+        first = self._messages.encoded(method.input_type)
+        if kind < 0.25:  # in parts that are cut anywhere
+            cuts = sorted(choose.randrange(len(first) + 1) for _ in range(choose.randrange(1, 5)))
+            for start, end in zip([0, *cuts], [*cuts, len(first)], strict=True):
+                yield first[start:end]
+        elif kind < 0.35:  # in parts that are cut between fields
+            with suppress(Exception):  # what is no message has no fields
+                yield from request_parts.encoded_parts(
+                    GetMessageClass(method.input_type).FromString(first), choose.randrange(16, 400)
+                )
+        else:
+            yield first
+            for _ in range(choose.choice((0, 0, 0, 0, 1, 2, 30))):
+                yield self._messages.encoded(method.input_type)
 
 
 def _is_map(each: FieldDescriptor) -> bool:

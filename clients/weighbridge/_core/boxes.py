@@ -15,6 +15,9 @@ from typing import NamedTuple
 from weighbridge.errors import LayoutError
 
 _MOST_COMPARED = 1 << 20
+_MOST_CUTS, _FREE_CUTS = 64, 1 << 18
+"""How often each box may be sorted, on average, until all are parted: a grid of eight axes takes 36 times at the very most, and most of its boxes
+few. Beyond the first so many boxes in all."""
 
 
 class Box(NamedTuple):
@@ -106,19 +109,19 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
     few sorts. Only boxes that no such cut can part are compared with each other.
 
     Raises:
-        LayoutError: there are so many of those that it would take minutes; nothing that cuts tensors leaves such boxes.
+        LayoutError: there are so many of those, or so few boxes are parted by each cut, that it would take minutes; nothing that cuts tensors
+            leaves such boxes.
     """
     compared = 0
+    cuts = _Cuts(boxes)
     groups = [[index for index, box in enumerate(boxes) if box.volume]]
     while groups:
         group = groups.pop()
         if len(group) < 2:
             continue
-        for axis in range(len(boxes[group[0]].offset)):
-            parted = _parted(boxes, group, axis)
-            if len(parted) > 1:
-                groups += parted
-                break
+        _, parted = cuts.part(group)
+        if len(parted) > 1:
+            groups += parted
         else:
             compared += len(group) ** 2 // 2
             if compared > _MOST_COMPARED:
@@ -128,6 +131,62 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
                 if common is not None:
                     return i, j, common
     return None
+
+
+def gaps(box: Box, others: Sequence[Box]) -> Iterator[Box]:
+    """What is left of a box when others are taken away that lie in it and are disjoint: one disjoint box after the other.
+
+    Boxes are parted as by `first_overlap`, so that the first parts of what is left are found soon, however many there are.
+
+    Raises:
+        LayoutError: as `first_overlap`.
+    """
+    cuts = _Cuts(others)
+    waiting = [(box, [index for index, other in enumerate(others) if other.volume])]
+    while waiting:
+        region, group = waiting.pop()
+        axis, parted = cuts.part(group) if len(group) > 1 else (0, [group])
+        if len(parted) < 2:
+            yield from subtract(region, [others[index] for index in group])
+            continue
+        reached = region.offset[axis]
+        for part in parted:
+            start = min(others[index].offset[axis] for index in part)
+            end = max(others[index].offset[axis] + others[index].extent[axis] for index in part)
+            if start > reached:
+                yield _slab(region, axis, reached, start)
+            waiting.append((_slab(region, axis, start, end), part))
+            reached = end
+        if reached < region.offset[axis] + region.extent[axis]:
+            yield _slab(region, axis, reached, region.offset[axis] + region.extent[axis])
+
+
+def _slab(box: Box, axis: int, start: int, end: int) -> Box:
+    """The part of a box from one plane across an axis to another."""
+    offset, extent = list(box.offset), list(box.extent)
+    offset[axis], extent[axis] = start, end - start
+    return Box(tuple(offset), tuple(extent))
+
+
+class _Cuts:
+    """Parts boxes by planes that go through none of them, as long as that gets on."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        self._left = _FREE_CUTS + _MOST_CUTS * len(boxes)
+
+    def part(self, group: Sequence[int]) -> tuple[int, list[list[int]]]:
+        """An axis, and the parts along it; one part if no plane parts the group. Raises LayoutError if all groups have taken too long."""
+        for axis in range(len(self._boxes[group[0]].offset)):
+            self._left -= len(group)
+            if self._left < 0:
+                raise LayoutError(
+                    f"{len(self._boxes)} boxes are interlocked so that a straight cut parts few of them from the others"
+                )
+            parted = _parted(self._boxes, group, axis)
+            if len(parted) > 1:
+                return axis, parted
+        return 0, [list(group)]
 
 
 def _parted(boxes: Sequence[Box], group: Sequence[int], axis: int) -> list[list[int]]:

@@ -15,6 +15,9 @@ from weighbridge.errors import DataLoss
 from weighbridge.v1 import local_lane_pb2 as pb
 
 _KEPT = 32
+_MOST_AXES = 15
+"""Of a copy of bytes, as the C extension has it; tensors have no more than eight."""
+_MOST_STRIDE = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ def placed_copies(
         sizes: bytes of each memory.
 
     Raises:
-        DataLoss: a copy goes beyond its shard or its memory, or the plan is for other shards.
+        DataLoss: a copy goes beyond its shard or its memory or is longer than its shard, or the plan is for other shards.
     """
     if len(plan.shards) != len(stream.placements):
         raise DataLoss(f"the plan has {len(plan.shards)} shards, and the stream {len(stream.placements)}")
@@ -127,7 +130,12 @@ def placed_copies(
                 place[1] + each.file_offset,
                 tuple(each.file_strides),
             )
-            if copy.stream_end > placement.nbytes or copy.file_end > sizes[copy.file]:
+            strides = (*copy.stream_strides, *copy.file_strides)
+            apart = copy.extent[-1] > 1 and (copy.stream_strides[-1], copy.file_strides[-1]) != (1, 1)
+            if apart or len(copy.extent) > _MOST_AXES or max(strides) > _MOST_STRIDE:
+                raise DataLoss(f"the plan for {placement.shard.tensor} is malformed")
+            # with strides of 0, a copy that stays within its bounds could go on for ever
+            if max(copy.nbytes, copy.stream_end) > placement.nbytes or copy.file_end > sizes[copy.file]:
                 raise DataLoss(f"the plan for {placement.shard.tensor} goes beyond its memory")
             of_shard.append(copy)
         copies.append(ShardCopies(of_shard))

@@ -21,6 +21,8 @@ Buffer = bytes | memoryview
 _DATA_FIELD = 3
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _DATA_TAG = bytes([_DATA_FIELD << 3 | _LENGTH])
+_MOST_FIELDS = 64
+"""Fields of a message: those of the contract are four, and later releases may add some. Each takes a microsecond to find."""
 
 
 M = TypeVar("M", bound=Message)
@@ -47,16 +49,18 @@ def encode(message: Message, data: Buffer) -> bytes:
 def decoder(kind: type[M]) -> Callable[[bytes], Carried[M]]:
     """A deserialiser for messages of this type whose field 3 is ``bytes data``.
 
-    It raises DecodeError, as protobuf does, on what is no such message.
+    It raises DecodeError, as protobuf does, on what is no such message, and on one of more fields than any has.
     """
 
     def decode(raw: bytes) -> Carried[M]:
         view = memoryview(raw)
         rest: list[memoryview] = []
         data = view[:0]
-        position = kept = 0
+        position = kept = fields = 0
         while position < len(raw):
-            start = position
+            start, fields = position, fields + 1
+            if fields > _MOST_FIELDS:
+                raise DecodeError(f"more than {_MOST_FIELDS} fields")
             tag, position = read_varint(raw, position)
             wire_type = tag & 7
             if wire_type == _VARINT:

@@ -35,7 +35,7 @@ def encoded_parts(request: Message, most: int = PART_BYTES) -> tuple[bytes, ...]
         most: bytes of a part.
 
     Raises:
-        InvalidArgument: it is longer than a request may be, or has a field that cannot be cut.
+        InvalidArgument: it is longer than a request may be, or has a field that cannot be cut, or that is not known.
     """
     raw = request.SerializeToString()
     if len(raw) > MAX_REQUEST_BYTES:
@@ -79,7 +79,11 @@ def _cut(raw: memoryview, kind: Any, most: int) -> Iterator[bytes | memoryview]:
             yield raw[begin:start]
         begin = start
         if position - start > most:
-            field = kind.fields_by_number[tag >> 3]
+            field = kind.fields_by_number.get(tag >> 3)
+            if field is None:
+                raise InvalidArgument(
+                    f"a {kind.name} has {position - content} bytes in a field that is not known here, which cannot be sent in parts"
+                )
             for part in _cut_field(raw[content:position], field, most):
                 yield write_varint(tag) + write_varint(len(part)) + part
             begin = position

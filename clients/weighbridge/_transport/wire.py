@@ -17,7 +17,7 @@ from weighbridge._core.resources import Gate, Model, Protection, RefRequest, Ret
 from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
 from weighbridge._core.striping import MOST_CALLS, WHOLE, Striping
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
 from weighbridge.v1 import checkpoint_service_pb2, resources_pb2, weight_service_pb2
 
 R = TypeVar("R")
@@ -216,6 +216,16 @@ def state_from_proto(number: int) -> VersionState | None:
     return _STATES_BACK.get(number)  # type: ignore[call-overload, no-any-return]
 
 
+def _known_state(number: int) -> VersionState:
+    state = state_from_proto(number)
+    if state is None:
+        raise FailedPrecondition(
+            f"the service says that a version is in state {number}, which is not known here",
+            fix="use the client of the service's release",
+        )
+    return state
+
+
 def version_to_proto(version: Version) -> resources_pb2.Version:
     """A version as a message."""
     metadata = metadata_to_proto(version.metadata)
@@ -225,7 +235,12 @@ def version_to_proto(version: Version) -> resources_pb2.Version:
 
 
 def version_from_proto(message: resources_pb2.Version) -> Version:
-    """A message as a version."""
+    """A message as a version.
+
+    Raises:
+        FailedPrecondition: it is in a state that this release does not know.
+        InvalidArgument: its metadata is none that is kept.
+    """
     return read(Version, message)
 
 
@@ -312,7 +327,7 @@ def _readers(kind: Any) -> list[tuple[str, Callable[[Any], Any] | None]]:
     for name, hint in typing.get_type_hints(kind).items():
         inner = next(iter(typing.get_args(hint)), None)
         if hint is VersionState:
-            found.append((name, _STATES_BACK.__getitem__))
+            found.append((name, _known_state))
         elif hint == Metadata:
             found.append((name, metadata_from_proto))
         elif inner is not None and dataclasses.is_dataclass(inner):

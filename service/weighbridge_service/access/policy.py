@@ -95,7 +95,7 @@ class Policy:
         """A policy from its file's text. Raises InvalidArgument: says in which entry what is wrong."""
         try:
             found = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
             raise InvalidArgument(f"the policy is no TOML: {error}", fix="see docs/access.md") from error
         _check_keys(found, {"identity", "issuer", "namespace"}, "the policy")
         trusted = {each.issuer: each for each in map(_issuer, _tables(found, "issuer"))}

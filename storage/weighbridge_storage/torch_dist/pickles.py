@@ -23,6 +23,9 @@ _CONTAINERS = {
 }
 _MOST_MARKS = 1000
 """Containers within each other: Python's own pickler gives up before that."""
+_LEAST_BYTES, _FREE = 6, 1000
+"""Bytes of a pickle for each container or instance that it makes, but for the first: one byte could make a set, which takes two hundred. What
+torch writes has ten."""
 SIZE = "torch.Size"
 OTHER_DTYPES = (
     *("complex32", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"),
@@ -106,6 +109,10 @@ def read_pickle(data: bytes, allowed: Mapping[str, Named], what: str) -> Any:
     """
     try:
         return _Machine(data, allowed, what).run()
+    except StopIteration:
+        raise DataLoss(
+            f"{what} makes more containers than a pickle of {len(data)} bytes has a use for"
+        ) from None
     except (IndexError, KeyError, TypeError, ValueError, struct.error, OverflowError) as error:
         raise DataLoss(f"{what} is not a pickle that can be read: {error!r}"[:300]) from error
 
@@ -124,6 +131,7 @@ class _Machine:
         memo: list[Any] = []
         stack: list[Any] = []
         marks: list[list[Any]] = []
+        room = iter(range(_FREE + len(data) // _LEAST_BYTES))
         position = 0
         while True:
             op = data[position]
@@ -148,10 +156,12 @@ class _Machine:
                 marks.append(stack)
                 stack = []
             elif op == 0x7D:  # EMPTY_DICT
+                next(room)
                 stack.append({})
             elif op == 0x29:  # EMPTY_TUPLE
                 stack.append(())
             elif op == 0x81:  # NEWOBJ
+                next(room)
                 args = stack.pop()
                 stack[-1] = Instance(_name(stack[-1]), args)
             elif op == 0x75:  # SETITEMS
@@ -163,6 +173,7 @@ class _Machine:
                 if type(stack[-1]) is not dict:
                     _instance(stack[-1]).state = state
             elif op == 0x85:  # TUPLE1
+                next(room)
                 stack[-1] = (stack[-1],)
             elif op == 0x52:  # REDUCE
                 args = stack.pop()
@@ -197,6 +208,7 @@ class _Machine:
                 stack.append(from_bytes(data[position + 1 : end], "little", signed=True))
                 position = end
             elif op == 0x5D:  # EMPTY_LIST
+                next(room)
                 stack.append([])
             elif op == 0x61:  # APPEND
                 last = stack.pop()
@@ -230,6 +242,7 @@ class _Machine:
                     raise ValueError(f"protocol {data[position]}")
                 position += 1
             elif op == 0x51:  # BINPERSID
+                next(room)
                 stack[-1] = Persistent(stack[-1])
             elif op == 0x47:  # BINFLOAT
                 stack.append(struct.unpack_from(">d", data, position)[0])
@@ -243,6 +256,7 @@ class _Machine:
                 stack.append(data[position + 4 : end])
                 position = end
             elif op == 0x8F:  # EMPTY_SET
+                next(room)
                 stack.append(set())
             elif op == 0x90:  # ADDITEMS
                 items, stack = stack, marks.pop()

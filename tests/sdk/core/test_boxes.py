@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.waiting import is_done_within
-from weighbridge._core.boxes import Box, first_overlap, row_major_boxes, subtract
+from weighbridge._core.boxes import Box, first_overlap, gaps, row_major_boxes, subtract
 from weighbridge.errors import LayoutError
 
 SHAPE = (4, 3, 5)
@@ -94,6 +96,61 @@ def test_more_of_these_than_can_be_compared_are_refused_at_once(planted: bool) -
             first_overlap(boxes)
 
     assert is_done_within(5.0, refuse)
+
+
+def spiral(count: int, side: int = 1 << 20) -> list[Box]:
+    """Boxes of which each takes a row or a column of what those before have left: every cut parts one from all others."""
+    made = []
+    x = y = 0
+    for number in range(count):
+        if number % 2:
+            made.append(Box((x, y), (1, side - y)))
+            x += 1
+        else:
+            made.append(Box((x, y), (side - x, 1)))
+            y += 1
+    return made
+
+
+def test_boxes_of_which_each_cut_parts_but_one_are_refused_at_once() -> None:
+    """As a spiral of 20,000, which took minutes."""
+    assert first_overlap(spiral(500)) is None
+
+    def refuse() -> None:
+        with pytest.raises(LayoutError, match="20000 boxes are interlocked"):
+            first_overlap(spiral(20_000))
+
+    assert is_done_within(20.0, refuse)
+
+
+@given(boxes(), st.lists(boxes(), max_size=6))
+def test_gaps_are_what_subtraction_leaves(box: Box, others: list[Box]) -> None:
+    inside = [common for other in others if (common := box.intersect(other)) is not None and common.volume]
+    disjoint: list[Box] = []
+    for other in inside:
+        disjoint += subtract(other, disjoint)
+    found = list(gaps(box, disjoint)) if box.volume else []
+    expected = mask(box)
+    for other in disjoint:
+        expected &= ~mask(other)
+    assert np.array_equal(
+        sum((mask(b).astype(int) for b in found), np.zeros(SHAPE, int)), expected.astype(int)
+    )
+
+
+@pytest.mark.parametrize("several", [windmill(30), [*spiral(60, 100)]], ids=["windmill", "spiral"])
+def test_gaps_between_interlocked_boxes_are_found(several: list[Box]) -> None:
+    whole = Box((0, 0), (100, 100))
+    found = list(gaps(whole, several))
+    assert sum(box.volume for box in (*found, *several)) == whole.volume
+    assert first_overlap([*found, *several]) is None
+
+
+def test_the_first_of_a_million_gaps_are_found_at_once() -> None:
+    """Among 50,000 boxes on a diagonal; all of them were made first, each compared with all others, which took an hour."""
+    diagonal = [Box((n, n), (1, 1)) for n in range(50_000)]
+    whole = Box((0, 0), (1 << 20, 1 << 20))
+    assert is_done_within(20.0, lambda: len(list(itertools.islice(gaps(whole, diagonal), 1000))) == 1000)
 
 
 @given(st.integers(0, 60), st.integers(0, 60))

@@ -705,6 +705,13 @@ def test_a_plan_that_leads_beyond_the_memory_is_refused() -> None:
         copy(file_offset=101),
         copy(file_strides=[33, 1]),
         copy(file_strides=[1 << 63, 1]),
+        copy(extent=[1, 16], shard_strides=[1 << 63, 1]),
+        copy(shard_strides=[16, 0]),
+        copy(file_strides=[32, 2], extent=[2, 16]),
+        copy(
+            extent=[1 << 40, 16], shard_strides=[0, 1], file_strides=[0, 1]
+        ),  # within its bounds, and without end
+        copy(extent=[1] * 15 + [16], shard_strides=[1] * 16, file_strides=[1] * 16),
     ):
         with pytest.raises(DataLoss):
             place([wrong])

@@ -50,6 +50,8 @@ def test_an_identity_is_found_by_each_of_its_proofs() -> None:
     ("text", "said"),
     [
         ("[[identity", "TOML"),
+        ("x = " + "[" * 100_000, "TOML"),
+        ("x = " + "9" * 5000, "TOML"),
         ("[[identities]]\nname = 'a'", "identities"),
         (identity("a", ["pull"], tokens=["plain text"]), "digest"),
         (identity("a", ["pull"], token_s=["x"]), "token_s"),

@@ -195,6 +195,17 @@ def test_a_policy_that_is_read_again_waits_for_no_server_of_keys(
     go_on.set()
 
 
+@pytest.mark.parametrize(
+    "raw", [b"[" * 100_000, b'{"keys": ' + b"[" * 100_000, b'{"keys": 1}', b"\xff", b'{"keys": []}']
+)
+def test_what_is_no_set_of_keys_is_refused(raw: bytes, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_bytes(raw)
+    ring = KeyRing(Issuer("cluster", ISSUER, AUDIENCE, ("RS256",), str(keys)))
+    with pytest.raises(InvalidArgument, match="the keys of cluster"):
+        ring.start()
+
+
 def test_a_web_token_that_was_believed_is_not_after_its_end(access: Access, issuer: TokenIssuer) -> None:
     evidence = shown(issuer.token("engines:one", seconds=-29.0))  # clocks may differ by 30 s
     assert access.identify(evidence).name == "engine"

@@ -591,6 +591,28 @@ def test_containers_opened_within_each_other_for_ever_are_refused_before_memory_
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    "made",
+    [b"\x8f", b"}", b"]", b")\x85", b"NQ", b"(}"],
+    ids=["sets", "dicts", "lists", "tuples", "references", "in marks"],
+)
+def test_a_pickle_takes_no_more_memory_than_its_length_allows(made: bytes) -> None:
+    """A set takes two hundred bytes for the one that makes it: 4 MB had taken 900."""
+    data = b"\x80\x04" + made * 500_000 + b"."
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataLoss):
+            read_pickle(data, allow(), "x")
+        assert tracemalloc.get_traced_memory()[1] < 64 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_pickle_of_many_small_containers_is_read() -> None:
+    value = [{"a": (n,), "b": [n, (n, n)]} for n in range(300_000)]
+    assert read_pickle(pickle.dumps(value, protocol=4), allow(), "x") == value
+
+
 def test_shards_that_make_no_checkpoint_are_refused() -> None:
     spec = TensorSpec("w", dtypes.parse("f32"), (4,))
     half = Shard("w", Box((0,), (2,)))

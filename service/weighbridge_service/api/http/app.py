@@ -17,6 +17,7 @@ from fastapi_offline import FastAPIOffline
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from weighbridge._core.metadata import conditions
 from weighbridge._core.resources import Gate, Retention
@@ -395,6 +396,7 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
             WeighbridgeError: on_error,
             RequestValidationError: on_error,
             HTTPException: on_error,
+            ClientDisconnect: on_error,
             Exception: on_error,
         },
     )

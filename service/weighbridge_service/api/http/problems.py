@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,6 +22,7 @@ from weighbridge.errors import (
     NotFound,
     ResourceExhausted,
     Unauthenticated,
+    Unavailable,
     WeighbridgeError,
 )
 from weighbridge_service.admission.quotas import HostQuota
@@ -97,6 +99,8 @@ def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Route]:
 
 async def on_error(request: Request, error: Exception) -> Response:
     """What is raised on purpose says what is wrong; anything else says nothing of the service's inside."""
+    if isinstance(error, ClientDisconnect):
+        error = Unavailable("the caller has gone")
     if isinstance(error, WeighbridgeError):
         headers: Mapping[str, str] | None = None
         status = error.http_status

@@ -1,0 +1,222 @@
+"""Campaign: a run over many targets: shares inputs out, starts a worker for each, and tells what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from tests.fuzz.worker import CURRENT, Tally, read_current
+
+ROOT = Path(__file__).parents[2]
+SILENT_SECONDS = 300.0
+"""How long a worker may say nothing: it runs one input, or its target begins or ends."""
+_MOST_ENDS = 5
+"""Workers of one target that may end without a word."""
+_COVERAGE = re.compile(r"#\d+\s+(INITED|NEW|REDUCE|pulse|RELOAD|DONE)\s+cov: (\d+) ft: (\d+)")
+_KEPT_LINES = 40
+
+
+@dataclass
+class Result:
+    """What came of one target.
+
+    Attributes:
+        tally: of all its workers together.
+        coverage: edges that were reached by the samples, and in the end; 0 without coverage guidance.
+        lost: inputs that ended their worker, as files.
+    """
+
+    tally: Tally
+    coverage: tuple[int, int] = (0, 0)
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def findings(self) -> int:
+        """How many faults were found."""
+        return len(self.tally.findings) + len(self.lost)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**dataclasses.asdict(self.tally), "coverage": self.coverage, "lost": self.lost}
+
+
+def shares(weights: Mapping[str, float], inputs: int) -> dict[str, int]:
+    """How many inputs each target gets, by its weight: at least one, and all together no fewer than asked for."""
+    total = sum(weights.values())
+    return {name: max(-int(-inputs * weight // total), 1) for name, weight in weights.items()}
+
+
+class Campaign:
+    """A run over targets.
+
+    Args:
+        folder: where findings go, and what workers need.
+        seed: chooses other inputs.
+        plain: without coverage guidance.
+        say: is told how it goes.
+    """
+
+    def __init__(self, folder: Path, seed: int, *, plain: bool, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._seed = seed
+        self._plain = plain
+        self._say = say
+
+    def run(self, target: str, inputs: int) -> Result:
+        """Run so many inputs of a target; after one that ends its worker, another goes on with other ones."""
+        result = Result(Tally(target))
+        ends = 0
+        while result.tally.inputs < inputs and ends < _MOST_ENDS:
+            left = inputs - result.tally.inputs
+            before = result.tally.inputs
+            if not self._worked(target, left, self._seed + ends, result):
+                ends += 1
+                result.tally.inputs = max(result.tally.inputs, before + 1)
+        return result
+
+    def _worked(self, target: str, inputs: int, seed: int, result: Result) -> bool:
+        """Let a worker run; whether it came to its end."""
+        folder = self._folder / f"worker-{target}-{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        line = [
+            *(
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "tests.fuzz.worker",
+                target,
+                "--inputs",
+                str(inputs),
+                "--seed",
+                str(seed),
+            ),
+            *("--folder", str(folder)),
+            *(["--plain"] if self._plain else []),
+        ]
+        before = result.tally
+        process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        spoke = time.monotonic()
+        last: list[str] = []
+        coverage = threading.Thread(target=_follow, args=(process.stderr, result, last), daemon=True)
+        coverage.start()
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(5.0):
+                if time.monotonic() - spoke > SILENT_SECONDS:
+                    process.kill()
+
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
+        done = False
+        for text in process.stdout:
+            spoke = time.monotonic()
+            try:
+                said = json.loads(text)
+            except ValueError:
+                continue
+            if "target" in said:
+                result.tally = _sum(before, Tally(**said))
+                done = True
+            else:
+                done_so_far = before.inputs + said["inputs"]
+                result.tally = dataclasses.replace(
+                    before, inputs=done_so_far, seconds=before.seconds + said["seconds"]
+                )
+                self._say(
+                    f"{target}: {done_so_far:,} inputs, {said['inputs'] / max(said['seconds'], 0.01):,.0f}/s"
+                )
+        code = process.wait()
+        ended.set()
+        watching.join()
+        coverage.join(5.0)
+        if not done:
+            lost = self._folder / f"lost-{target}-{seed}"
+            lost.write_bytes(read_current(folder) if (folder / CURRENT).exists() else b"")
+            lost.with_suffix(".txt").write_text(f"exit code {code}\n" + "".join(last[-_KEPT_LINES:]), "utf-8")
+            result.lost.append(str(lost))
+        return done
+
+
+def _sum(one: Tally, other: Tally) -> Tally:
+    return Tally(
+        one.target,
+        one.inputs + other.inputs,
+        one.seconds + other.seconds,
+        max(one.slowest, tuple(other.slowest)),
+        max(one.largest, tuple(other.largest)),
+        {**one.findings, **other.findings},
+    )
+
+
+def _follow(lines: IO[str], result: Result, last: list[str]) -> None:
+    """Read what libFuzzer says of coverage."""
+    for line in lines:
+        last.append(line)
+        del last[: -2 * _KEPT_LINES]
+        found = _COVERAGE.search(line)
+        if found is not None:
+            reached = int(found[2])
+            first = reached if found[1] == "INITED" or not result.coverage[0] else result.coverage[0]
+            result.coverage = (first, max(reached, result.coverage[1]))
+
+
+def table(results: Sequence[Result]) -> str:
+    """Results as text, one line for each target and one for all."""
+    head = (
+        "target",
+        "inputs",
+        "inputs/s",
+        "edges: samples",
+        "and found",
+        "slowest, s",
+        "largest, MiB",
+        "findings",
+    )
+    rows = [head]
+    for each in results:
+        tally = each.tally
+        rows.append(
+            (
+                tally.target, f"{tally.inputs:,}", f"{tally.inputs / max(tally.seconds, 0.001):,.0f}", f"{each.coverage[0]:,}",
+                f"{each.coverage[1] - each.coverage[0]:,}", f"{tally.slowest[0]:.2f} ({_size(tally.slowest[1])})",
+                f"{tally.largest[0]:.0f} ({_size(tally.largest[1])})", str(each.findings),
+            )
+        )  # fmt: skip
+    inputs, seconds = sum(each.tally.inputs for each in results), sum(each.tally.seconds for each in results)
+    rows.append(
+        (
+            "all",
+            f"{inputs:,}",
+            f"{inputs / max(seconds, 0.001):,.0f}",
+            "",
+            "",
+            "",
+            "",
+            str(sum(each.findings for each in results)),
+        )
+    )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if not column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def _size(length: int) -> str:
+    return f"{length / 1e6:.1f} MB" if length >= 1e6 else f"{length / 1e3:.1f} kB"
