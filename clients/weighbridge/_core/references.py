@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from weighbridge.errors import InvalidArgument
 
+_MOST_DIGITS = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:
@@ -23,8 +25,8 @@ class Reference:
     def number(self) -> int:
         """The version's number. Raises InvalidArgument if it is a ref, or none is named."""
         if (
-            not (self.version.isascii() and self.version.isdigit())
-            or not 0 < int(self.version[:20]) < 1 << 64
+            not (self.version.isascii() and self.version.isdigit() and len(self.version) <= _MOST_DIGITS)
+            or not 0 < int(self.version) < 1 << 64
         ):
             said = (
                 f"{self.version[:80]!r} is no version number"

@@ -96,7 +96,7 @@ def _cut_field(raw: memoryview, field: Any, most: int) -> Iterator[bytes]:
     message = field.message_type
     if message is _FILE:
         file = resources_pb2.ModelFile.FromString(bytes(raw))
-        for start in range(0, len(file.content), most):
+        for start in range(0, max(len(file.content), 1), most):
             content = file.content[start : start + most]
             yield resources_pb2.ModelFile(name=file.name, content=content).SerializeToString()
     elif message is not None and not field.is_repeated:

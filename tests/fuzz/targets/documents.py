@@ -73,8 +73,9 @@ def _head(data: bytes) -> None:
     again = Head.from_json(head.to_json())
     assert again == head
     _ = head.requires, head.ref_numbers, head.latest, head.in_tree(5)
-    check_registration(_NAME, head)
-    summary_from_head(_NAME, head, head.ref_numbers)
+    if head.registration:
+        check_registration(_NAME, head)
+        summary_from_head(_NAME, head, head.ref_numbers)
 
 
 def _manifests() -> list[bytes]:
