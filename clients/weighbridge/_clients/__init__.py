@@ -14,7 +14,6 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `known_layouts`: layouts that the service need not send again.
 - `pushing`: the run of a push.
 - `delivery`: shards on their way, by memory that is lent and by gRPC.
-- `replica_checksums`: what a push says of shards that other ranks hold, too.
 - `push_options`: what a trainer says of a version beside its weights.
 - `push_handle`: its progress and cost.
 - `push_routes`: which part of a push goes to which replica.

@@ -17,7 +17,6 @@ from weighbridge._clients.delivery import Delivery, copy_out, lend, take_passing
 from weighbridge._clients.push_handle import PushHandle, PushReport
 from weighbridge._clients.push_options import check_heard
 from weighbridge._clients.push_routes import Route, routes_of, without
-from weighbridge._clients.replica_checksums import ReplicaChecksums
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version
 from weighbridge._core.striping import Striping
@@ -26,6 +25,7 @@ from weighbridge._core.text.counts import counted
 from weighbridge._formats.gathered_shards import OpenPassing
 from weighbridge._formats.push_counts import PlacedPart, PushCounts
 from weighbridge._formats.push_sources import OpenSource, StagingPool, StreamSource
+from weighbridge._formats.replica_checksums import ReplicaChecksums
 from weighbridge._formats.tensor_stream import Ranges
 from weighbridge._transport import bulk, pieces, rpc
 from weighbridge.errors import (

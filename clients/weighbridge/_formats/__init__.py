@@ -15,6 +15,7 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.errors`.
 - `zero3`: parameters that DeepSpeed's ZeRO-3 has partitioned.
 - `tensor_stream`: tensors as a stream of bytes, and back.
 - `push_counts`: count of the non-finite elements of a push.
+- `replica_checksums`: what a push says of shards that other ranks hold, too.
 - `push_sources`: bytes of a rank's stream while it is pushed.
 - `host_slices`: slices of a version in host memory.
 """
