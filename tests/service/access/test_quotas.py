@@ -37,6 +37,7 @@ from weighbridge._cli import commands
 from weighbridge._core import striping
 from weighbridge_service.access import access as access_module
 from weighbridge_service.admission.byte_budget import Direction
+from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.catalog import stored_bytes as stored_module
 from weighbridge_service.exports import Exports
@@ -243,7 +244,8 @@ def test_ranks_of_one_push_count_as_one_version_at_whatever_replica(
         service(tmp_path, "versions_per_hour = 1") as second,
     ):
         register(first, source, MODEL)
-        [a] = first.service.access.limited()
+        [identity_a] = first.service.access.limited()
+        a = Peer("127.0.0.1", identity=identity_a)
 
         def opened(running: RunningService, request_id: str, client_id: str) -> int:
             return running.service.intake.opener.open_version(
