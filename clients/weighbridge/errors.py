@@ -24,6 +24,7 @@ names and boxes in `details`. The same tree is used on both sides of the wire: h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -167,11 +168,27 @@ class DeadlineExceeded(WeighbridgeError):
 
 
 class Unavailable(WeighbridgeError):
-    """The service cannot be reached, or is going down."""
+    """The service cannot be reached, or is going down.
+
+    Attributes:
+        worth_retrying: for how many seconds it may help to try again: not at all where what answers is another service.
+    """
 
     reason = "UNAVAILABLE"
     grpc_code = "UNAVAILABLE"
     http_status = 503
+
+    def __init__(
+        self, message: str, *, fix: str = "", details: Sequence[str] = (), worth_retrying: float = math.inf
+    ) -> None:
+        super().__init__(message, fix=fix, details=details)
+        self.worth_retrying = worth_retrying
+
+    def anew(self) -> Self:
+        """The same error without its traceback."""
+        return type(self)(
+            self.message, fix=self.fix, details=self.details, worth_retrying=self.worth_retrying
+        )
 
 
 BY_REASON: dict[str, type[WeighbridgeError]] = {

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Self
 
 from weighbridge._clients import control_calls, push_calls
 from weighbridge._clients.connection import Connection
-from weighbridge._clients.outages import Outage
 from weighbridge._core.collection import Collection
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import Reference
@@ -26,6 +25,7 @@ from weighbridge._core.resources import (
     WarmMemory,
 )
 from weighbridge._transport.credentials import Credentials
+from weighbridge._transport.outages import Outage
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
 if TYPE_CHECKING:
@@ -118,9 +118,9 @@ class Client:
         """
         return self._connection.run(control_calls.register_model(model, files, dtype, tensors, weight_map))
 
-    def model(self, model: str) -> Model:
-        """One model. Raises NotFound."""
-        return self._connection.run(control_calls.get_model(model))
+    def model(self, model: str, *, retry_seconds: float | None = None) -> Model:
+        """One model; ``retry_seconds`` overrides the client's for this call. Raises NotFound."""
+        return self._connection.run(control_calls.get_model(model), retry_seconds=retry_seconds)
 
     def models(self) -> list[Model]:
         """All models, by name."""

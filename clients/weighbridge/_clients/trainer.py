@@ -163,7 +163,7 @@ class TrainerClient(RestoringClient):
 
         Args:
             model: ``namespace/name``, registered before.
-            state_dict_or_module: a module, of which the ``state_dict()`` is taken; a state dict; or pairs of name and tensor. Tensors are
+            state_dict_or_module: a module, of which the ``state_dict()`` is taken, without LoRA adapters that peft has merged; a state dict; or pairs of name and tensor. Tensors are
                 DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
             step: the training step.
             rank: this rank; by default torch.distributed's, or 0.
