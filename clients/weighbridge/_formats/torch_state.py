@@ -12,7 +12,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.suggestions import did_you_mean
-from weighbridge._formats import zero3
+from weighbridge._formats import peft_models, zero3
 from weighbridge._formats.dtensors import local_shards, local_tensor
 from weighbridge._formats.memory_forms import Form, TensorForms
 from weighbridge._formats.tensor_stream import cast_of
@@ -90,7 +90,11 @@ def torch_shards(
         InvalidArgument: ``state`` or ``cast`` is none of these.
         LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters are not merged.
     """
+    import torch
+
     check_cast(cast)
+    if filled and isinstance(state, torch.nn.Module) and peft_models.has_adapters(state):
+        raise LayoutError("the module has LoRA adapters already", fix="fill the model before peft adds them")
     entries = list(_entries(state))
     check_merged([name for name, _ in entries])
     reader = _Reader(TensorForms.of(model), cast, filled)
@@ -301,7 +305,10 @@ def _entries(state: Any) -> Iterator[tuple[str, Any]]:
     import torch
 
     if isinstance(state, torch.nn.Module):
-        state = zero3.partitioned_state(state) or state.state_dict()
+        entries = zero3.partitioned_state(state) or state.state_dict()
+        state = (
+            peft_models.merged_entries(state, entries.items()) if peft_models.has_adapters(state) else entries
+        )
     pairs = state.items() if isinstance(state, Mapping) else state
     # a tensor's rows are no pairs
     for pair in pairs if isinstance(pairs, Iterable) and not isinstance(pairs, torch.Tensor) else [pairs]:
@@ -321,15 +328,15 @@ def check_cast(cast: str) -> None:
         raise InvalidArgument(f"cast={cast!r} is not known", fix="use one of " + ", ".join(map(repr, CASTS)))
 
 
-def check_merged(names: Iterable[str]) -> None:
-    """Refuse LoRA adapters. Raises LayoutError, which names them."""
+def check_merged(names: Iterable[str], fix: str = peft_models.RECIPE) -> None:
+    """Refuse LoRA adapters, of which names do not say whether they are merged. Raises LayoutError, which names them."""
     adapters = [name for name in names if not _ADAPTERS.isdisjoint(name.split("."))]
     if adapters:
         raise LayoutError(
             counted(len(adapters), "tensor belongs", "tensors belong")
             + " to LoRA adapters, or to layers that have one",
             details=adapters[:NAMED],
-            fix="merge them first: pass what peft's model.merge_and_unload() returns",
+            fix=fix,
         )
 
 

@@ -8,6 +8,7 @@ May import: `_lazy`, `_clients` and folders below, and each the library that it 
 - `transformers`: models of transformers that start from the service and follow it.
 - `megatron_saving`: Megatron's save, with a push.
 - `torch`: storage of torch.distributed.checkpoint.
+- `peft`: models that peft has given adapters.
 - `guarded_pushes`: pushes from hooks, which must not harm training.
 - `checkpoint_names`: what names of checkpoints say.
 """
