@@ -33,6 +33,7 @@ from collections.abc import Sequence
 import click
 
 from weighbridge import __version__
+from weighbridge._core.text.suggestions import did_you_mean
 
 _MODULE_OF = {
     "serve": "serving",
@@ -80,6 +81,15 @@ class _LazyGroup(click.Group):
             importlib.import_module(f"weighbridge._cli.{module}"), f"{cmd_name}_command"
         )
         return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            meant = did_you_mean(str(args[0]), _MODULE_OF)
+            raise click.UsageError(f"{error.message.rstrip('.')}{meant or '.'}", ctx) from None
 
 
 @click.group(

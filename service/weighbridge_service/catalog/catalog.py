@@ -12,7 +12,7 @@ from itertools import islice
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.metadata import Condition, all_hold
 from weighbridge._core.resources import REF_LIVE, Model, Verification, Version, VersionState
-from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge._core.text.suggestions import did_you_mean, model_meant
 from weighbridge.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -152,12 +152,9 @@ class Catalog:
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
     def get_model(self, name: str) -> Model:
-        """One model. Raises NotFound, which says what was perhaps meant."""
+        """One model. Raises NotFound."""
         model_name = ModelName.parse(name)
-        try:
-            head = self.head(model_name)
-        except NotFound as error:
-            raise NotFound(f"{error.message}{self._alike(model_name)}", fix=error.fix) from error
+        head = self.head(model_name)
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
     def list_models(
@@ -181,10 +178,9 @@ class Catalog:
             if not shown(str(name)):
                 continue
             try:
-                head = self.head(name)
-                found.append(summary_from_head(name, head, self.refs_of(name, head)))
-            except NotFound:  # it was never registered to the end, or deleted
-                continue
+                history = self._registered(name)
+                if history is not None:
+                    found.append(summary_from_head(name, history.head, self.refs_of(name, history.head)))
             except (
                 DataLoss,
                 FailedPrecondition,
@@ -215,14 +211,19 @@ class Catalog:
         return self.history(name).head
 
     def history(self, name: ModelName) -> History:
-        """What the store says of a model. Raises NotFound."""
-        found = self.heads.history(name)
-        self.snapshots.forget_deleted(name, None if found is None else found.head)
+        """What the store says of a model. Raises NotFound, which says what was perhaps meant."""
+        found = self._registered(name)
         if found is None:
             raise NotFound(
-                f"there is no model {name}",
+                f"there is no model {name}{self._alike(name)}",
                 fix="register it: weighbridge import HF_DIR NAMESPACE/NAME, or trainer.register_model",
             )
+        return found
+
+    def _registered(self, name: ModelName) -> History | None:
+        """What the store says of a model; None if it was never registered to the end, or deleted."""
+        found = self.heads.history(name)
+        self.snapshots.forget_deleted(name, None if found is None else found.head)
         return found
 
     def _alike(self, name: ModelName) -> str:
@@ -231,7 +232,7 @@ class Catalog:
             known = [str(each) for each in islice(self.heads.models(), _MOST_ALIKE) if each != name]
         except WeighbridgeError:  # the store is going away; what is wrong is known all the same
             return ""
-        return did_you_mean(str(name), known)
+        return model_meant(str(name), known)
 
     def model(self, name: ModelName, head: Head | None = None) -> RegisteredModel:
         """A model's registration; that of ``head``, if one is given. Raises NotFound."""

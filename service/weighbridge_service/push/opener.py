@@ -21,6 +21,7 @@ from weighbridge.errors import (
 )
 from weighbridge_service.admission.refusals import Refusals
 from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.catalog.head_versions import invisible_version
 from weighbridge_service.catalog.holding import Holding
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Home, alone_at
@@ -264,6 +265,9 @@ class Opener:
         if entry is not None:
             check_not_received_alone(entry, self._home)
             self._give_up_if_lost(model_name, entry)
+        there = invisible_version(model_name, self._catalog.head(model_name), number)
+        if there is not None and there.state.given_up:
+            raise VersionFailed(f"{there} failed: {there.error}", fix="push it again")
         raise NotFound(
             f"{name}@{number} is not being received",
             fix="the service may have been restarted since it was opened: push again",

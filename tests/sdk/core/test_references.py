@@ -7,7 +7,7 @@ import torch
 
 from weighbridge._core import dtypes
 from weighbridge._core.references import Reference
-from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge._core.text.suggestions import did_you_mean, model_meant
 from weighbridge.errors import InvalidArgument
 
 
@@ -57,3 +57,13 @@ def test_a_suggestion_is_alike_and_has_the_same_numbers() -> None:
     assert did_you_mean("model.layers.1.q_prj", names) == "; did you mean model.layers.1.q_proj?"
     assert did_you_mean("model.layers.2.q_proj", names) == "", "another layer is no slip"
     assert did_you_mean("something", names) == ""
+
+
+def test_a_model_that_was_meant_is_alike_in_both_parts_whatever_its_number() -> None:
+    names = ["acme/smol", "acme/gpt2", "labs/smol3", "acme/qwen3-8b"]
+    assert model_meant("acme/smol2", names) == "; did you mean acme/smol?"
+    assert model_meant("acne/smol", names) == "; did you mean acme/smol?"
+    assert model_meant("acme/qwen3-4b", names) == "; did you mean acme/qwen3-8b?"
+    assert model_meant("acme/nope", names) == "", "the namespace alone makes no likeness"
+    assert model_meant("other/smol", names) == ""
+    assert model_meant("acme/smol", []) == ""
