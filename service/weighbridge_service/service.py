@@ -133,7 +133,9 @@ class Weighbridge:
         self.catalog = Catalog(self._store, grace, self._guarded)
         self.key = ticket_key(self.catalog.store)
         asks_clients = config.tls is not None and config.tls.client_ca is not None
-        self.access = access = Access(config.policy, self.key, certificates=asks_clients)
+        self.access = access = Access(
+            config.policy, self.key, certificates=asks_clients, lane=config.local_socket != "off"
+        )
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
         news = threading.Event()
         heads = self.catalog.heads
