@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -25,6 +26,8 @@ from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 
 class TrainerClient(RestoringClient):
@@ -90,6 +93,7 @@ class TrainerClient(RestoringClient):
         """
         folder = Path(hf_dir)
         files = hf_folder.side_files(folder)
+        _tell_of_tokenizer(model, folder, files)
         specs: Iterable[TensorSpec] = ()
         if tensors is not None:
             from weighbridge._formats.torch_state import tensor_specs
@@ -300,6 +304,7 @@ class TrainerClient(RestoringClient):
         if dtype is not None and not dtype.is_float:
             raise InvalidArgument(f"fp8 weights cannot become {dtype}", fix="use bf16, fp16 or fp32")
         files = hf_folder.side_files(Path(hf_dir))
+        _tell_of_tokenizer(model, hf_dir, files)
         weights = FolderWeights.read(Path(hf_dir), files["config.json"], dequantize=dtype)
         files["config.json"] = weights.config_json
         self.register_files(model, files, "", weights.layout.tensors.values(), weight_map=weight_map)
@@ -389,3 +394,8 @@ class TrainerClient(RestoringClient):
         """Wait until what was pushed has arrived or failed, then close the connection."""
         self._pusher.close()
         super().close()
+
+
+def _tell_of_tokenizer(model: str, folder: str | Path, files: Iterable[str]) -> None:
+    if not hf_folder.has_tokenizer(files):
+        log.warning("%s: %s has no tokenizer: engines that need one will not find it here", model, folder)

@@ -47,6 +47,14 @@ def side_files(folder: Path) -> dict[str, bytes]:
     return found
 
 
+def has_tokenizer(files: Iterable[str]) -> bool:
+    """Whether files with these names are, or make, a tokenizer."""
+    return any(
+        name.startswith(("tokeniz", "vocab", "merges", "tekken")) or name.endswith((".model", ".tiktoken"))
+        for name in files
+    )
+
+
 def write_hf_folder(
     folder: Path,
     specs: Sequence[TensorSpec],
