@@ -24,6 +24,7 @@ names and boxes in `details`. The same tree is used on both sides of the wire: h
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import ClassVar, Self
@@ -58,7 +59,7 @@ class WeighbridgeError(Exception):
 
     def anew(self) -> Self:
         """The same error without its traceback, which leads to all that was in use when it was raised, for another thread to raise."""
-        return type(self)(self.message, fix=self.fix, details=self.details)
+        return copy.copy(self)
 
 
 class InvalidArgument(WeighbridgeError):
@@ -183,12 +184,6 @@ class Unavailable(WeighbridgeError):
     ) -> None:
         super().__init__(message, fix=fix, details=details)
         self.worth_retrying = worth_retrying
-
-    def anew(self) -> Self:
-        """The same error without its traceback."""
-        return type(self)(
-            self.message, fix=self.fix, details=self.details, worth_retrying=self.worth_retrying
-        )
 
 
 BY_REASON: dict[str, type[WeighbridgeError]] = {

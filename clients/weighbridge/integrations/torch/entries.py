@@ -95,7 +95,10 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
         LayoutError: shapes or dtypes contradict the model, there are entries that are not its, or LoRA adapters are not merged; names all.
     """
     items = list(items)
-    check_merged([item.index.fqn for item in items])
+    check_merged(
+        [item.index.fqn for item in items],
+        "merge them in place, and save dict(weighbridge.integrations.peft.merged_weights(model)): docs/recipes/lora.md",
+    )
     found: list[tuple[WriteItem, Part]] = []
     copies: list[str] = []
     problems: dict[str, None] = {}

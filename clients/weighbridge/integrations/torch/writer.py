@@ -34,6 +34,7 @@ from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSo
 from weighbridge._formats.torch_state import ALLOW, check_cast
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, WeighbridgeError
 from weighbridge.integrations.checkpoint_names import step_named
+from weighbridge.integrations.torch.boundary import flat_errors
 from weighbridge.integrations.torch.entries import (
     Entries,
     PlannedShards,
@@ -139,6 +140,7 @@ class WeighbridgeWriter(StorageWriter):
         """What planners are told about the checkpoint."""
         return StorageMeta(checkpoint_id=self._checkpoint)
 
+    @flat_errors
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save: which step it is of, and whether the service knows the model.
 
@@ -158,6 +160,7 @@ class WeighbridgeWriter(StorageWriter):
         self._coordinates = is_coordinator
         self._client.describe_tensors(self.model, refresh=True)
 
+    @flat_errors
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what is not of the model, while no rank waits for another one.
 
@@ -167,6 +170,7 @@ class WeighbridgeWriter(StorageWriter):
         planned_shards(plan.items, self._entries, self._cast)
         return plan
 
+    @flat_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Refuse plans that leave a tensor out, before a version is opened; tell each rank how many there are.
 
@@ -177,6 +181,7 @@ class WeighbridgeWriter(StorageWriter):
             check_none_absent([item.index.fqn for plan in plans for item in plan.items], self._entries)
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
+    @flat_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Push this rank's shards; done when they have arrived. The coordinator's seal is held.
 
@@ -202,6 +207,7 @@ class WeighbridgeWriter(StorageWriter):
         written.set_result([_result(item) for item in plan.items])
         return written
 
+    @flat_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Seal the version, and wait for it.
 
