@@ -23,6 +23,7 @@ from weighbridge._core.resources import Version
 from weighbridge._core.striping import Striping
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.shortening import shortened
 from weighbridge._formats.gathered_shards import OpenPassing
 from weighbridge._formats.push_counts import PlacedPart, PushCounts
 from weighbridge._formats.push_sources import OpenSource, StagingPool, StreamSource
@@ -37,6 +38,8 @@ _NAMED_IN_REPORT, _NAMED_IN_LOG = 20, 5
 """Most tensors with non-finite elements that are named."""
 _TELL_SECONDS = 5.0
 """How long a rank that is refused tries to tell the others."""
+_MOST_REASON = 400
+"""Characters of a reason that the other ranks are told."""
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
 
@@ -141,7 +144,9 @@ class Pusher:
                 self._refuse(opening, rank, error)
             elif number and not isinstance(error, AlreadyExists):
                 with contextlib.suppress(WeighbridgeError):
-                    reason = f"rank {rank} gave up before it pushed anything: {error!r}"[:300]
+                    reason = shortened(
+                        f"rank {rank} gave up before it pushed anything: {error!r}", _MOST_REASON
+                    )
                     connection.run(push_calls.abort(model, number, reason, refused=opening.client_id))
             raise
         with self._lock:
@@ -162,13 +167,16 @@ class Pusher:
             return
         said = error.message if isinstance(error, WeighbridgeError) else str(error)
         details = error.details if isinstance(error, WeighbridgeError) else ()
-        reason = " ".join(f"rank {rank} was refused: {'; '.join((said, *details))}".split())[:300]
+        reason = shortened(
+            " ".join(f"rank {rank} was refused: {'; '.join((said, *details))}".split()), _MOST_REASON
+        )
         try:
             self._connection.run(push_calls.refuse(opening, rank, reason), retry_seconds=_TELL_SECONDS)
         except (VersionFailed, AlreadyExists):  # they have been told; the rank takes part by another process
             pass
         except WeighbridgeError as untold:
-            log.warning("%s: the other ranks could not be told: %s", opening.model, untold.message)
+            if untold.message != said:  # what is refused is the opening: each of them learns of it by itself
+                log.warning("%s: the other ranks could not be told: %s", opening.model, untold.message)
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed."""

@@ -193,7 +193,9 @@ class TrainerClient(RestoringClient):
         with self._tensors(model) as tensors:
             with self._pusher.telling(opening, rank):
                 say(opening, options)
-                shards = torch_shards(state_dict_or_module, tensors, cast=cast, whole=world_size == 1)
+                shards = torch_shards(
+                    state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
+                )
             source = self._source_of(shards.tensors)
             return self._pusher.push(opening, rank, shards.layout, TensorSpace.HUGGING_FACE, source)
 

@@ -11,7 +11,7 @@ from itertools import islice
 
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.metadata import Condition, all_hold
-from weighbridge._core.resources import REF_LIVE, Model, Verification, Version, VersionState
+from weighbridge._core.resources import REF_LIVE, Model, Verification, Version, VersionState, why_failed
 from weighbridge._core.text.suggestions import did_you_mean, model_meant
 from weighbridge.errors import (
     DataLoss,
@@ -451,7 +451,7 @@ class Catalog:
         if invisible or there.state.visible:
             return there
         if there.state.given_up:
-            raise VersionFailed(f"{there} failed: {there.error}", details=there.error_details)
+            raise VersionFailed(why_failed(there), details=there.error_details)
         raise FailedPrecondition(f"{there} is not complete yet", fix="wait until it is ready")
 
     def in_memory(self, name: ModelName, version: str) -> Version | None:

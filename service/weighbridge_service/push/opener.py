@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.resources import Version, VersionState, why_failed
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -199,7 +200,8 @@ class Opener:
         count = self._registry.count(VersionState.OPEN, VersionState.RECEIVING)
         if count >= self._max_receiving:
             raise ResourceExhausted(
-                f"{count} versions are being received", fix="wait until one is done, or abort one"
+                counted(count, "version is", "versions are") + " being received",
+                fix="wait until one is done, or abort one",
             )
 
     def _begin(self, name: ModelName, entry: OpenEntry, head: Head, client_id: str) -> PushSession:
@@ -267,7 +269,7 @@ class Opener:
             self._give_up_if_lost(model_name, entry)
         there = invisible_version(model_name, self._catalog.head(model_name), number)
         if there is not None and there.state.given_up:
-            raise VersionFailed(f"{there} failed: {there.error}", fix="push it again")
+            raise VersionFailed(why_failed(there), fix="push the step again on all ranks")
         raise NotFound(
             f"{name}@{number} is not being received",
             fix="the service may have been restarted since it was opened: push again",

@@ -100,10 +100,12 @@ def test_adapters_that_are_not_merged_are_refused_and_told_where_they_are() -> N
 
 def test_a_second_adapter_counts_only_if_it_is_merged_as_well() -> None:
     model = adapted()
-    model.merge_adapter()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    assert dict(merged_weights(model)), "it is not active"
+    model.merge_adapter(["default"])
+    assert dict(merged_weights(model)), "the other one is not active"
+    model.unmerge_adapter()
     model.base_model.set_adapter(["default", "other"])
+    model.merge_adapter(["default"])
     with pytest.raises(LayoutError, match="2 layers"):
         list(merged_weights(model))
 

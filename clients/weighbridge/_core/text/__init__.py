@@ -5,5 +5,6 @@ May import: nothing of this project.
 - `sizes`: sizes as text.
 - `counts`: numbers of things.
 - `waits`: what is waited for.
+- `shortening`: texts that are too long.
 - `suggestions`: the name that was probably meant.
 """

@@ -28,6 +28,7 @@ from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.shortening import shortened
 from weighbridge._formats.dtensors import local_tensor
 from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
@@ -201,7 +202,7 @@ class WeighbridgeWriter(StorageWriter):
         try:
             handle.report()
         except BaseException as error:
-            self._give_up(f"rank {self._rank} has failed: {error}"[:300])
+            self._give_up(shortened(f"rank {self._rank} has failed: {error}", 400))
             raise
         written: Future[list[WriteResult]] = Future()
         written.set_result([_result(item) for item in plan.items])
