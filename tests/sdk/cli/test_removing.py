@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -161,3 +162,14 @@ def test_an_http_port_is_told_from_one_that_nobody_listens_at() -> None:
     assert "speaks HTTP, not gRPC" in found.stderr
     assert "gRPC port" in found.stderr
     assert "cannot be reached" in run(None, "models", "--server", f"127.0.0.1:{reserved_port()}").stderr
+
+
+def test_doctor_says_which_service_it_has_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEIGHBRIDGE_HTTP", raising=False)
+    monkeypatch.setenv("WEIGHBRIDGE_SERVER", "nobody.invalid:50051")
+    found = CliRunner().invoke(commands, ["doctor", "--scratch", str(tmp_path), "--json"])
+    (service, *_) = json.loads(found.stdout)["checks"]
+    assert service["status"] == "warn"
+    assert "nobody.invalid:8080" in service["what"]
+    assert "WEIGHBRIDGE_SERVER names nobody.invalid:50051: it was not asked" in service["what"]
+    assert "--http" in service["fix"]
