@@ -113,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 if the command failed; 2 if it was misspelt; 130 if it was interrupted.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what its C core prints besides, our errors say
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         code = _run(arguments)

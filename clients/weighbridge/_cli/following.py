@@ -10,6 +10,7 @@ import click
 
 from weighbridge._cli.looking import say_if_absent
 from weighbridge._cli.output import print_json
+from weighbridge._cli.parsing import WholeNumber
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._core.text.sizes import readable_size
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--count",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     help="End after so many lines; with exit code 1 if the last one is a failure.",
 )
 @click.option("--force", is_flag=True, help="Also if the engine says that it serves another model.")

@@ -30,6 +30,10 @@ def side_files(folder: Path) -> dict[str, bytes]:
         NotFound: no such folder, or no ``config.json`` in it.
         InvalidArgument: a file is larger than `MAX_SIDE_FILE_BYTES`.
     """
+    if not folder.is_dir():
+        raise NotFound(
+            f"there is no folder {folder}", fix="name one that model.save_pretrained() has written"
+        )
     if not (folder / "config.json").is_file():
         raise NotFound(
             f"there is no config.json in {folder}",

@@ -79,5 +79,5 @@ def authorize(peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:
     what = f"{verb} {model}{f'@{ref}' if ref and verb is Verb.TAG else ''}".strip()
     raise PermissionDenied(
         f"{identity.name} may not {what}",
-        fix=f"let the service's policy give {identity.name} the scope {Scope(verb, model or ALL, ref if ref and verb is Verb.TAG else ALL)}",
+        fix=f"ask whoever administers the service's policy to give {identity.name} the scope {Scope(verb, model or ALL, ref if ref and verb is Verb.TAG else ALL)}",
     )
