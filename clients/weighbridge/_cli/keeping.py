@@ -154,7 +154,7 @@ def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> 
         print_json(memory.to_json())
     else:
         click.echo(
-            f"{model}: memory for {memory.images} of {memory.wanted} images, {readable_size(memory.image_bytes)} each"
+            f"{model}: memory for {memory.images} of {counted(memory.wanted, 'image')}, {readable_size(memory.image_bytes)} each"
         )
         if memory.images < memory.wanted:
             click.echo("there is no room for more: `weighbridge doctor` says what limits it", err=True)

@@ -116,9 +116,13 @@ def _own_name(module: torch.nn.Module, parts: list[str]) -> str | None:
 
 def _unwrapped(module: torch.nn.Module | None, part: str) -> torch.nn.Module | None:
     """The module of which a name speaks: inside of those that names of a state dict leave out, as activation checkpointing's."""
-    while module is not None and part not in module._modules and len(module._modules) == 1:
+    while module is not None and not _has(module, part) and len(module._modules) == 1:
         (module,) = module._modules.values()
     return module
+
+
+def _has(module: torch.nn.Module, part: str) -> bool:
+    return any(part in each for each in (module._modules, module._parameters, module._buffers))
 
 
 def _saved_in(wrapper: Any) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from weighbridge._core.checks import Check, CheckStatus
 from weighbridge._core.resources import Version
+from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 from weighbridge.errors import NotFound, WeighbridgeError
 from weighbridge_service.health.monitor import NamedCheck
@@ -142,7 +143,7 @@ def check_models(examined: Iterable[tuple[ModelName, WeighbridgeError | None]]) 
     return Check(
         MODELS_READABLE,
         CheckStatus.FAIL if len(unreadable) == count else CheckStatus.WARN,
-        f"{len(unreadable)} of {count} models cannot be read: "
+        f"{len(unreadable)} of {counted(count, 'model')} cannot be read: "
         + "; ".join(error.message for _, error in unreadable[:_NAMED]),
         unreadable[0][1].fix,
     )

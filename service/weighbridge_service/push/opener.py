@@ -158,7 +158,7 @@ class Opener:
                 joined.post(on.Described(entry))
                 return replace(joined.snapshot.version, held=entry.held, metadata=entry.metadata)
             session = self._begin(model_name, entry, head, client_id)
-        log.info("opened %s for run %s with %d ranks", session.snapshot.version, run, ranks)
+        log.info("opened %s for run %s with %s", session.snapshot.version, run, counted(ranks, "rank"))
         return session.snapshot.version
 
     @contextmanager

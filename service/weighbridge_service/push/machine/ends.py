@@ -200,21 +200,13 @@ def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Step:
     seconds = state.limits.receive_timeout
     if state.phase not in BEFORE_SEALED or now.seconds < state.heard_at + seconds:
         return state, ()
-    silent = silent_ranks(state)
-    who, have = (ranks_text(silent), "has" if len(silent) == 1 else "have") if silent else ("", "")
-    error = VersionFailed(
-        f"{state.name} was given up: nothing was heard of its ranks for {seconds:g} s"
-        + (f", and {who} {have} not pushed everything" if silent else ""),
-        details=missing,
-        fix=(
-            f"look what became of {who}: its process may have been killed, or its push has failed; then "
-            if len(silent) == 1
-            else f"look what became of {who}: their processes may have been killed, or their pushes have failed; then "
-            if silent
-            else ""
-        )
-        + "push the step again on all ranks",
-    )
+    message = f"{state.name} was given up: nothing was heard of its ranks for {seconds:g} s"
+    fix = "push the step again on all ranks"
+    if silent := silent_ranks(state):
+        who = ranks_text(silent)
+        message += f", and {who} {'has' if len(silent) == 1 else 'have'} not pushed everything"
+        fix = f"look what became of {who}: a process that was killed, or a push that has failed; then {fix}"
+    error = VersionFailed(message, details=missing, fix=fix)
     return end(state, Phase.FAILED, error)
 
 
