@@ -272,3 +272,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'weighbridge' has no attribute {name!r}")
     return getattr(importlib.import_module(f"weighbridge.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

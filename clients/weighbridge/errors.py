@@ -24,6 +24,8 @@ names and boxes in `details`. The same tree is used on both sides of the wire: h
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -57,7 +59,7 @@ class WeighbridgeError(Exception):
 
     def anew(self) -> Self:
         """The same error without its traceback, which leads to all that was in use when it was raised, for another thread to raise."""
-        return type(self)(self.message, fix=self.fix, details=self.details)
+        return copy.copy(self)
 
 
 class InvalidArgument(WeighbridgeError):
@@ -167,11 +169,21 @@ class DeadlineExceeded(WeighbridgeError):
 
 
 class Unavailable(WeighbridgeError):
-    """The service cannot be reached, or is going down."""
+    """The service cannot be reached, or is going down.
+
+    Attributes:
+        worth_retrying: for how many seconds it may help to try again: not at all where what answers is another service.
+    """
 
     reason = "UNAVAILABLE"
     grpc_code = "UNAVAILABLE"
     http_status = 503
+
+    def __init__(
+        self, message: str, *, fix: str = "", details: Sequence[str] = (), worth_retrying: float = math.inf
+    ) -> None:
+        super().__init__(message, fix=fix, details=details)
+        self.worth_retrying = worth_retrying
 
 
 BY_REASON: dict[str, type[WeighbridgeError]] = {

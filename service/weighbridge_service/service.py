@@ -138,10 +138,18 @@ class Weighbridge:
         # what moves weights waits for the store as long as it takes, in threads of its own; control calls do not
         hasty = self._store.with_time_limit(config.store_patience)
         self._guarded = GuardedStore(hasty, config.store_patience)
-        self.catalog = Catalog(self._store, grace, self._guarded, kept_models=config.kept_models)
+        self.catalog = Catalog(
+            self._store,
+            grace,
+            self._guarded,
+            kept_models=config.kept_models,
+            open_names=config.policy is None,
+        )
         self.key = ticket_key(self.catalog.store)
         asks_clients = config.tls is not None and config.tls.client_ca is not None
-        self.access = access = Access(config.policy, self.key, certificates=asks_clients)
+        self.access = access = Access(
+            config.policy, self.key, certificates=asks_clients, lane=config.local_socket != "off"
+        )
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
         news = threading.Event()
         heads = self.catalog.heads

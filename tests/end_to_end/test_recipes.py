@@ -70,6 +70,22 @@ class _Dataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {name: tensor[index % 2] for name, tensor in _batches()[index // 2].items()}
 
 
+def test_lora_pushes_what_is_merged_and_goes_on_with_its_adapters(
+    service: RunningService, hf_dir: Path
+) -> None:
+    model = tiny_model(CONFIG, seed=4)
+    left = run("lora.md", service.address, "recipes/lora", model=model, hf_dir=hf_dir, loader=_batches())
+    assert [name for name, _ in left["model"].named_parameters() if "lora_B" in name]
+    expected = left["model"].merge_and_unload().state_dict()
+    found = _pulled(service.address, "recipes/lora")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():  # unmerging has rounded
+        torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=1e-2, atol=1e-5)
+    before = tiny_model(CONFIG, seed=4).state_dict()
+    q = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(found[q], before[q].to(found[q].dtype))
+
+
 def _arguments(folder: Path, **options: Any) -> Any:
     from transformers import TrainingArguments
 

@@ -266,7 +266,7 @@ def test_one_process_is_told_all_that_is_wrong(service: RunningService) -> None:
     assert "casts are not allowed" in refused(
         {key: value.bfloat16() for key, value in state.items()}, cast="never"
     )
-    assert "merge_and_unload" in refused(
+    assert "merged_weights(model)" in refused(
         {"model.layers.0.mlp.up_proj.lora_A.default.weight": torch.ones(2, 64)}
     )
     assert "nothing says which step" in refused(state, step=None)
@@ -276,6 +276,25 @@ def test_one_process_is_told_all_that_is_wrong(service: RunningService) -> None:
         WeighbridgeWriter(name, address, cast="perhaps")
     with EngineClient(address) as engine:
         assert not any(each.step == 20 for each in engine.versions(name))
+
+
+def test_errors_say_what_is_wrong_and_nothing_of_how_this_library_is_built(service: RunningService) -> None:
+    state = {"model": {"weight": torch.ones(1)}}
+    storages: list[tuple[Any, dict[str, Any]]] = [
+        (dcp.save, {"storage_writer": WeighbridgeWriter("tests/nobody", service.address, step=1)}),
+        (dcp.load, {"storage_reader": WeighbridgeReader("tests/nobody", service.address)}),
+    ]
+    for call, storage in storages:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of one process
+            with pytest.raises(dcp.CheckpointException) as error:
+                call(state, **storage)
+        said = str(error.value)
+        assert "there is no model tests/nobody" in said
+        assert "_clients" not in said
+        assert "contextlib" not in said
+        (raised,) = (each[0] for each in error.value.failures.values())
+        assert raised.__cause__ is None
 
 
 def test_no_version_is_visible_before_the_coordinator_has_finished(service: RunningService) -> None:

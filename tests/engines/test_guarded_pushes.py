@@ -12,7 +12,7 @@ from transformers import TrainerControl, TrainerState
 
 from tests.support.ports import reserved_port
 from weighbridge import TrainerClient
-from weighbridge.errors import FailedPrecondition
+from weighbridge.errors import FailedPrecondition, Unavailable
 from weighbridge.integrations import guarded_pushes
 from weighbridge.integrations.guarded_pushes import GuardedPushes
 from weighbridge.integrations.transformers.trainer_callback import PushCallback
@@ -21,7 +21,7 @@ from weighbridge.integrations.transformers.trainer_callback import PushCallback
 class Unreachable(TrainerClient):
     """A client that is never to be used."""
 
-    def model(self, model: str) -> Any:
+    def model(self, model: str, *, retry_seconds: float | None = None) -> Any:
         return None
 
 
@@ -46,6 +46,32 @@ def test_a_step_that_some_ranks_have_pushed_is_pushed_by_none(
             pushes.push("step 7", "training", lambda: (7, None), push)
             assert pushed == wanted
     assert "step 7 was pushed before, and failed on ranks 1" in caplog.text
+
+
+def test_a_service_that_is_away_is_waited_for_once_and_tried_for_a_moment_until_it_has_answered() -> None:
+    waited: list[float | None] = []
+    away = True
+
+    class Seldom(TrainerClient):
+        def model(self, model: str, *, retry_seconds: float | None = None) -> Any:
+            waited.append(retry_seconds)
+            if away:
+                raise Unavailable("nobody there")
+
+    def save(step: int) -> list[float | None]:
+        waited.clear()
+        pushes.push(f"step {step}", "training", lambda: (step, None), _pushing)
+        return list(waited)
+
+    with Seldom(f"127.0.0.1:{reserved_port()}", retry_seconds=0) as client:
+        pushes = GuardedPushes(client, "a/b", None, strict=False, logger=logging.getLogger("tests.guarded"))
+        assert save(1) == [None], "as long as the client says"
+        quick = save(2)
+        assert quick == save(3)
+        assert [each is not None and each < 10 for each in quick] == [True]
+        away = False
+        assert save(4) == [*quick, None]
+        assert save(5) == [None]
 
 
 def test_another_training_pushes_its_own_steps() -> None:

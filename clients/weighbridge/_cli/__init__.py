@@ -35,6 +35,7 @@ from collections.abc import Sequence
 import click
 
 from weighbridge import __version__
+from weighbridge._core.text.suggestions import did_you_mean
 
 _MODULE_OF = {
     "serve": "serving",
@@ -86,6 +87,15 @@ class _LazyGroup(click.Group):
         )
         return found
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            meant = did_you_mean(str(args[0]), _MODULE_OF)
+            raise click.UsageError(f"{error.message.rstrip('.')}{meant or '.'}", ctx) from None
+
 
 @click.group(
     cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -108,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 if the command failed; 2 if it was misspelt; 130 if it was interrupted.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what its C core prints besides, our errors say
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         code = _run(arguments)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from weighbridge._cli.output import print_json, print_left_out, progress_bar
-from weighbridge._cli.parsing import size
+from weighbridge._cli.parsing import WholeNumber, size
 from weighbridge._cli.running import Command
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.extras import needs_extra
@@ -42,7 +42,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 )
 @click.option(
     "--vocab-multiple",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     default=128,
     show_default=True,
     help="To torch_dist: pad the vocabulary to a multiple of it.",
@@ -54,7 +54,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     help="Largest file.  [default: 5GB to Hugging Face, 2GB to torch_dist]",
 )
 @click.option(
-    "--workers", type=click.IntRange(min=1), help="Processes that copy.  [default: one for each CPU, up to 4]"
+    "--workers", type=WholeNumber(min=1), help="Processes that copy.  [default: one for each CPU, up to 4]"
 )
 @click.option(
     "--memory-budget",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -16,9 +17,11 @@ from weighbridge._cli.output import print_json
 from weighbridge._cli.parsing import size_or
 from weighbridge._cli.running import Command
 from weighbridge._core.checks import Check, CheckStatus
+from weighbridge._transport.addresses import SERVER_VARIABLE
 from weighbridge.errors import InvalidArgument, PermissionDenied, Unavailable
 
-_DEFAULT_HTTP = "127.0.0.1:8080"
+_HTTP_PORT = 8080
+_DEFAULT_HTTP = f"127.0.0.1:{_HTTP_PORT}"
 _SECONDS = 60.0
 """How long a service may take: it looks at each model."""
 
@@ -30,7 +33,7 @@ _SECONDS = 60.0
     envvar="WEIGHBRIDGE_HTTP",
     show_envvar=True,
     metavar="HOST:PORT",
-    help=f"The service's HTTP address.  [default: {_DEFAULT_HTTP}, if one answers there]",
+    help="The service's HTTP address.  [default: port 8080 where WEIGHBRIDGE_SERVER is, or here, if one answers there]",
 )
 @click.option(
     "--memory-budget",
@@ -57,23 +60,41 @@ def doctor_command(
     Asks a running service: what limits its memory, who holds it, and what a push of each model needs. Without one, says what this
     machine allows one. The exit code is 1 if a check fails.
     """
-    address = named or _DEFAULT_HTTP
-    try:
-        checks = _ask(address)
-    except Unavailable as error:
-        absent = (
-            Check("service", CheckStatus.FAIL, error.message, error.fix)
-            if named
-            else Check(
-                "service", CheckStatus.OK, f"none answers at {address}: this is what this machine allows one"
-            )
-        )
+    server = os.environ.get(SERVER_VARIABLE, "")
+    addresses = [named] if named else _guessed(server)
+    for address in addresses:
+        try:
+            checks = _ask(address)
+            break
+        except Unavailable as error:
+            problem = error
+    else:
+        absent = _absent(named, server, addresses, problem)
         checks = [absent, *_examine_machine(memory_budget, scratch)]
     if as_json:
         print_json({"checks": [check.to_json() for check in checks]})
     else:
         _print(checks)
     ctx.exit(1 if any(check.status is CheckStatus.FAIL for check in checks) else 0)
+
+
+def _guessed(server: str) -> list[str]:
+    """Where the HTTP face of a service may be whose gRPC addresses these are: at the default port of the same hosts."""
+    hosts = [each.strip().rpartition(":")[0] for each in server.split(",")]
+    return list(dict.fromkeys(f"{host}:{_HTTP_PORT}" for host in hosts if host)) or [_DEFAULT_HTTP]
+
+
+def _absent(named: str | None, server: str, tried: Sequence[str], error: Unavailable) -> Check:
+    """What is said where no service was asked."""
+    if named:
+        return Check("service", CheckStatus.FAIL, error.message, error.fix)
+    what = f"none answers at {' or '.join(tried)}"
+    if server:
+        what += f", and {SERVER_VARIABLE} names {server}: it was not asked, and this is what this machine allows one"
+        return Check(
+            "service", CheckStatus.WARN, what, "name its HTTP address: --http HOST:PORT, or WEIGHBRIDGE_HTTP"
+        )
+    return Check("service", CheckStatus.OK, f"{what}: this is what this machine allows one")
 
 
 def _ask(address: str) -> list[Check]:

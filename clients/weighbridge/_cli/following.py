@@ -11,6 +11,7 @@ import click
 
 from weighbridge._cli.looking import say_if_absent
 from weighbridge._cli.output import print_json
+from weighbridge._cli.parsing import WholeNumber
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._core.resources import REF_LATEST
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--count",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     help="End after so many lines; with exit code 1 if the last one is a failure.",
 )
 @click.option(

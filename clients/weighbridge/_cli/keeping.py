@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from weighbridge._cli.output import print_json, print_table, readable_time
-from weighbridge._cli.parsing import duration
+from weighbridge._cli.parsing import WholeNumber, duration
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.resources import Retention
 from weighbridge._core.text.counts import counted
@@ -28,10 +28,10 @@ def _connect(server: str) -> Client:
 
 @click.command("retention", cls=Command)
 @click.argument("model")
-@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the newest N versions.")
+@click.option("--keep-last", type=WholeNumber(min=1), metavar="N", help="Keep the newest N versions.")
 @click.option(
     "--keep-every",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="K",
     help="Keep one of each K consecutive numbers: the first that is there.",
 )
@@ -127,11 +127,16 @@ def _show(report: Collection) -> None:
     for problem in report.problems:
         click.echo(problem, err=True)
     summary = f"{counted(len(report.deleted), 'version')} deleted, {readable_size(report.deleted_bytes)}"
+    if report.retired:
+        summary += f"; {counted(len(report.retired), 'version')} retired now"
+    if report.waiting:
+        first = min(version.until_ms for version in report.waiting)
+        summary += f"; {counted(len(report.waiting), 'version')} to be deleted, after {readable_time(first)}"
     click.echo(f"{report.model}: {summary}{' (dry run: nothing was changed)' if report.dry_run else ''}")
 
 
 def _why_it_waits(until_ms: int, readers: int) -> str:
-    who = f"{readers} readers" if readers else "the grace time"
+    who = counted(readers, "reader") if readers else "the grace time"
     return f"{who}, until {readable_time(until_ms)} at least"
 
 
@@ -151,7 +156,7 @@ def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> 
         print_json(memory.to_json())
     else:
         click.echo(
-            f"{model}: memory for {memory.images} of {memory.wanted} images, {readable_size(memory.image_bytes)} each"
+            f"{model}: memory for {memory.images} of {counted(memory.wanted, 'image')}, {readable_size(memory.image_bytes)} each"
         )
         if memory.images < memory.wanted:
             click.echo("there is no room for more: `weighbridge doctor` says what limits it", err=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from weighbridge._cli.output import print_json, print_table, readable_time
-from weighbridge._cli.parsing import comparisons, model_perhaps_at_version
+from weighbridge._cli.parsing import WholeNumber, comparisons, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._cli.tagging import approval_command, asked_text, protection_text
@@ -105,8 +105,8 @@ def versions_command(
     )
 
 
-def _check_keys(model: str, where: Sequence[str], versions: Iterable[Version]) -> None:
-    """Refuse comparisons of what none of these versions has. Raises InvalidArgument, which names what there is."""
+def _check_keys(model: str, where: Sequence[str], versions: Sequence[Version]) -> None:
+    """Refuse comparisons of what none of these versions has, or of numbers with texts. Raises InvalidArgument, which names what there is."""
     known = sorted({key for version in versions for key in version.metadata})
     unknown = [each.key for each in conditions(where) if each.key not in known]
     if unknown and known:
@@ -114,6 +114,14 @@ def _check_keys(model: str, where: Sequence[str], versions: Iterable[Version]) -
             f"no version of {model} has metadata called {unknown[0]!r}{did_you_mean(unknown[0], known)}",
             fix=f"compare {', '.join(known)}",
         )
+    for each in conditions(where):
+        found = [version.metadata[each.key] for version in versions if each.key in version.metadata]
+        ordered = each.comparison not in ("=", "!=") and isinstance(each.value, str)
+        if ordered and found and not any(isinstance(value, str) for value in found):
+            raise InvalidArgument(
+                f"{each.key} is {json.dumps(found[0])} in versions of {model}, and {each.value!r} is a text",
+                fix=f"compare it with a number: {each.key}{each.comparison}0.7",
+            )
 
 
 def _metadata_text(metadata: Metadata) -> str:
@@ -131,7 +139,7 @@ def _names_of(refs: Mapping[str, int], number: int) -> list[str]:
 def show_command(reference: Reference, with_tensors: bool, server: str, as_json: bool) -> None:
     """Show a model and one of its versions.
 
-    Without @VERSION it is the newest one.
+    Without @VERSION it is the newest that is not held; of versions that are all held the newest.
     """
     with _connect(server) as client:
         model = client.model(reference.model)
@@ -220,7 +228,7 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
 @click.command("watch", cls=Command)
 @click.argument("model")
 @click.option("--ref", default=REF_LIVE, show_default=True, help="Which ref to watch.")
-@click.option("--count", type=click.IntRange(min=1), help="End after so many versions.")
+@click.option("--count", type=WholeNumber(min=1), help="End after so many versions.")
 @client_options
 def watch_command(model: str, ref: str, count: int | None, server: str, as_json: bool) -> None:
     """Print each version that a ref comes to name.

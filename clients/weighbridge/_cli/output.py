@@ -102,5 +102,7 @@ def progress_bar(what: str, *, counted: bool = False) -> Iterator[Callable[[int,
 def readable_time(unix_ms: int) -> str:
     """A time for people, in the local time zone; ``-`` for one that has not come."""
     return (
-        datetime.fromtimestamp(unix_ms / 1000).astimezone().strftime("%Y-%m-%d %H:%M:%S") if unix_ms else "-"
+        datetime.fromtimestamp(unix_ms / 1000).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+        if unix_ms
+        else "-"
     )

@@ -107,6 +107,12 @@ def _misspelt(ctx: click.Context, param: click.Parameter) -> Iterator[None]:
         raise click.BadParameter(f"{error.message}: {error.fix}", ctx, param) from error
 
 
+class WholeNumber(click.IntRange):
+    """A whole number within bounds, called so where one is misspelt."""
+
+    name = "integer"
+
+
 class StoreLocation(click.Path):
     """The location of a store: a folder, or a URL of a kind that `weighbridge_storage.opening` knows.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighbridge._cli.output import print_json, progress_bar
-from weighbridge._cli.parsing import model_at_version, size
+from weighbridge._cli.parsing import WholeNumber, model_at_version, size
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from weighbridge._core.slices import TensorParallel
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
-_SIZE = click.IntRange(min=1)
-_RANK = click.IntRange(min=0)
+_SIZE = WholeNumber(min=1)
+_RANK = WholeNumber(min=0)
 
 
 def _layer_range(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, int] | None:

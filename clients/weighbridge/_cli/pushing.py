@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from weighbridge._cli.output import print_json, print_left_out, progress_bar
-from weighbridge._cli.parsing import key_values
+from weighbridge._cli.parsing import WholeNumber, key_values
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.resources import why_held
@@ -72,7 +72,7 @@ def _push_options(function: F) -> F:
     help="Turn block-quantised fp8 weights into this dtype, such as bf16.  [default: keep them as they are]",
 )
 @click.option(
-    "--step", type=click.IntRange(min=0), default=0, show_default=True, help="Recorded with the version."
+    "--step", type=WholeNumber(min=0), default=0, show_default=True, help="Recorded with the version."
 )
 @click.option(
     "--no-weight-map",
@@ -160,7 +160,7 @@ def _import_checkpoint(
 @click.command("push", cls=Command)
 @click.argument("hf_dir", type=_FOLDER)
 @click.argument("model")
-@click.option("--step", type=click.IntRange(min=0), required=True, help="Recorded with the version.")
+@click.option("--step", type=WholeNumber(min=0), required=True, help="Recorded with the version.")
 @click.option(
     "--run", default="default", show_default=True, help="Name of the training run, recorded as well."
 )

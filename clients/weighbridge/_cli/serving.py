@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from weighbridge._cli.parsing import StoreLocation, size, size_or
+from weighbridge._cli.parsing import StoreLocation, WholeNumber, size, size_or
 from weighbridge._cli.running import Command
 from weighbridge._core.text.extras import needs_extra
 
@@ -89,7 +89,7 @@ from weighbridge._core.text.extras import needs_extra
     "--lane-trust-uid",
     "lane_trust_uids",
     multiple=True,
-    type=click.IntRange(min=0),
+    type=WholeNumber(min=0),
     metavar="UID",
     help="A user, besides the service's own, whose trainers write weights to the service's memory themselves; can be given several times. "
     "Others push by gRPC. Who is lent memory for writing could change it later: trust whom you would let run as the service's user.",
@@ -272,7 +272,7 @@ def serve_command(
     metavar="FOLDER|s3://...",
     help="Where the service keeps versions.  [default: a folder in --dir]",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps.")
+@click.option("--steps", type=WholeNumber(min=1), default=3, show_default=True, help="Training steps.")
 @click.option(
     "--vllm",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

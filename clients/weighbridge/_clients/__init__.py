@@ -10,7 +10,6 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `transport`: what carries one client's weights.
 - `steps`: a call as steps without I/O.
 - `control_calls`, `push_calls`, `signature_calls`: calls of every client, of a push, and about signatures, as such steps.
-- `outages`: what is told of a service that cannot be reached.
 - `known_layouts`: layouts that the service need not send again.
 - `pushing`: the run of a push.
 - `delivery`: shards on their way, by memory that is lent and by gRPC.

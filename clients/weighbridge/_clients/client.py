@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -10,7 +12,6 @@ from typing import TYPE_CHECKING, Self
 
 from weighbridge._clients import control_calls, push_calls, signature_calls
 from weighbridge._clients.connection import Connection
-from weighbridge._clients.outages import Outage
 from weighbridge._clients.signature_calls import Signing
 from weighbridge._core.collection import Collection
 from weighbridge._core.layouts import TensorSpec
@@ -34,10 +35,16 @@ from weighbridge._signing.checking import Signed
 from weighbridge._signing.signer import Signer
 from weighbridge._signing.trust import Trusted
 from weighbridge._transport.credentials import Credentials
+from weighbridge._transport.outages import Outage
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
+
+_SLOW_SECONDS = 2.0
+"""After which a registration says what it waits for."""
 
 
 class Client:
@@ -124,11 +131,21 @@ class Client:
             InvalidArgument: its model type has no weight map and there are no ``tensors``, or a name or a file is wrong.
             FailedPrecondition: the model is registered already, with other tensors.
         """
-        return self._connection.run(control_calls.register_model(model, files, dtype, tensors, weight_map))
+        said = "%s is being registered: the first weight map of a model type takes a while to make"
+        telling = threading.Timer(_SLOW_SECONDS, log.warning, (said, model))
+        telling.daemon = True
+        if weight_map:
+            telling.start()
+        try:
+            return self._connection.run(
+                control_calls.register_model(model, files, dtype, tensors, weight_map)
+            )
+        finally:
+            telling.cancel()
 
-    def model(self, model: str) -> Model:
-        """One model. Raises NotFound."""
-        return self._connection.run(control_calls.get_model(model))
+    def model(self, model: str, *, retry_seconds: float | None = None) -> Model:
+        """One model; ``retry_seconds`` overrides the client's for this call. Raises NotFound."""
+        return self._connection.run(control_calls.get_model(model), retry_seconds=retry_seconds)
 
     def models(self) -> list[Model]:
         """All models, by name."""

@@ -15,6 +15,7 @@ from weighbridge._clients.transport import Transport
 from weighbridge._transport import rpc
 from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.credentials import Credentials
+from weighbridge._transport.outages import Outage
 from weighbridge.errors import ResourceExhausted, Unavailable
 
 T = TypeVar("T")
@@ -79,8 +80,8 @@ class Connection(Transport):
                 for response in call:
                     self.addresses.answered(address)
                     yield response
-        except Unavailable:
-            self.addresses.failed(address)
+        except Unavailable as error:
+            self.addresses.failed(address, error)
             raise
         finally:
             if call is not None:
@@ -107,7 +108,7 @@ class Connection(Transport):
 
     def _call(self, call: Call, at: str | None, seconds: float) -> bytes:
         """Make a call that is safe to repeat until it is answered."""
-        backoff = Backoff(seconds)
+        backoff, outage = Backoff(seconds), Outage(at or str(self.addresses))
         while True:
             address = at or self.addresses.current
             try:
@@ -115,16 +116,18 @@ class Connection(Transport):
                     method: Callable[..., bytes] = rpc.in_parts(self._channel(address), call.path)
                     found = method(call.request, timeout=call.seconds)
                 self.addresses.answered(address)
+                outage.over()
                 return found
             except (Unavailable, ResourceExhausted) as error:
                 if self._closed:
                     raise
-                if isinstance(error, Unavailable) and self.addresses.failed(address) and at is None:
+                if isinstance(error, Unavailable) and self.addresses.failed(address, error) and at is None:
                     continue
                 retry = backoff.after_error(error, time.monotonic(), random.random())
                 if retry is None:
                     raise
-            backoff = retry.backoff
+                backoff = retry.backoff
+                outage.failed(error, backoff.left(time.monotonic()))
             with self._ending_when_closed():
                 rpc.connect_within(self._channel(at or self.addresses.current), retry.pause)
 
@@ -133,7 +136,7 @@ class Connection(Transport):
         """Raise Unavailable where grpc has its own word for a channel that was closed meanwhile."""
         try:
             yield
-        except ValueError as error:
+        except ValueError:
             if not self._closed:
                 raise
-            raise Unavailable("the client has been closed") from error
+            raise Unavailable("the client has been closed") from None

@@ -47,6 +47,7 @@ from weighbridge.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
+    Unavailable,
     WeighbridgeError,
 )
 from weighbridge.v1 import model_service_pb2 as pb
@@ -464,8 +465,11 @@ class Watch:
             now: seconds of the monotonic clock.
             jitter: from 0 to 1.
         """
-        retry = None if closed else self.backoff.after_failure(now, jitter)
-        if retry is None:
+        if isinstance(error, Unavailable) and not any(self.last):
+            retry = self.backoff.after_error(error, now, jitter)
+        else:  # what has been there will be there again
+            retry = self.backoff.after_failure(now, jitter)
+        if closed or retry is None:
             raise error
         return retry.pause, replace(self, backoff=retry.backoff)
 

@@ -11,6 +11,8 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.resources import Version
 from weighbridge._core.slices import Boxes
+from weighbridge._core.text.counts import counted
+from weighbridge._core.text.sizes import readable_size
 from weighbridge._formats.tensor_stream import written_as
 from weighbridge.errors import LayoutError
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     FilledTensors = Callable[[Callable[[int], torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Filled:
     """What a pull has filled.
 
@@ -39,6 +41,12 @@ class Filled:
     cast: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        others = {"cast": self.cast, "missing": self.missing, "unexpected": self.unexpected}
+        counts = "".join(f", {len(names)} {what}" for what, names in others.items() if names)
+        what = f"{counted(len(self.tensors), 'tensor')}, {readable_size(self.nbytes)}{counts}"
+        return f"<Filled from {self.version.model}@{self.version.number}: {what}>"
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,15 @@ def fit(
         offsets[shard.tensor] = shard.box.offset
         spec = plan.layout.tensors[shard.tensor]
         slices[shard.tensor] = TensorSpec(shard.tensor, spec.dtype, shard.box.extent)
-    held = torch_shards(target, slices, cast=cast, whole=strict, others=not strict, filled=True)
+    held = torch_shards(
+        target,
+        slices,
+        cast=cast,
+        whole=strict,
+        others=not strict,
+        filled=True,
+        of=f"{plan.version.model}@{plan.version.number}",
+    )
     if isinstance(target, torch.nn.Module):
         check_not_copied(target, held)
     by_name = {

@@ -22,6 +22,7 @@ from weighbridge._core.resources import Version
 from weighbridge._core.striping import Striping
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.shortening import shortened
 from weighbridge._formats.gathered_shards import OpenPassing
 from weighbridge._formats.push_counts import PlacedPart, PushCounts
 from weighbridge._formats.push_sources import OpenSource, StagingPool, StreamSource
@@ -43,6 +44,8 @@ _NAMED_IN_REPORT, _NAMED_IN_LOG = 20, 5
 """Most tensors with non-finite elements that are named."""
 _TELL_SECONDS = 5.0
 """How long a rank that is refused tries to tell the others."""
+_MOST_REASON = 400
+"""Characters of a reason that the other ranks are told."""
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
 
@@ -172,7 +175,10 @@ class Pusher:
         except (VersionFailed, AlreadyExists):  # they have been told; the rank takes part by another process
             pass
         except WeighbridgeError as untold:
-            log.warning("%s: the other ranks could not be told: %s", opening.model, untold.message)
+            if untold.message != str(
+                getattr(error, "message", "")
+            ):  # what is refused is the opening: each of them learns of it by itself
+                log.warning("%s: the other ranks could not be told: %s", opening.model, untold.message)
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed."""
@@ -335,4 +341,4 @@ def _messages(
 def _in_a_line(what: str, error: BaseException) -> str:
     """What is told to those who wait for a rank."""
     said = (error.message, *error.details) if isinstance(error, WeighbridgeError) else (repr(error),)
-    return " ".join(f"{what}: {'; '.join(said)}".split())[:300]
+    return shortened(" ".join(f"{what}: {'; '.join(said)}".split()), _MOST_REASON)

@@ -108,7 +108,9 @@ class RestoringClient(Client):
 
         meant = Reference.of(model, version, REF_LATEST)
         with self._tensors(meant.model) as tensors, torch.no_grad():
-            held = torch_shards(state_dict_or_module, tensors, whole=strict, others=not strict, filled=True)
+            held = torch_shards(
+                state_dict_or_module, tensors, whole=strict, others=not strict, filled=True, of=meant.model
+            )
             if held.unknown and not held.tensors:
                 raise LayoutError(
                     f"{meant.model} has none of the {counted(len(held.unknown), 'tensor')} that are to be restored",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -31,6 +32,8 @@ from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 
 class TrainerClient(RestoringClient):
@@ -96,6 +99,7 @@ class TrainerClient(RestoringClient):
         """
         folder = Path(hf_dir)
         files = hf_folder.side_files(folder)
+        _tell_of_tokenizer(model, folder, files)
         specs: Iterable[TensorSpec] = ()
         if tensors is not None:
             from weighbridge._formats.torch_state import tensor_specs
@@ -170,7 +174,7 @@ class TrainerClient(RestoringClient):
 
         Args:
             model: ``namespace/name``, registered before.
-            state_dict_or_module: a module, of which the ``state_dict()`` is taken; a state dict; or pairs of name and tensor. Tensors are
+            state_dict_or_module: a module, of which the ``state_dict()`` is taken, without LoRA adapters that peft has merged; a state dict; or pairs of name and tensor. Tensors are
                 DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
             step: the training step.
             rank: this rank; by default torch.distributed's, or 0.
@@ -196,7 +200,9 @@ class TrainerClient(RestoringClient):
         with self._tensors(model) as tensors:
             with self._pusher.telling(opening, rank):
                 say(opening, options)
-                shards = torch_shards(state_dict_or_module, tensors, cast=cast, whole=world_size == 1)
+                shards = torch_shards(
+                    state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
+                )
                 opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
             source = self._source_of(shards.tensors)
             return self._pusher.push(opening, rank, shards.layout, TensorSpace.HUGGING_FACE, source)
@@ -308,6 +314,7 @@ class TrainerClient(RestoringClient):
         if dtype is not None and not dtype.is_float:
             raise InvalidArgument(f"fp8 weights cannot become {dtype}", fix="use bf16, fp16 or fp32")
         files = hf_folder.side_files(Path(hf_dir))
+        _tell_of_tokenizer(model, hf_dir, files)
         weights = FolderWeights.read(Path(hf_dir), files["config.json"], dequantize=dtype)
         files["config.json"] = weights.config_json
         self.register_files(model, files, "", weights.layout.tensors.values(), weight_map=weight_map)
@@ -400,3 +407,8 @@ class TrainerClient(RestoringClient):
         """Wait until what was pushed has arrived or failed, then close the connection."""
         self._pusher.close()
         super().close()
+
+
+def _tell_of_tokenizer(model: str, folder: str | Path, files: Iterable[str]) -> None:
+    if not hf_folder.has_tokenizer(files):
+        log.warning("%s: %s has no tokenizer: engines that need one will not find it here", model, folder)

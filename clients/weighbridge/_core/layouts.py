@@ -105,7 +105,8 @@ class Layout:
             if not shard.box.fits(found.shape):
                 raise LayoutError(
                     f"a box with offset {list(shard.box.offset)[:MAX_RANK]} and extent "
-                    f"{list(shard.box.extent)[:MAX_RANK]} does not fit into {found}"
+                    f"{list(shard.box.extent)[:MAX_RANK]} does not fit into {found}",
+                    fix="name one offset and one extent for each axis, in elements, whose sums are within the shape",
                 )
             nbytes = shard.box.volume * found.dtype.itemsize
             placements.append(Placement(shard, STREAM, offset, nbytes))

@@ -138,6 +138,16 @@ class Version(JsonValue):
         return f"{self.model}@{self.number} ({self.state.value}{held}, step {self.step})"
 
 
+def why_failed(version: Version) -> str:
+    """That a version was given up, and why, as a sentence."""
+    named = f"{version.model}@{version.number}"
+    return (
+        version.error
+        if version.error.startswith(named)
+        else f"{named} (step {version.step}) failed: {version.error}"
+    )
+
+
 def why_held(version: Version) -> str:
     """What a version that is held is held for, and what can be done about it, as a sentence."""
     count = version.nonfinite_elements

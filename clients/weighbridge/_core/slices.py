@@ -58,6 +58,9 @@ class TensorParallel:
         vocab_multiple: 1 leaves the vocabulary to the model's own plan. A larger one is for engines whose embedding and
             output layer are vocabulary-parallel: both are padded with rows of zeros to a multiple of it, and then cut.
             64 in vLLM and SGLang.
+
+    Raises:
+        InvalidArgument: a rank does not exist, layers are out of order, or the multiple is none.
     """
 
     size: int
@@ -66,12 +69,7 @@ class TensorParallel:
     layers: tuple[int, int] | None = field(default=None, kw_only=True)
     vocab_multiple: int = field(default=1, kw_only=True)
 
-    def check(self) -> None:
-        """Refuse what fits no model.
-
-        Raises:
-            InvalidArgument: a rank does not exist, layers are out of order, or the multiple is none.
-        """
+    def __post_init__(self) -> None:
         _check_rank("tensor-parallel", self.size, self.rank)
         if self.experts is not None:
             _check_rank("expert-parallel", self.experts.size, self.experts.rank)

@@ -8,6 +8,8 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.errors`.
 - `dequantizing`: block-quantised weights as floating-point ones.
 - `megatron_state`: the shards of a ``sharded_state_dict``.
 - `torch_state`: the tensors of a torch state dict that has Hugging Face's names.
+- `misfits`: what is wrong with the tensors that are given.
+- `peft_models`: models that peft has given adapters.
 - `gathered_shards`: shares of whole tensors that all ranks are given one after another.
 - `passing_chunks`: chunks of a stream whose shards pass by.
 - `memory_forms`: tensors that are stacked, merged or renamed in memory.

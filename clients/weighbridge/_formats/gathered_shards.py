@@ -16,10 +16,17 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.text.counts import counted
-from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats.memory_forms import TensorForms
+from weighbridge._formats.misfits import Misfit, check_prefix, told
 from weighbridge._formats.tensor_stream import written_as
-from weighbridge._formats.torch_state import NAMED, check_cast, check_merged, mismatch, model_form
+from weighbridge._formats.torch_state import (
+    NAMED,
+    check_cast,
+    check_merged,
+    misfit,
+    model_form,
+    unknown_names,
+)
 from weighbridge.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -98,7 +105,7 @@ class GatheredShards:
         self._cast = cast
         self._casts: dict[str, bool] = {}
         self._found: set[str] = set()
-        self._problems: list[str] = []
+        self._problems: list[Misfit] = []
         self._ties = _Ties(model, rank, ranks)
 
     @property
@@ -122,27 +129,33 @@ class GatheredShards:
             case (str(name), value):
                 yield from self._taken(name, value)
             case _:
-                self._problems.append(f"a {type(given).__name__} is no pair of a name and a tensor")
+                self._problems.append(Misfit(f"a {type(given).__name__} is no pair of a name and a tensor"))
 
     def _taken(self, given_name: str, value: Any) -> Iterator[Passing]:
         import torch
 
         form = model_form(given_name, self._model)
         if not isinstance(value, torch.Tensor):
-            self._problems.append(f"{given_name} is a {type(value).__name__}, not a tensor")
+            self._problems.append(Misfit(f"{given_name} is a {type(value).__name__}, not a tensor"))
         elif hasattr(value, "full_tensor"):
+            alike = "DTensors, whose shards push_state_dict takes as they are"
             self._problems.append(
-                f"{given_name} is a DTensor, whose shards push_state_dict takes as they are"
+                Misfit(
+                    f"{given_name} is a DTensor, whose shards push_state_dict takes as they are",
+                    f"are {alike}",
+                    given_name,
+                )
             )
         elif value.is_meta:
-            self._problems.append(f"{given_name} is on the meta device, and has no data")
+            alike = "on the meta device, and without data"
+            self._problems.append(Misfit(f"{given_name} is {alike}", f"are {alike}", given_name))
         elif form is None:
             self._ties.unknown(given_name, value)
         elif not self._found.isdisjoint(form.tensors):
-            self._problems.append(f"{form.name} is given twice")
+            self._problems.append(Misfit(f"{form.name} is given twice"))
         else:
             self._found.update(form.tensors)
-            problem = mismatch(form, tuple(value.shape), value.dtype, self._cast)
+            problem = misfit(form, tuple(value.shape), value.dtype, self._cast)
             if problem:
                 self._problems.append(problem)
                 return
@@ -166,15 +179,15 @@ class GatheredShards:
         problems = self._problems
         names = self._ties.unmatched()
         check_merged(names)
+        check_prefix(names, self._model)
+        problems += unknown_names(names, self._model)
         problems += [
-            f"{name}: the model has no such tensor{did_you_mean(name, self._model) if index < NAMED else ''}"
-            for index, name in enumerate(names)
+            Misfit(f"{spec} is missing") for name, spec in self._model.items() if name not in self._found
         ]
-        problems += [f"{spec} is missing" for name, spec in self._model.items() if name not in self._found]
         if problems:
             raise LayoutError(
                 f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
-                details=problems[:NAMED],
+                details=told(problems)[:NAMED],
                 fix="give what the model's safetensors files hold, by the same names and in the same shapes, whole, and nothing else",
             )
 

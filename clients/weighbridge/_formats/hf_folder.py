@@ -30,6 +30,10 @@ def side_files(folder: Path) -> dict[str, bytes]:
         NotFound: no such folder, or no ``config.json`` in it.
         InvalidArgument: a file is larger than `MAX_SIDE_FILE_BYTES`.
     """
+    if not folder.is_dir():
+        raise NotFound(
+            f"there is no folder {folder}", fix="name one that model.save_pretrained() has written"
+        )
     if not (folder / "config.json").is_file():
         raise NotFound(
             f"there is no config.json in {folder}",
@@ -45,6 +49,14 @@ def side_files(folder: Path) -> dict[str, bytes]:
                 )
             found[path.name] = path.read_bytes()
     return found
+
+
+def has_tokenizer(files: Iterable[str]) -> bool:
+    """Whether files with these names are, or make, a tokenizer."""
+    return any(
+        name.startswith(("tokeniz", "vocab", "merges", "tekken")) or name.endswith((".model", ".tiktoken"))
+        for name in files
+    )
 
 
 def write_hf_folder(

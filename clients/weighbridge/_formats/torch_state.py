@@ -12,9 +12,10 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.suggestions import did_you_mean
-from weighbridge._formats import zero3
+from weighbridge._formats import peft_models, zero3
 from weighbridge._formats.dtensors import local_shards, local_tensor
 from weighbridge._formats.memory_forms import Form, TensorForms
+from weighbridge._formats.misfits import Misfit, check_prefix, told
 from weighbridge._formats.tensor_stream import cast_of
 from weighbridge.errors import InvalidArgument, LayoutError
 
@@ -71,6 +72,7 @@ def torch_shards(
     whole: bool = False,
     others: bool = False,
     filled: bool = False,
+    of: str = "the model",
 ) -> TorchShards:
     """Find the model's tensors in a state dict.
 
@@ -85,15 +87,20 @@ def torch_shards(
         others: whether there may be names that the model does not have.
         filled: whether the tensors take what the model has, instead of giving what it gets. Copies that this rank holds besides its shards,
             as ZeRO-3 keeps them of small parameters, are among them then.
+        of: what is said of the model in errors: its name.
 
     Raises:
         InvalidArgument: ``state`` or ``cast`` is none of these.
         LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters are not merged.
     """
+    import torch
+
     check_cast(cast)
+    if filled and isinstance(state, torch.nn.Module) and peft_models.has_adapters(state):
+        raise LayoutError("the module has LoRA adapters already", fix="fill the model before peft adds them")
     entries = list(_entries(state))
     check_merged([name for name, _ in entries])
-    reader = _Reader(TensorForms.of(model), cast, filled)
+    reader = _Reader(TensorForms.of(model), cast, filled, of)
     for name, value in entries:
         reader.read(name, value)
     return reader.shards(whole=whole, others=others)
@@ -178,15 +185,16 @@ def check_not_copied(module: torch.nn.Module, shards: TorchShards) -> None:
 class _Reader:
     """Reads the entries of a state dict, and collects what is wrong with them."""
 
-    def __init__(self, model: TensorForms, cast: str, filled: bool) -> None:
+    def __init__(self, model: TensorForms, cast: str, filled: bool, of: str) -> None:
         self._model = model
+        self._of = of
         self._cast = cast
         self._filled = filled
         self._found: set[str] = set()
         self._given: dict[str, torch.Tensor] = {}
         self._unknown: list[tuple[str, Any]] = []
         self._shards: list[tuple[Shard, torch.Tensor]] = []
-        self._problems: list[str] = []
+        self._problems: list[Misfit] = []
 
     def read(self, given_name: str, value: Any) -> None:
         """Read one entry."""
@@ -196,23 +204,24 @@ class _Reader:
         if form is None:
             self._unknown.append((given_name, value))
         elif not isinstance(value, torch.Tensor):
-            self._problems.append(f"{given_name} is a {type(value).__name__}, not a tensor")
+            self._problems.append(Misfit(f"{given_name} is a {type(value).__name__}, not a tensor"))
         elif not self._found.isdisjoint(form.tensors):
-            self._problems.append(f"{form.name} is given twice")
+            self._problems.append(Misfit(f"{form.name} is given twice"))
         else:
             self._found.update(form.tensors)
             self._given[form.name] = value
             shape = shape_of(value)
-            problem = mismatch(form, shape, value.dtype, self._cast, filled=self._filled)
+            problem = misfit(form, shape, value.dtype, self._cast, filled=self._filled)
             if value.is_meta:
-                problem = f"{form.name} is on the meta device, and has no data"
+                alike = "on the meta device, and without data"
+                problem = Misfit(f"{form.name} is {alike}", f"are {alike}", form.name)
             if problem:
                 self._problems.append(problem)
                 return
             try:
                 held = shards_of(value)
             except LayoutError as error:
-                self._problems.append(f"{form.name}: {error.message}")
+                self._problems.append(Misfit(f"{form.name}: {error.message}"))
                 return
             copy = zero3.gathered_copy(value) if self._filled and zero3.is_partitioned(value) else None
             if copy is not None:
@@ -228,7 +237,7 @@ class _Reader:
         """What was read. Raises LayoutError if anything is wrong with it."""
         import torch
 
-        problems, unknown = self._problems, []
+        problems, unknown, foreign = self._problems, [], []
         known = {memory_of(tensor) for tensor in self._given.values()}
         for name, value in self._unknown:
             if isinstance(value, torch.Tensor) and (name.endswith("inv_freq") or memory_of(value) in known):
@@ -237,22 +246,24 @@ class _Reader:
             if others:
                 continue
             if not isinstance(value, torch.Tensor):
-                problems.append(f"{name} is a {type(value).__name__}, not a tensor")
+                problems.append(Misfit(f"{name} is a {type(value).__name__}, not a tensor"))
             else:
-                nearest = did_you_mean(name, self._model) if len(problems) < NAMED else ""
-                problems.append(f"{name}: the model has no such tensor{nearest}")
+                foreign.append(name)
+        check_prefix(foreign, self._model)
+        problems += unknown_names(foreign, self._model)
         absent = [name for name in self._model if name not in self._found]
         if whole:
-            problems += [f"{self._model[name]} is missing" for name in absent]
+            problems += [Misfit(f"{self._model[name]} is missing") for name in absent]
         if problems:
-            for_casts = all(_NOT_ALLOWED in each or _NOT_EXACT in each for each in problems)
+            for_casts = all(_NOT_ALLOWED in each.text or _NOT_EXACT in each.text for each in problems)
             raise LayoutError(
-                f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
-                details=problems[:NAMED],
+                f"the tensors are not as {self._of} has them, in {counted(len(problems), 'entry', 'entries')}",
+                details=told(problems)[:NAMED],
                 fix=f"cast='allow' casts them{'; ' + _ASKS if self._filled else ', and the report says how many'}"
                 if for_casts
-                else "give what the model's safetensors files hold, by the same names and in the same shapes, and nothing else"
-                + ("; strict=False fills what both have" if self._filled else ""),
+                else f"fill a model that is built from the config.json of {self._of}; strict=False fills what both have"
+                if self._filled
+                else "give what the model's safetensors files hold, by the same names and in the same shapes, and nothing else",
             )
         names = dict.fromkeys(shard.tensor for shard, _ in self._shards)
         layout = Layout.stream([self._model[name] for name in names], [shard for shard, _ in self._shards])
@@ -301,7 +312,10 @@ def _entries(state: Any) -> Iterator[tuple[str, Any]]:
     import torch
 
     if isinstance(state, torch.nn.Module):
-        state = zero3.partitioned_state(state) or state.state_dict()
+        entries = zero3.partitioned_state(state) or state.state_dict()
+        state = (
+            peft_models.merged_entries(state, entries.items()) if peft_models.has_adapters(state) else entries
+        )
     pairs = state.items() if isinstance(state, Mapping) else state
     # a tensor's rows are no pairs
     for pair in pairs if isinstance(pairs, Iterable) and not isinstance(pairs, torch.Tensor) else [pairs]:
@@ -321,38 +335,65 @@ def check_cast(cast: str) -> None:
         raise InvalidArgument(f"cast={cast!r} is not known", fix="use one of " + ", ".join(map(repr, CASTS)))
 
 
-def check_merged(names: Iterable[str]) -> None:
-    """Refuse LoRA adapters. Raises LayoutError, which names them."""
+def check_merged(names: Iterable[str], fix: str = peft_models.RECIPE) -> None:
+    """Refuse LoRA adapters, of which names do not say whether they are merged. Raises LayoutError, which names them."""
     adapters = [name for name in names if not _ADAPTERS.isdisjoint(name.split("."))]
     if adapters:
         raise LayoutError(
             counted(len(adapters), "tensor belongs", "tensors belong")
             + " to LoRA adapters, or to layers that have one",
             details=adapters[:NAMED],
-            fix="merge them first: pass what peft's model.merge_and_unload() returns",
+            fix=fix,
         )
+
+
+def unknown_names(names: Sequence[str], model: Collection[str]) -> Iterator[Misfit]:
+    """What is said of names that a model does not have; of the first ones, which of its own is probably meant, each of those once."""
+    meant: set[str] = set()
+    for index, name in enumerate(names):
+        nearest = did_you_mean(name, model) if index < NAMED else ""
+        yield Misfit(f"{name}: the model has no such tensor{'' if nearest in meant else nearest}")
+        meant.add(nearest)
 
 
 def mismatch(
     form: Form, shape: Sequence[int], dtype: torch.dtype, cast: str, *, filled: bool = False
 ) -> str | None:
+    """As `misfit`, in words."""
+    found = misfit(form, shape, dtype, cast, filled=filled)
+    return None if found is None else found.text
+
+
+def misfit(
+    form: Form, shape: Sequence[int], dtype: torch.dtype, cast: str, *, filled: bool = False
+) -> Misfit | None:
     """What keeps a tensor of this shape and dtype from being this one of the model; None if nothing does.
 
     ``filled`` is whether the tensor takes what the model has, instead of giving what it gets.
     """
     if tuple(shape) == (0,) and 0 not in form.shape:
-        return f"{form.name} is empty, and the model has {form}; of a model that ZeRO-3 has partitioned, give the module itself"
+        why = "of a model that ZeRO-3 has partitioned, give the module itself"
+        return Misfit(
+            f"{form.name} is empty, and the model has {form}; {why}",
+            f"are empty, and the model's are not; {why}",
+            form.name,
+        )
     if tuple(shape) != form.shape and not form.is_swapped(shape):
-        return f"{form.name} is {list(shape)}, and the model has {form}"
+        return Misfit(f"{form.name} is {list(shape)}, and the model has {form}")
+
+    def of_dtype(because: str, spec: TensorSpec) -> Misfit:
+        what = f"{dtype}, {because}, and the model has"
+        return Misfit(f"{form.name} is {what} {spec}", f"are {what} {spec.dtype}", form.name)
+
     for spec in {member.spec.dtype: member.spec for member in form.members}.values():
         if cast_of(spec, dtype) != spec.dtype.torch:
-            return f"{form.name} is {dtype}, which is not cast, and the model has {spec}"
+            return of_dtype("which is not cast", spec)
         if cast == NEVER and dtype != spec.dtype.torch:
-            return f"{form.name} is {dtype}, {_NOT_ALLOWED}, and the model has {spec}"
+            return of_dtype(_NOT_ALLOWED, spec)
         if cast == EXACT and dtype != spec.dtype.torch:
             own = dtypes.from_torch(dtype)
             if not (spec.dtype.widens_to(own) if filled else own.widens_to(spec.dtype)):
-                return f"{form.name} is {dtype}, {_NOT_EXACT}, and the model has {spec}"
+                return of_dtype(_NOT_EXACT, spec)
     return None
 
 

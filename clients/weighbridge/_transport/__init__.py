@@ -6,6 +6,7 @@ May import: `_core`, `weighbridge.errors`, `weighbridge.v1`.
 - `credentials`: by what a client knows the service, and is known.
 - `rpc`: channels, deadlines, and errors as they were raised on the other side.
 - `backoff`: pauses between tries.
+- `outages`: what is told of a service that cannot be reached.
 - `wire`: the vocabulary as protobuf messages and back.
 - `pieces`: messages that carry weights, with one copy.
 - `request_parts`: large requests in several messages.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Sequence
 
-from weighbridge.errors import InvalidArgument
+from weighbridge.errors import InvalidArgument, Unavailable
 
 _PORT = 50051
 DEFAULT_SERVER = f"127.0.0.1:{_PORT}"
@@ -34,6 +35,7 @@ class Addresses:
         self._lock = threading.Lock()
         self._current = 0
         self._failed: set[str] = set()
+        self._answered: set[str] = set()
 
     @staticmethod
     def of(server: str | None) -> Addresses:
@@ -51,16 +53,28 @@ class Addresses:
 
     def answered(self, address: str) -> None:
         """Note that an address can be reached."""
-        if self._failed:
+        if self._failed or address not in self._answered:
             with self._lock:
                 self._failed.clear()
+                self._answered.add(address)
 
-    def failed(self, address: str) -> bool:
+    def failed(self, address: str, error: Unavailable | None = None) -> bool:
         """Note that an address cannot be reached: the next one is in use from now on.
+
+        Args:
+            address: which one.
+            error: says why. That it may not help to try again is no longer said where it may: the address has answered before, or there is
+                another one.
 
         Returns:
             Whether that one has not failed as well since something answered: it is worth trying at once.
         """
+        hopeful = self._fail(address)
+        if error is not None and (hopeful or address in self._answered):
+            error.worth_retrying = math.inf
+        return hopeful
+
+    def _fail(self, address: str) -> bool:
         if address not in self.all:  # a replica that the service has named
             return False
         with self._lock:

@@ -5,6 +5,7 @@ It neither sleeps nor reads a clock, so that blocking and asyncio clients decide
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from weighbridge._core.pauses import Pauses
@@ -23,12 +24,14 @@ class Backoff:
         longest: longest pause, in seconds.
         tries: how often it has failed since it last succeeded.
         failing_since: moment of the first of these failures, by a monotonic clock, in seconds.
+        doubtful_since: moment since which each has said that it may not help to try again; infinite if the last one has not.
     """
 
     seconds: float
     longest: float = 3.0
     tries: int = 0
     failing_since: float = 0.0
+    doubtful_since: float = math.inf
 
     def renewed(self) -> Backoff:
         """After a success."""
@@ -56,7 +59,18 @@ class Backoff:
         """
         if isinstance(error, ResourceExhausted) and error.retry_after is not None:
             return self.after_failure(now, jitter, at_least=error.retry_after)
-        return self.after_failure(now, jitter) if isinstance(error, Unavailable | DataLoss) else None
+        if not isinstance(error, Unavailable | DataLoss):
+            return None
+        retry = self.after_failure(now, jitter)
+        worth = error.worth_retrying if isinstance(error, Unavailable) else math.inf
+        since = math.inf if worth == math.inf else min(self.doubtful_since, now) if self.tries else now
+        if retry is None or now + retry.pause > since + worth:
+            return None
+        return replace(retry, backoff=replace(retry.backoff, doubtful_since=since))
+
+    def left(self, now: float) -> float:
+        """Seconds for which it is tried again, `now` by the clock of the failures."""
+        return max(self.failing_since + self.seconds - now, 0.0) if self.tries else self.seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from weighbridge._transport import bulk_entry, rpc
 from weighbridge._transport.addresses import Addresses
 from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.credentials import NONE, Credentials
+from weighbridge._transport.outages import Outage
 from weighbridge._transport.pieces import Carried
 from weighbridge.errors import DataLoss, DeadlineExceeded, InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
@@ -116,7 +117,9 @@ class Connections:
                 if self.closed:
                     raise
                 if not self.addresses.failed(server):
-                    raise Unavailable(error.message, fix=error.fix) from error
+                    if isinstance(error, Unavailable):
+                        raise
+                    raise Unavailable(error.message, fix=error.fix) from None
                 server = self.addresses.current
 
     def renew(self) -> None:
@@ -163,8 +166,9 @@ class StreamReceiver:
         retry_seconds: float,
     ) -> None:
         count = calls_for(nbytes, connections.most)
+        outage = Outage(str(connections.addresses))
         self._parts = [
-            _Part(open_at, connections, Striping(count, index), on_header, retry_seconds)
+            _Part(open_at, connections, Striping(count, index), on_header, retry_seconds, outage)
             for index in range(count)
         ]
 
@@ -213,12 +217,14 @@ class _Part:
         striping: Striping,
         on_header: OnHeader,
         retry_seconds: float,
+        outage: Outage,
     ) -> None:
         self._open_at: Callable[[Way, Striping, int], Iterable[Carried[Any]]] = open_at
         self._connections = connections
         self._asked = self._striping = striping
         self._on_header = on_header
         self._retry_seconds = retry_seconds
+        self._outage = outage
         self._changed = threading.Condition()
         self._received: deque[memoryview] = deque()
         self._error: BaseException | None = None
@@ -246,6 +252,7 @@ class _Part:
                         position = self._striping.after(position + len(data))
                         if data:
                             backoff = backoff.renewed()
+                            self._outage.over()
                         yield data
                 if position < total or total < 0:
                     raise DataLoss(f"the stream ended after {position} of {total} bytes")
@@ -256,16 +263,17 @@ class _Part:
                 if self._stopped:
                     raise _Stopped from None
                 if self._connections.closed:
-                    raise Unavailable("the client has been closed") from error
+                    raise Unavailable("the client has been closed") from None
                 if not isinstance(error, WeighbridgeError):
                     raise
+                if isinstance(error, Unavailable):
+                    self._connections.addresses.failed(server, error)
                 retry = backoff.after_error(error, time.monotonic(), random.random())
                 if retry is None:
                     raise
                 backoff = retry.backoff
+                self._outage.failed(error, backoff.left(time.monotonic()))
                 self._connections.renew()
-                if isinstance(error, Unavailable):
-                    self._connections.addresses.failed(server)
                 self._wait(retry.pause)
 
     def _wait(self, seconds: float) -> None:

@@ -74,6 +74,8 @@ _HTTP1 = ("http1.x server", "Failed parsing HTTP/2")
 """What gRPC says of a port that answers in HTTP/1."""
 _TLS = (("handshake failed",), ("failed to connect", "Socket closed"))
 """What gRPC says where one side speaks TLS and the other does not, or one does not trust the other."""
+_TLS_SECONDS = 3.0
+"""For how long it is tried again then: a proxy whose service is being started looks the same."""
 _HEALTH = "/grpc.health.v1.Health/Check"
 
 T = TypeVar("T")
@@ -149,7 +151,7 @@ def translated_errors(server: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise _translate(error, server) from error
+        raise _translate(error, server) from None  # it says all that this one does
 
 
 def _translate(error: Any, server: str) -> WeighbridgeError:
@@ -171,12 +173,14 @@ def _translate(error: Any, server: str) -> WeighbridgeError:
         return Unavailable(
             f"what answers at {server} speaks HTTP, not gRPC",
             fix="name the service's gRPC port, which is 50051 if --grpc has not set another; its first line names both",
+            worth_retrying=0.0,
         )
     if code is grpc.StatusCode.UNAVAILABLE and any(all(s in text for s in signs) for signs in _TLS):
         return Unavailable(
             f"the service at {server} cannot be reached: the two sides do not agree on TLS: {text}",
             fix=f"say who has issued its certificate with {CA_VARIABLE}, a file or {SYSTEM}, if it speaks TLS, and unset that if not; "
             f"if it asks for a certificate, show one ({CERTIFICATE_VARIABLE}, {KEY_VARIABLE})",
+            worth_retrying=_TLS_SECONDS,
         )
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(

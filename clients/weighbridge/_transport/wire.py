@@ -137,7 +137,6 @@ def request_to_proto(request: LayoutRequest) -> weight_service_pb2.LayoutRequest
 
 
 def _parallel_to_proto(request: TensorParallel) -> weight_service_pb2.TensorParallel:
-    request.check()
     message = weight_service_pb2.TensorParallel(size=request.size, rank=request.rank)
     if request.experts is not None:
         experts = request.experts

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Self
 
 from weighbridge._clients import control_calls
 from weighbridge._clients.known_layouts import KnownLayouts
-from weighbridge._clients.outages import Outage
 from weighbridge._clients.transport import Transport
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LIVE, Model, Version, VersionState
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._transport.credentials import Credentials
+from weighbridge._transport.outages import Outage
 from weighbridge.aio.connection import AsyncConnection
 from weighbridge.aio.pulls import AsyncPull, Carrier
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError

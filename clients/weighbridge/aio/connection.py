@@ -16,6 +16,7 @@ from weighbridge._transport import rpc
 from weighbridge._transport.addresses import Addresses
 from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.credentials import Credentials
+from weighbridge._transport.outages import Outage
 from weighbridge.aio.threads import Threads
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
@@ -77,8 +78,8 @@ class AsyncConnection:
                 async for response in responses:
                     self.addresses.answered(address)
                     yield response
-        except Unavailable:
-            self.addresses.failed(address)
+        except Unavailable as error:
+            self.addresses.failed(address, error)
             raise
 
     def stop(self) -> None:
@@ -113,7 +114,7 @@ class AsyncConnection:
         return None
 
     async def _call(self, call: Call) -> bytes:
-        backoff = Backoff(self.retry_seconds)
+        backoff, outage = Backoff(self.retry_seconds), Outage(str(self.addresses))
         while True:
             address = self.addresses.current
             try:
@@ -121,16 +122,18 @@ class AsyncConnection:
                 with self._begun(address, method, call.request, call.seconds) as response:
                     found = bytes(await response)
                 self.addresses.answered(address)
+                outage.over()
                 return found
             except (Unavailable, ResourceExhausted) as error:
                 if self.closed:
                     raise
-                if isinstance(error, Unavailable) and self.addresses.failed(address):
+                if isinstance(error, Unavailable) and self.addresses.failed(address, error):
                     continue
                 retry = backoff.after_error(error, time.monotonic(), random.random())
                 if retry is None:
                     raise
-            backoff = retry.backoff
+                backoff = retry.backoff
+                outage.failed(error, backoff.left(time.monotonic()))
             await asyncio.sleep(retry.pause)
 
     @contextmanager

@@ -11,6 +11,7 @@ May import: `_lazy`, `_clients` and folders below, and each the library that it 
 - `nemo_rl`: checkpoint engine of NeMo-RL.
 - `torch`: storage of torch.distributed.checkpoint.
 - `weight_updates`: updates of RL frameworks, which both sides know by a ticket.
+- `peft`: models that peft has given adapters.
 - `guarded_pushes`: pushes from hooks, which must not harm training.
 - `checkpoint_names`: what names of checkpoints say.
 """

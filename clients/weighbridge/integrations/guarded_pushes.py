@@ -1,7 +1,8 @@
 """Pushes from hooks of a training loop, which must not harm it.
 
 A push in which one rank cannot take part would let the others wait for it, and training with them. So all ranks first tell each other whether
-they can. What then fails is logged and training goes on, unless the user has asked for an error.
+they can. What then fails is logged and training goes on, unless the user has asked for an error. It waits once for a service that is away:
+further pushes try it for a moment, until it has answered.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.torch_state import rank_and_world
-from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, WeighbridgeError
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable, WeighbridgeError
 
+_AGAIN_SECONDS = 3.0
+"""For how long a service that was away is tried, until it has answered: training has waited for it once already."""
 _DURABLE_SECONDS = 60.0
 """How long a version's way into the store is watched, so that the log can tell of its end."""
 
@@ -52,6 +55,7 @@ class GuardedPushes:
         self._strict = strict
         self._logger = logger
         self._pushed_step: int | None = None
+        self._away = False
 
     def push(
         self,
@@ -71,6 +75,7 @@ class GuardedPushes:
         try:
             self._push(prepare, push)
         except Exception as error:
+            self._away = self._away or isinstance(error, Unavailable)
             if self._strict:
                 raise
             self._logger.error("%s: %s was not pushed; %s goes on. %s", self._model, what, goes_on, error)
@@ -112,6 +117,10 @@ class GuardedPushes:
         threading.Thread(target=follow, args=arguments, name=f"follow-{handle.number}").start()
 
     def _reach(self, rank: int) -> None:
+        if self._away:
+            with contextlib.suppress(NotFound):
+                self._client.model(self._model, retry_seconds=_AGAIN_SECONDS)
+            self._away = False
         if rank:
             with contextlib.suppress(NotFound):  # rank 0 may be registering it
                 self._client.model(self._model)
@@ -130,6 +139,7 @@ class GuardedPushes:
             step, weights = prepare()
             self._reach(rank)
         except Exception as error:
+            self._away = self._away or isinstance(error, Unavailable)
             problem = f"rank {rank}: {error}"
         has_pushed = not problem and step == self._pushed_step
         of_ranks = _of_all_ranks((problem, has_pushed), world_size)

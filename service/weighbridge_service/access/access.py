@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -54,7 +54,8 @@ class Access:
     Args:
         policy: file that says who may do what; None if whoever reaches the service may do everything.
         replica_key: secret that all replicas over one store share.
-        certificates: whether, without a policy, only those may who have shown a certificate.
+        certificates: whether clients are asked for certificates. Without a policy only those may who have shown one.
+        lane: whether there is a local lane.
         clock: seconds since 1970.
 
     Raises:
@@ -67,11 +68,13 @@ class Access:
         replica_key: bytes = b"",
         *,
         certificates: bool = False,
+        lane: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._path = policy
         self._replica_key = replica_key
         self._certificates = certificates
+        self._lane = lane
         self._clock = clock
         self._lock = threading.Lock()
         self._changed = 0
@@ -109,6 +112,10 @@ class Access:
             return Identity.nobody(f"the policy knows nobody called {evidence.certificate[0][:100]}")
         if evidence.user is not None:
             return Identity.nobody(f"the policy does not know user {evidence.user}")
+        if not self._certificates and _by_certificate(policy):
+            return Identity.nobody(
+                "the call shows no token, and the service does not ask for certificates: it runs without --client-ca"
+            )
         return Identity.nobody("the call shows no token")
 
     def limited(self) -> tuple[Identity, ...]:
@@ -147,6 +154,15 @@ class Access:
         """What this service shows to other replicas."""
         until = int(self._clock()) + _REPLICA_SECONDS
         return f"replica.{until}.{self._code(until)}"
+
+    def _without_effect(self, policy: Policy) -> Iterator[str]:
+        """What a policy says that nothing can come of here."""
+        named = _by_certificate(policy)
+        if named and not self._certificates:
+            yield f"certificates of {', '.join(named)} prove nothing: nobody is asked for one without --client-ca"
+        users = dict.fromkeys(each.name for each in policy.by_user.values())
+        if users and not self._lane:
+            yield f"users of {', '.join(users)} prove nothing: there is no local lane with --local-socket off"
 
     def _of_authorization(self, authorization: str, known: _Known) -> Identity:
         if authorization[: len(_BEARER)].lower() != _BEARER:
@@ -213,6 +229,8 @@ class Access:
             ) from error
         self._changed = changed  # one that is wrong is told once
         policy = Policy.parse(text)
+        for line in self._without_effect(policy):
+            log.warning("the policy %s: %s", path, line)
         rings = {}
         for url, issuer in policy.issuers.items():
             before = self._known.rings.get(url)
@@ -222,3 +240,8 @@ class Access:
                 rings[url] = KeyRing(issuer)
                 rings[url].start(wait=self._known.policy is None)
         self._known = _Known(policy, rings)
+
+
+def _by_certificate(policy: Policy) -> list[str]:
+    """Who is known by certificates."""
+    return [entry.identity.name for entry in policy.entries if entry.certificates]

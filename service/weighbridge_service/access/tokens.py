@@ -34,6 +34,6 @@ def check_digest(text: str) -> str:
     if not found.startswith(_KIND) or len(digits) != _DIGITS or set(digits) - set("0123456789abcdef"):
         raise InvalidArgument(
             "a token stands there that is no digest of one",
-            fix="write what `weighbridge token` prints behind `digest`, and give the token itself to its user alone",
+            fix="put in what `weighbridge token` prints behind `digest`, and give the token itself to its user alone",
         )
     return found

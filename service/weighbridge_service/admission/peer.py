@@ -91,7 +91,7 @@ def authorize(peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:
     what = f"{verb} {model}{'' if scope.ref == ALL else f'@{scope.ref}'}".strip()
     raise PermissionDenied(
         f"{identity.name} may not {what}",
-        fix=f"let the service's policy give {identity.name} the scope {scope}",
+        fix=f"ask whoever administers the service's policy to give {identity.name} the scope {scope}",
     )
 
 

@@ -11,8 +11,8 @@ from itertools import islice
 
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.metadata import Condition, all_hold
-from weighbridge._core.resources import REF_LIVE, Model, Verification, Version, VersionState
-from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge._core.resources import REF_LIVE, Model, Verification, Version, VersionState, why_failed
+from weighbridge._core.text.suggestions import did_you_mean, model_meant
 from weighbridge.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -81,6 +81,7 @@ class Catalog:
         grace: how long what was taken out of history can still be read.
         guarded: the same store, for heads and configs: somebody waits for these, and it does not wait for long; None for ``store``.
         kept_models: models that are remembered.
+        open_names: whether every caller may know which models there are, so that errors may suggest some.
 
     Attributes:
         store: for what is large.
@@ -98,9 +99,11 @@ class Catalog:
         guarded: ObjectStore | None = None,
         *,
         kept_models: int = 128,
+        open_names: bool = True,
     ) -> None:
         self.store = store
         self._kept_models = kept_models
+        self._open_names = open_names
         self._guarded = guarded or store
         self.heads = HeadStore(self._guarded)
         self.readers = StoreReaders(store, grace)
@@ -163,6 +166,8 @@ class Catalog:
         try:
             head = self.head(model_name)
         except NotFound as error:
+            if self._open_names:
+                raise
             raise NotFound(f"{error.message}{self._alike(model_name, shown)}", fix=error.fix) from error
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
@@ -187,10 +192,9 @@ class Catalog:
             if not shown(str(name)):
                 continue
             try:
-                head = self.head(name)
-                found.append(summary_from_head(name, head, self.refs_of(name, head)))
-            except NotFound:  # it was never registered to the end, or deleted
-                continue
+                history = self._registered(name)
+                if history is not None:
+                    found.append(summary_from_head(name, history.head, self.refs_of(name, history.head)))
             except (
                 DataLoss,
                 FailedPrecondition,
@@ -221,24 +225,29 @@ class Catalog:
         return self.history(name).head
 
     def history(self, name: ModelName) -> History:
-        """What the store says of a model. Raises NotFound."""
-        found = self.heads.history(name)
-        self.snapshots.forget_deleted(name, None if found is None else found.head)
+        """What the store says of a model. Raises NotFound, which says what was perhaps meant."""
+        found = self._registered(name)
         if found is None:
             raise NotFound(
-                f"there is no model {name}",
+                f"there is no model {name}{self._alike(name) if self._open_names else ''}",
                 fix="register it: weighbridge import HF_DIR NAMESPACE/NAME, or trainer.register_model",
             )
         return found
 
-    def _alike(self, name: ModelName, shown: Callable[[str], bool]) -> str:
+    def _registered(self, name: ModelName) -> History | None:
+        """What the store says of a model; None if it was never registered to the end, or deleted."""
+        found = self.heads.history(name)
+        self.snapshots.forget_deleted(name, None if found is None else found.head)
+        return found
+
+    def _alike(self, name: ModelName, shown: Callable[[str], bool] = lambda _name: True) -> str:
         """Which model was perhaps meant by a name that none has."""
         try:
             there = map(str, islice(self.heads.models(), _MOST_ALIKE))
             known = [each for each in there if each != str(name) and shown(each)]
         except WeighbridgeError:  # the store is going away; what is wrong is known all the same
             return ""
-        return did_you_mean(str(name), known)
+        return model_meant(str(name), known)
 
     def model(self, name: ModelName, head: Head | None = None) -> RegisteredModel:
         """A model's registration; that of ``head``, if one is given. Raises NotFound."""
@@ -444,7 +453,7 @@ class Catalog:
         if invisible or there.state.visible:
             return there
         if there.state.given_up:
-            raise VersionFailed(f"{there} failed: {there.error}", details=there.error_details)
+            raise VersionFailed(why_failed(there), details=there.error_details)
         raise FailedPrecondition(f"{there} is not complete yet", fix="wait until it is ready")
 
     def in_memory(self, name: ModelName, version: str) -> Version | None:

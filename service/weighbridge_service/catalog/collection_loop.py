@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from weighbridge._core.collection import Collection
 from weighbridge._core.resources import DeletedModel, Retention, Version
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import NotFound, WeighbridgeError
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_storage.documents.names import ModelName
@@ -104,7 +105,7 @@ class Collecting:
         before, after = self._catalog.heads.edit(model, change)
         self._catalog.forget_model(model)
         self._on_collected(model, before.under(after))
-        log.warning("deleted %s with %d versions", model, count)
+        log.warning("deleted %s with %s", model, counted(count, "version"))
         return DeletedModel(str(model), count)
 
     def collect(self, name: str, *, dry_run: bool = False) -> Collection:
@@ -175,12 +176,12 @@ def _log(report: Collection) -> None:
     done = replace(report, kept=(), waiting=(), problems=())
     if done != Collection(report.model, report.dry_run):
         log.info(
-            "collected %s: retired %s, deleted %s (%d bytes), gave up %s, swept %s, discarded %d uploads",
+            "collected %s: retired %s, deleted %s (%d bytes), gave up %s, swept %s, discarded %s",
             report.model,
             list(report.retired),
             [version.number for version in report.deleted],
             report.deleted_bytes,
             list(report.given_up),
             [version.number for version in report.swept],
-            report.uploads_discarded,
+            counted(report.uploads_discarded, "upload"),
         )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from weighbridge._core.checks import Check, CheckStatus
 from weighbridge._core.resources import Version
+from weighbridge._core.text.counts import counted
+from weighbridge._core.text.sizes import readable_size
 from weighbridge.errors import NotFound, WeighbridgeError
 from weighbridge_service.health.monitor import NamedCheck
 from weighbridge_service.runtime.clock import unix_ms
@@ -98,9 +100,13 @@ def check_clock(written_ms: tuple[int, int], modified_ms: int, most_ms: int) -> 
 def check_disk(disk: DiskReading) -> Check:
     """Whether there is room on a disk."""
     if disk.available < _LEAST_DISK:
-        return Check(DISK_ROOM, CheckStatus.FAIL, str(disk), MAKE_ROOM)
+        what = f"{disk}: less than the {readable_size(_LEAST_DISK)} that new work needs"
+        return Check(DISK_ROOM, CheckStatus.FAIL, what, MAKE_ROOM)
     if disk.available < disk.size * _LITTLE_DISK:
-        return Check(DISK_ROOM, CheckStatus.WARN, str(disk), MAKE_ROOM)
+        what = (
+            f"{disk}: less than {_LITTLE_DISK:.0%}; below {readable_size(_LEAST_DISK)} no new work is taken"
+        )
+        return Check(DISK_ROOM, CheckStatus.WARN, what, MAKE_ROOM)
     return Check(DISK_ROOM, CheckStatus.OK, str(disk))
 
 
@@ -137,7 +143,7 @@ def check_models(examined: Iterable[tuple[ModelName, WeighbridgeError | None]]) 
     return Check(
         MODELS_READABLE,
         CheckStatus.FAIL if len(unreadable) == count else CheckStatus.WARN,
-        f"{len(unreadable)} of {count} models cannot be read: "
+        f"{len(unreadable)} of {counted(count, 'model')} cannot be read: "
         + "; ".join(error.message for _, error in unreadable[:_NAMED]),
         unreadable[0][1].fix,
     )

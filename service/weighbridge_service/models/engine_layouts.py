@@ -109,7 +109,6 @@ class EngineLayouts:
                 specs = [self._known(name) for name in names] or list(self._tensors.values())
                 return _stream([(spec, Box.whole(spec.shape)) for spec in specs])
             case TensorParallel():
-                request.check()
                 return _stream(list(_rank(self._facts, request)))
             case Boxes(boxes=boxes):
                 if len(boxes) > MAX_BOXES:

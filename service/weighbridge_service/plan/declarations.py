@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from weighbridge._core.range_set import RangeSet
 from weighbridge._core.resources import Version
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -228,7 +229,9 @@ class Declarations:
     def check_rank(self, rank: int) -> None:
         """Raise InvalidArgument if there is no such rank."""
         if rank >= self.ranks:
-            raise InvalidArgument(f"{self.name} has {self.ranks} ranks; rank {rank} does not exist")
+            raise InvalidArgument(
+                f"{self.name} has {counted(self.ranks, 'rank')}; rank {rank} does not exist"
+            )
 
     def check_client(self, rank: int, client_id: str) -> None:
         """Raise if a rank has not declared (FailedPrecondition), or belongs to another process (AlreadyExists)."""

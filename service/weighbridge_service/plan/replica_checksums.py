@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Shard
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import LayoutError
 
 
@@ -60,7 +61,8 @@ class ReplicaChecksums:
                 problems.append(f"{shard.tensor}: box {shard.box} on rank {other} and on rank {rank}")
         if problems:
             raise LayoutError(
-                f"{len(problems)} boxes are held by several ranks, with different bytes",
+                counted(len(problems), "box is", "boxes are")
+                + " held by several ranks, with different bytes",
                 details=problems[:20],
                 fix="name each tensor as the model's files do, experts by their number in the model; and let ranks agree on what they replicate",
             )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version
 from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.shortening import shortened
 from weighbridge.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -303,7 +304,7 @@ class Intake:
             DeadlineExceeded: not within ``seconds``; says what is waited for.
         """
         model_name = ModelName.parse(name)
-        reason = reason[:500] or "aborted"
+        reason = shortened(reason, 500) or "aborted"
         push = self._registry.find(model_name, number)
         if refused and push is not None:
             check_text("client_id", refused)

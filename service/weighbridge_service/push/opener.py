@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
-from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.resources import Version, VersionState, why_failed
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -24,6 +25,7 @@ from weighbridge_service.admission.identity_quotas import Opening
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.refusals import Refusals
 from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.catalog.head_versions import invisible_version
 from weighbridge_service.catalog.holding import Holding
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Home, alone_at
@@ -160,8 +162,8 @@ class Opener:
                 request_id, *asked_for, self._home, lease_ms, said, given_up, receiving, nbytes, called
             )
             is_open = partial(self._is_open, model_name, request_id)
-            with self._quotas.opening(identity, model, nbytes, is_open) as counted:
-                entry, head = self._open(model_name, asked, counted)
+            with self._quotas.opening(identity, model, nbytes, is_open) as room:
+                entry, head = self._open(model_name, asked, room)
             if (
                 isinstance(joined, PushSession)
                 and joined.number == entry.number
@@ -170,14 +172,14 @@ class Opener:
                 joined.post(on.Described(entry))
                 return replace(joined.snapshot.version, held=entry.held, metadata=entry.metadata)
             session = self._begin(model_name, entry, head, client_id)
-        log.info("opened %s for run %s with %d ranks", session.snapshot.version, run, ranks)
+        log.info("opened %s for run %s with %s", session.snapshot.version, run, counted(ranks, "rank"))
         return session.snapshot.version
 
     def _is_open(self, name: ModelName, request_id: str) -> bool:
         """Whether this request has opened a version, at whatever replica."""
         return any(each.request_id == request_id for each in self._catalog.head(name).open.values())
 
-    def _open(self, name: ModelName, asked: OpeningRequest, counted: Opening) -> tuple[OpenEntry, Head]:
+    def _open(self, name: ModelName, asked: OpeningRequest, room: Opening) -> tuple[OpenEntry, Head]:
         """Open a version in the head, or find it open. Raises ResourceExhausted if it is a new one for which the namespace has no room."""
 
         def open_new(head: Head) -> tuple[Head, tuple[OpenEntry, Head, bool]]:
@@ -186,7 +188,7 @@ class Opener:
 
         entry, head, new = self._catalog.heads.update(name, open_new)
         if not new:
-            counted.joined()
+            room.joined()
             return entry, head
         try:
             self._quotas.stored.take_room(name, entry.nbytes)
@@ -237,7 +239,8 @@ class Opener:
         count = self._registry.count(VersionState.OPEN, VersionState.RECEIVING)
         if count >= self._max_receiving:
             raise ResourceExhausted(
-                f"{count} versions are being received", fix="wait until one is done, or abort one"
+                counted(count, "version is", "versions are") + " being received",
+                fix="wait until one is done, or abort one",
             )
 
     def _begin(self, name: ModelName, entry: OpenEntry, head: Head, client_id: str) -> PushSession:
@@ -305,6 +308,9 @@ class Opener:
         if entry is not None:
             check_not_received_alone(entry, self._home)
             self._give_up_if_lost(model_name, entry)
+        there = invisible_version(model_name, self._catalog.head(model_name), number)
+        if there is not None and there.state.given_up:
+            raise VersionFailed(why_failed(there), fix="push the step again on all ranks")
         raise NotFound(
             f"{name}@{number} is not being received",
             fix="the service may have been restarted since it was opened: push again",

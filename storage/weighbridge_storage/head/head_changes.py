@@ -11,6 +11,7 @@ from typing import Any
 
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.resources import HELD_CANDIDATE, REF_LATEST, Gate, Retention
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -99,7 +100,8 @@ def open_version(
         raise ResourceExhausted(f"all version numbers up to {MAX_VERSION} have been given")
     if len(head.open) >= MAX_OPEN:
         raise ResourceExhausted(
-            f"{len(head.open)} versions of the model are being received",
+            counted(len(head.open), "version of the model is", "versions of the model are")
+            + " being received",
             fix="wait until one is done, or abort one",
         )
     entry = OpenEntry(

@@ -133,6 +133,10 @@ def test_versions_are_listed_by_their_metadata(service: RunningService, good: Pa
     assert unknown.exit_code == 1
     assert "metadata called 'rewrd'; did you mean reward?" in unknown.stderr
     assert "compare by, reward" in unknown.stderr
+    text = CliRunner().invoke(
+        commands, ["versions", MODEL, "--where", "reward>=abc", "--server", service.address]
+    )
+    assert (text.exit_code, "'abc' is a text" in text.stderr) == (1, True)
     assert 'by="x", reward=0.9' in run(service, "versions", MODEL).stdout
     assert 'by="x", reward=0.9' in run(service, "show", MODEL).stdout
 

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -92,6 +93,13 @@ def test_a_version_is_given_up_by_hand_and_its_model_deleted_only_then(
     ("line", "says"),
     [
         (("show", "acme/tiyn"), "there is no model acme/tiyn; did you mean acme/tiny?"),
+        (("versions", "acme/tiyn"), "there is no model acme/tiyn; did you mean acme/tiny?"),
+        (("tag", "acme/tiny2@1", "x"), "there is no model acme/tiny2; did you mean acme/tiny?"),
+        (("retention", "acmee/tiny"), "there is no model acmee/tiny; did you mean acme/tiny?"),
+        (
+            ("pull", "acme/tinny@latest", "--out", "x"),
+            "there is no model acme/tinny; did you mean acme/tiny?",
+        ),
         (("show", f"{MODEL}@prd"), "no version or ref 'prd'; did you mean prod?"),
         (("tag", f"{MODEL}@lates", "x"), "no version or ref 'lates'; did you mean latest?"),
         (
@@ -105,6 +113,13 @@ def test_a_slip_is_answered_with_what_was_meant(
 ) -> None:
     found = run(service, *line)
     assert (found.exit_code, says in found.stderr) == (1, True), found.stderr
+
+
+def test_a_command_that_does_not_exist_is_answered_with_the_one_that_was_meant(
+    service: RunningService,
+) -> None:
+    found = run(service, "vrsions", MODEL)
+    assert (found.exit_code, "'vrsions'; did you mean versions?" in found.stderr) == (2, True), found.stderr
 
 
 def test_a_watch_of_a_ref_that_is_not_there_says_so_and_waits(service: RunningService, version: int) -> None:
@@ -147,3 +162,14 @@ def test_an_http_port_is_told_from_one_that_nobody_listens_at() -> None:
     assert "speaks HTTP, not gRPC" in found.stderr
     assert "gRPC port" in found.stderr
     assert "cannot be reached" in run(None, "models", "--server", f"127.0.0.1:{reserved_port()}").stderr
+
+
+def test_doctor_says_which_service_it_has_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEIGHBRIDGE_HTTP", raising=False)
+    monkeypatch.setenv("WEIGHBRIDGE_SERVER", "nobody.invalid:50051")
+    found = CliRunner().invoke(commands, ["doctor", "--scratch", str(tmp_path), "--json"])
+    (service, *_) = json.loads(found.stdout)["checks"]
+    assert service["status"] == "warn"
+    assert "nobody.invalid:8080" in service["what"]
+    assert "WEIGHBRIDGE_SERVER names nobody.invalid:50051: it was not asked" in service["what"]
+    assert "--http" in service["fix"]

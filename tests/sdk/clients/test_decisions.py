@@ -80,6 +80,20 @@ def test_nothing_is_tried_again_before_the_service_has_said_or_where_it_would_no
     assert Backoff(60.0).after_error(DataLoss("damaged"), 0.0, 0.5) is not None
 
 
+def test_what_answers_and_is_no_service_is_tried_again_for_as_long_as_that_may_help() -> None:
+    assert Backoff(60.0).after_error(Unavailable("HTTP", worth_retrying=0.0), 0.0, 0.5) is None
+    backoff, now = Backoff(60.0), 0.0
+    for error in [Unavailable("gone")] * 8 + [Unavailable("TLS", worth_retrying=3.0)] * 8:
+        retry = backoff.after_error(error, now, 0.5)
+        if retry is None:
+            break
+        backoff, now = retry.backoff, now + retry.pause
+    else:
+        pytest.fail("it was tried for ever")
+    begun = sum(min(0.1 * 2**number, 3.0) * 0.75 for number in range(8))
+    assert begun <= now <= begun + 3.0
+
+
 def test_a_watch_that_has_begun_is_never_given_up_and_goes_on_behind_what_came() -> None:
     watch = Watch.begin([(MODEL, "live")], retry_seconds=0.0)
     gone = Unavailable("gone")

@@ -107,6 +107,8 @@ def test_all_that_does_not_fit_is_said_before_anything_is_changed(
     before = {name: tensor.clone() for name, tensor in state.items()}
     with pytest.raises(LayoutError) as caught:
         engine.pull(MODEL).into(state)
+    assert f"not as {MODEL}@1 has them" in caught.value.message
+    assert f"built from the config.json of {MODEL}@1" in caught.value.fix
     said = "\n".join(caught.value.details)
     assert f"{EMBED} is [3, 4]" in said
     assert f"model.nrm.weight: the model has no such tensor; did you mean {NORM}?" in said
@@ -115,6 +117,9 @@ def test_all_that_does_not_fit_is_said_before_anything_is_changed(
 
     del state[EMBED], state[HEAD]
     done = engine.pull(MODEL).into(state, strict=False)
+    assert repr(done).startswith(f"<Filled from {MODEL}@1: ")
+    assert "1 missing, 2 unexpected" in repr(done)
+    assert len(repr(done)) < 120
     assert (done.missing, set(done.unexpected)) == (("model.nrm.weight",), {EMBED, NORM})
     assert torch.equal(
         state["model.layers.0.mlp.up_proj.weight"], source.state_dict()["model.layers.0.mlp.up_proj.weight"]

@@ -10,7 +10,9 @@ import pytest
 from tests.support.killable_service import KillableService
 from tests.support.raw_clients import tiny_folder
 from weighbridge import EngineClient, TrainerClient
-from weighbridge.errors import Unavailable
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats.folder_weights import FolderWeights
+from weighbridge.errors import Unavailable, VersionFailed
 
 MODEL = "acme/tiny"
 
@@ -39,5 +41,31 @@ def test_a_client_whose_calls_have_failed_for_seconds_is_answered_soon_after_the
 
             # a pause of a second, as a rule; a busy machine adds to some of them
             assert any(seconds_until_it_is_answered() < 2.0 for _ in range(4))
+    finally:
+        service.kill()
+
+
+def test_a_push_whose_version_was_lost_with_the_service_fails_with_the_reason_that_the_list_shows(
+    tmp_path: Path,
+) -> None:
+    service = KillableService(tmp_path / "store")
+    service.start()
+    try:
+        source = tiny_folder(tmp_path / "hf")
+        with TrainerClient(service.address, lane="grpc") as trainer:
+            trainer.register_files(MODEL, source.files)
+            weights = FolderWeights.read(source.folder, source.files["config.json"])
+            handle = trainer.push_shards(
+                MODEL, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source,
+                step=1, rank=0, world_size=1, hold_seal=True,
+            )  # fmt: skip
+            handle.report()
+            service.kill()
+            service.start()
+            with pytest.raises(VersionFailed, match="was restarted") as lost:
+                handle.seal()
+            (version,) = trainer.versions(MODEL, include_invisible=True)
+        assert version.error
+        assert version.error in lost.value.message
     finally:
         service.kill()

@@ -7,7 +7,8 @@ import torch
 
 from weighbridge._core import dtypes
 from weighbridge._core.references import Reference
-from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge._core.text.shortening import shortened
+from weighbridge._core.text.suggestions import did_you_mean, model_meant
 from weighbridge.errors import InvalidArgument
 
 
@@ -57,3 +58,26 @@ def test_a_suggestion_is_alike_and_has_the_same_numbers() -> None:
     assert did_you_mean("model.layers.1.q_prj", names) == "; did you mean model.layers.1.q_proj?"
     assert did_you_mean("model.layers.2.q_proj", names) == "", "another layer is no slip"
     assert did_you_mean("something", names) == ""
+
+
+def test_a_model_that_was_meant_is_alike_in_both_parts_whatever_its_number() -> None:
+    names = ["acme/smol", "acme/gpt2", "labs/smol3", "acme/qwen3-8b"]
+    assert model_meant("acme/smol2", names) == "; did you mean acme/smol?"
+    assert model_meant("acne/smol", names) == "; did you mean acme/smol?"
+    assert model_meant("acme/qwen3-4b", names) == "; did you mean acme/qwen3-8b?"
+    assert model_meant("acme/nope", names) == "", "the namespace alone makes no likeness"
+    assert model_meant("other/smol", names) == ""
+    assert model_meant("acme/smol", []) == ""
+
+
+def test_long_names_that_differ_in_a_word_are_not_alike() -> None:
+    names = ["model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"]
+    assert did_you_mean("transformer.layers.0.self_attn.q_proj.weight", names) == ""
+    assert did_you_mean("model.layers.0.self_attn.wide.weight", names) == ""
+    assert did_you_mean("model.embed_token.weight", names) == "; did you mean model.embed_tokens.weight?"
+
+
+def test_a_text_that_is_too_long_ends_after_a_word() -> None:
+    assert shortened("as it is", 8) == "as it is"
+    assert shortened("rank 3 was refused: names", 21) == "rank 3 was refused:…"
+    assert shortened("x" * 30, 10) == "x" * 9 + "…"

@@ -17,8 +17,8 @@ from tests.support.raw_clients import tiny_folder
 from tests.support.services import running_service
 from tests.support.waiting import eventually
 from weighbridge import Client, EngineClient, TrainerClient
-from weighbridge._clients import outages
 from weighbridge._core.text import waits
+from weighbridge._transport import outages
 from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
 from weighbridge.follow.agent import Follower
 from weighbridge.follow.engines import Engine, Prepared, Serving

@@ -142,6 +142,32 @@ def test_adapters_are_to_be_merged_first(part: str) -> None:
     assert name in str(error.value)
 
 
+def test_names_that_all_have_one_thing_before_them_are_one_mistake() -> None:
+    with pytest.raises(LayoutError, match=r"begin with 'actor\.'") as error:
+        read({f"actor.{name}": value for name, value in state().items()}, whole=True)
+    assert len(error.value.details) == 1
+    assert "removeprefix('actor.')" in error.value.fix
+    inner = {
+        name.removeprefix("model."): value for name, value in state().items() if name.startswith("model.")
+    }
+    with pytest.raises(LayoutError, match=r"without 'model\.' before them") as error:
+        read(inner)
+    assert "'model.' + name" in error.value.fix
+
+
+def test_tensors_that_are_wrong_in_the_same_way_are_one_line() -> None:
+    model = {f"layers.{n}.norm.weight": TensorSpec(f"layers.{n}.norm.weight", BF16, (4,)) for n in range(24)}
+    model[NORM] = MODEL[NORM]
+    wide = {name: torch.ones(4, dtype=torch.float64) for name in model}
+    with pytest.raises(LayoutError, match="25 entries") as error:
+        torch_shards(wide, model, cast="never")
+    assert error.value.details == (
+        "layers.0.norm.weight and 23 more are torch.float64, casts are not allowed, and the model has BF16",
+        f"{NORM} is torch.float64, casts are not allowed, and the model has {NORM} F32[4]",
+    )
+    assert "cast='allow'" in error.value.fix
+
+
 # -- errors ---------------------------------------------------------------------------------------------------------------
 
 

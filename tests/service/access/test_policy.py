@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from weighbridge.errors import InvalidArgument
 from weighbridge_service.access import tokens
 from weighbridge_service.access.policy import Policy
 
+_DOCUMENT = Path(__file__).parents[3] / "docs/access.md"
 _ISSUER = """
 [[issuer]]
 name = "cluster"
@@ -77,3 +80,18 @@ def test_an_identity_is_found_by_each_of_its_proofs() -> None:
 def test_a_policy_that_is_wrong_is_refused_and_says_why(text: str, said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
         Policy.parse(text)
+
+
+def test_the_policy_of_the_document_lets_nobody_in_before_tokens_are_put_in() -> None:
+    found = re.search(r"```toml\n(.*?)```", _DOCUMENT.read_text(), re.DOTALL)
+    assert found is not None
+    text = found[1]
+    with pytest.raises(InvalidArgument, match="no digest") as refused:
+        Policy.parse(text)
+    assert "weighbridge token" in refused.value.fix
+
+    made = [tokens.new_token(), tokens.new_token()]
+    for token in made:
+        text = text.replace("sha256:...", tokens.digest(token), 1)
+    policy = Policy.parse(text)
+    assert [policy.by_token[tokens.digest(token)].name for token in made] == ["trainer", "releases"]

@@ -319,3 +319,23 @@ def test_keys_behind_a_url_are_asked_for_at_most_every_ten_seconds_and_kept_when
 
 def test_identities_are_the_same_whenever_their_evidence_ends() -> None:
     assert Identity("a", expires=1.0) == Identity("a", expires=2.0)
+
+
+def test_what_a_policy_says_and_nothing_can_come_of_is_told_at_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = policy_file(
+        tmp_path,
+        identity("trainer", ["push:acme/*"], certificates=["trainer-*"], token="trainers"),
+        identity("engine", ["pull:acme/*"], users=[1000]),
+    )
+    Access(policy, KEY, certificates=True, lane=True)
+    assert caplog.messages == []
+    bare = Access(policy, KEY, certificates=False, lane=False)
+    certificates, users = caplog.messages
+    assert "certificates of trainer" in certificates
+    assert "--client-ca" in certificates
+    assert "users of engine" in users
+    assert "--local-socket" in users
+    assert "--client-ca" in bare.identify(Evidence()).problem
+    assert "--client-ca" not in Access(policy, KEY, certificates=True).identify(Evidence()).problem

@@ -146,6 +146,14 @@ def test_a_full_disk_is_no_room() -> None:
         return check_disk(DiskReading("/data", 100 << 30, available, in_memory=False)).status
 
     assert [status(50 << 30), status(4 << 30), status(255 << 20)] == list(CheckStatus)
+    for available in (4 << 30, 255 << 20):
+        assert "268.4 MB" in check_disk(DiskReading("/data", 100 << 30, available, in_memory=False)).what
+
+
+def test_doctor_is_told_what_readiness_says(running: RunningService, http: TestClient) -> None:
+    running.health.start()
+    found = [check["name"] for check in http.get("/v1/checks").json()["checks"]]
+    assert found[: len(NAMES)] == NAMES
 
 
 def test_readiness_says_each_check_and_each_can_be_asked_for(

@@ -5,6 +5,7 @@ May import: `weighbridge.errors`.
 - `sizes`: sizes as text.
 - `counts`: numbers of things.
 - `waits`: what is waited for.
+- `shortening`: texts that are too long.
 - `suggestions`: the name that was probably meant.
 - `extras`: what to install where an optional dependency is missing.
 """

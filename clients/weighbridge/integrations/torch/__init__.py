@@ -11,6 +11,7 @@ and data are what it says, so that its transformations are kept.
 May import: `checkpoint_names`, `_clients` and folders below, and torch.
 
 - `entries`: which entries of a state dict are which of the model's tensors.
+- `boundary`: errors as DCP is to print them.
 - `writer`: the storage writer.
 - `reader`: the storage reader.
 """

@@ -18,6 +18,7 @@ from weighbridge._core.text.counts import counted
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats.dtensors import local_shards, local_tensor
 from weighbridge._formats.memory_forms import Form, Part, TensorForms
+from weighbridge._formats.misfits import common_prefix
 from weighbridge._formats.torch_state import (
     NAMED,
     check_merged,
@@ -95,7 +96,10 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
         LayoutError: shapes or dtypes contradict the model, there are entries that are not its, or LoRA adapters are not merged; names all.
     """
     items = list(items)
-    check_merged([item.index.fqn for item in items])
+    check_merged(
+        [item.index.fqn for item in items],
+        "merge them in place, and save dict(weighbridge.integrations.peft.merged_weights(model)): docs/recipes/lora.md",
+    )
     found: list[tuple[WriteItem, Part]] = []
     copies: list[str] = []
     problems: dict[str, None] = {}
@@ -125,7 +129,7 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
             problems[f"{entry}: the model has no such tensor{nearest}"] = None
     problems.update(dict.fromkeys(_foreign(of_root) for of_root in others.values()))
     if problems:
-        prefix = None if found else _common_prefix([item.index.fqn for item in items], entries.model)
+        prefix = None if found else common_prefix([item.index.fqn for item in items], entries.model)
         if prefix is not None:
             raise LayoutError(
                 f"the entries of the state dict that are the model's begin with {prefix!r}, not with {entries.prefix!r}",
@@ -163,16 +167,6 @@ def check_none_absent(names: Iterable[str], entries: Entries) -> None:
             details=[f"{spec} is missing" for spec in absent[:NAMED]],
             fix="save all tensors that the model's safetensors files hold, by the same names",
         )
-
-
-def _common_prefix(names: Iterable[str], model: Iterable[str]) -> str | None:
-    """What stands before a model's names in the names of entries; None if it is several things, or nothing."""
-    known = set(model)
-    found: set[str] = set()
-    for parts in (name.split(".") for name in names):
-        ends = (end for end in range(1, len(parts)) if ".".join(parts[end:]) in known)
-        found.update(".".join(parts[:end]) + "." for end in itertools.islice(ends, 1))
-    return found.pop() if len(found) == 1 else None
 
 
 def _foreign(entries: list[str]) -> str:

@@ -32,6 +32,7 @@ from weighbridge._formats.memory_forms import Form, TensorForms
 from weighbridge._formats.torch_state import ALLOW, mismatch
 from weighbridge.errors import LayoutError, NotFound
 from weighbridge.integrations.checkpoint_names import step_named
+from weighbridge.integrations.torch.boundary import flat_errors
 from weighbridge.integrations.torch.entries import Entries, check_one_box, untied
 
 
@@ -90,6 +91,7 @@ class WeighbridgeReader(StorageReader):
 
     # In the order in which DCP calls them.
 
+    @flat_errors
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """What the checkpoint is called that is about to be loaded; DCP says it only if the user did.
 
@@ -101,6 +103,7 @@ class WeighbridgeReader(StorageReader):
         if checkpoint_id is not None and not (dist.is_available() and dist.is_initialized()):
             self._find()
 
+    @flat_errors
     def read_metadata(self, *args: Any) -> Metadata:
         """The model's tensors, each as one chunk. Entries with the prefix, or with what wrappers add to names, are found in it, too.
 
@@ -114,6 +117,7 @@ class WeighbridgeReader(StorageReader):
             planner_data={name: (name,) for name in entries.model},
         )
 
+    @flat_errors
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
@@ -134,6 +138,7 @@ class WeighbridgeReader(StorageReader):
         """Tell each rank which version is read: a ref may move meanwhile."""
         return [replace(plan, storage_data=self._resolved) for plan in plans]
 
+    @flat_errors
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for. Floating-point tensors of another dtype than the model's are cast.
 

@@ -28,12 +28,14 @@ from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.shortening import shortened
 from weighbridge._formats.dtensors import local_tensor
 from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
 from weighbridge._formats.torch_state import ALLOW, check_cast
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, WeighbridgeError
 from weighbridge.integrations.checkpoint_names import step_named
+from weighbridge.integrations.torch.boundary import flat_errors
 from weighbridge.integrations.torch.entries import (
     Entries,
     PlannedShards,
@@ -139,6 +141,7 @@ class WeighbridgeWriter(StorageWriter):
         """What planners are told about the checkpoint."""
         return StorageMeta(checkpoint_id=self._checkpoint)
 
+    @flat_errors
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save: which step it is of, and whether the service knows the model.
 
@@ -158,6 +161,7 @@ class WeighbridgeWriter(StorageWriter):
         self._coordinates = is_coordinator
         self._client.describe_tensors(self.model, refresh=True)
 
+    @flat_errors
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what is not of the model, while no rank waits for another one.
 
@@ -167,6 +171,7 @@ class WeighbridgeWriter(StorageWriter):
         planned_shards(plan.items, self._entries, self._cast)
         return plan
 
+    @flat_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Refuse plans that leave a tensor out, before a version is opened; tell each rank how many there are.
 
@@ -177,6 +182,7 @@ class WeighbridgeWriter(StorageWriter):
             check_none_absent([item.index.fqn for plan in plans for item in plan.items], self._entries)
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
+    @flat_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Push this rank's shards; done when they have arrived. The coordinator's seal is held.
 
@@ -196,12 +202,13 @@ class WeighbridgeWriter(StorageWriter):
         try:
             handle.report()
         except BaseException as error:
-            self._give_up(f"rank {self._rank} has failed: {error}"[:300])
+            self._give_up(shortened(f"rank {self._rank} has failed: {error}", 400))
             raise
         written: Future[list[WriteResult]] = Future()
         written.set_result([_result(item) for item in plan.items])
         return written
 
+    @flat_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Seal the version, and wait for it.
 

@@ -31,8 +31,9 @@ import torch
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core import dtypes
 from weighbridge._core.resources import Version
+from weighbridge._formats.hf_folder import has_tokenizer
 from weighbridge._lazy import Source
-from weighbridge.errors import FailedPrecondition
+from weighbridge.errors import FailedPrecondition, NotFound
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, from_first
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
@@ -163,6 +164,9 @@ def tokenizer_from_weighbridge(
     Args:
         name, server, lane: as for `from_weighbridge`.
         options: further arguments of ``AutoTokenizer.from_pretrained``.
+
+    Raises:
+        NotFound: no such model or version, or it has no tokenizer; says which files it has.
     """
     from transformers import AutoTokenizer
 
@@ -171,6 +175,13 @@ def tokenizer_from_weighbridge(
         EngineClient(server, lane=lane) as client,
         _side_files(client, model_name, client.version(model_name, asked or "latest").number) as folder,
     ):
+        found = sorted(path.name for path in Path(folder).iterdir())
+        if not has_tokenizer(found):  # transformers would make one up, or fail without saying why
+            raise NotFound(
+                f"{model_name} has no tokenizer: its files besides the weights are {', '.join(found)}",
+                fix="save the tokenizer to a folder with config.json, register_model(name, folder), and push again; or load the tokenizer from where "
+                "it is",
+            )
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     tokenizer.name_or_path = model_name
     return tokenizer

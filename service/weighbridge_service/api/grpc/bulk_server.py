@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from weighbridge._transport import bulk_entry, pieces
 from weighbridge._transport.request_parts import MAX_REQUEST_BYTES
-from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge.errors import FailedPrecondition, InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.certificates import Certificates
@@ -51,6 +51,7 @@ class BulkListener:
         options: of the server.
         count: is told how each call ends.
         certificates: of the service; None to answer without TLS.
+        known_port: the service's port for all other calls.
 
     Raises:
         Unavailable: the address cannot be bound.
@@ -65,11 +66,13 @@ class BulkListener:
         options: Iterable[tuple[str, int]],
         count: Count,
         certificates: Certificates | None = None,
+        *,
+        known_port: int = 0,
     ) -> None:
         self._count = count
         # for refusals alone: they must not wait for those who have a thread
         self._refusing = ThreadPoolExecutor(_REFUSING_THREADS, thread_name_prefix="bulk-refuse")
-        self._gate = _Gate(count, self._refusing)
+        self._gate = _Gate(count, self._refusing, known_port)
         self._threads = _Threads(self._refusing)
         self._server = grpc.server(self._threads, interceptors=[self._gate], options=tuple(options))
         try:
@@ -124,6 +127,7 @@ class BulkListener:
             if carries_weights(handler):
                 answer = (_taking if hasattr(handler, "streamed") else _giving)(handler, method)
                 found[method.name] = grpc.stream_stream_rpc_method_handler(self._behaviour(method, answer))
+                self._gate.paths.add(f"/{service.full_name}/{method.name}")
         return grpc.method_handlers_generic_handler(service.full_name, found)
 
     def _behaviour(self, method: MethodDescriptor, answer: _Answer) -> Callable[..., Iterator[bytes]]:
@@ -224,10 +228,12 @@ def _giving(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
 
 
 class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls without a ticket; runs in the thread that accepts calls."""
+    """Refuses calls without a ticket, and those that carry no weights; runs in the thread that accepts calls."""
 
-    def __init__(self, count: Count, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, count: Count, pool: ThreadPoolExecutor, known_port: int) -> None:
         self.tickets: Tickets | None = None
+        self.paths: set[str] = set()
+        self._known_port = known_port
         self._count = count
         self._pool = pool
 
@@ -236,6 +242,11 @@ class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
         try:
             if self.tickets is None:
                 raise Unavailable("the service is starting", fix="try again")
+            if details.method not in self.paths:
+                raise FailedPrecondition(
+                    f"this is the service's port for weights; all other calls are taken at its port {self._known_port}",
+                    fix=f"name that one: --server HOST:{self._known_port}",
+                )
             self.tickets.host_of(ticket if isinstance(ticket, str) else "")
         except WeighbridgeError as error:
             self._count("refused", error.grpc_code)

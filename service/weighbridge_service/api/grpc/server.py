@@ -125,7 +125,7 @@ class GrpcListener:
             for i, port in enumerate(ports):
                 try:
                     where = f"{address.rpartition(':')[0]}:{port}"
-                    self.bulk = BulkListener(where, options, self.count, certificates)
+                    self.bulk = BulkListener(where, options, self.count, certificates, known_port=self.port)
                     break
                 except Unavailable:
                     if i + 1 == len(ports):

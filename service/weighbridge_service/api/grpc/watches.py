@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.resources import Version, VersionState, why_failed
 from weighbridge.errors import (
     DeadlineExceeded,
     NotFound,
@@ -306,7 +306,7 @@ def _in_state(answer: Answer, state: VersionState) -> Version | None:
     if version.state.reached(state):
         return version
     if version.state.given_up or (answer.abandoned and state.stored):
-        raise VersionFailed(f"{version} failed: {version.error}", details=version.error_details)
+        raise VersionFailed(why_failed(version), details=version.error_details)
     return None
 
 

@@ -84,8 +84,8 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
 
     @router.get("/v1/checks")
     def list_checks() -> ChecksOut:
-        """What `weighbridge doctor` finds: memory, disk, and what a push of each model needs."""
-        return ChecksOut.model_validate({"checks": examine_service(service)})
+        """What `weighbridge doctor` finds: what `/readyz` says, memory, disk, and what a push of each model needs."""
+        return ChecksOut.model_validate({"checks": [*health.findings(), *examine_service(service)]})
 
     @router.get(
         "/metrics",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weighbridge._core.pauses import Pauses
+from weighbridge._core.text.waits import ranks_text
 from weighbridge.errors import (
     AlreadyExists,
     DataLoss,
@@ -19,7 +20,7 @@ from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.effects import Awaited, Effect
 from weighbridge_service.push.machine.phases import BEFORE_SEALED, INCOMPLETE, VISIBLE, Phase
-from weighbridge_service.push.machine.shown import aborted
+from weighbridge_service.push.machine.shown import aborted, silent_ranks
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.wanted import LISTEN, LOOK
 from weighbridge_storage.documents.entries import VersionEntry
@@ -199,11 +200,13 @@ def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Step:
     seconds = state.limits.receive_timeout
     if state.phase not in BEFORE_SEALED or now.seconds < state.heard_at + seconds:
         return state, ()
-    error = VersionFailed(
-        f"{state.name} was given up: nothing was heard of its ranks for {seconds:g} s",
-        details=missing,
-        fix="push the step again",
-    )
+    message = f"{state.name} was given up: nothing was heard of its ranks for {seconds:g} s"
+    fix = "push the step again on all ranks"
+    if silent := silent_ranks(state):
+        who = ranks_text(silent)
+        message += f", and {who} {'has' if len(silent) == 1 else 'have'} not pushed everything"
+        fix = f"look what became of {who}: a process that was killed, or a push that has failed; then {fix}"
+    error = VersionFailed(message, details=missing, fix=fix)
     return end(state, Phase.FAILED, error)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.text.counts import counted
 from weighbridge._core.text.waits import ranks_text
 from weighbridge.errors import VersionFailed, WeighbridgeError
 from weighbridge_service.push.machine.effects import LookAtHead, ProbeMemory
@@ -62,12 +63,19 @@ def waits_for(state: PushState) -> Iterator[str]:
         if len(state.sealed) < len(share.ranks):
             yield f"{ranks_text(sorted(share.ranks - state.sealed))} to push and seal"
         if len(state.filled) < len(share.files):
-            yield f"bytes of {len(share.files) - len(state.filled)} files"
+            yield f"bytes of {counted(len(share.files) - len(state.filled), 'file')}"
     if state.memory_held_at is not None:
         yield "processes to unmap the image"
     if state.waits_for_others:
         yield "other replicas"
     yield from (str(effect) for effect in state.running if not isinstance(effect, LookAtHead | ProbeMemory))
+
+
+def silent_ranks(state: PushState) -> list[int]:
+    """The ranks that a push waits for, as far as it is known here: those that have not declared, or else not sealed."""
+    if state.agreed is None:
+        return sorted(state.declarations.absent)
+    return [] if state.share is None else sorted(state.share.ranks - state.sealed)
 
 
 def why_lost(state: PushState) -> str:

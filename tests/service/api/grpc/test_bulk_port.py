@@ -19,7 +19,7 @@ from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._transport import bulk, bulk_entry, rpc
 from weighbridge._transport.addresses import Addresses
-from weighbridge.errors import DataLoss, InvalidArgument, NotFound, Unavailable
+from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from weighbridge.v1 import bulk_service_pb2 as pb
 from weighbridge.v1 import bulk_service_pb2_grpc, weight_service_pb2
 from weighbridge_service.access.scopes import Verb
@@ -94,6 +94,15 @@ def test_a_call_without_a_ticket_is_refused_and_takes_no_thread(service: Running
     assert not [name for name in begun if "stream" in name]
 
 
+def test_whoever_takes_it_for_the_service_s_port_is_told_that_one(service: RunningService) -> None:
+    with (
+        EngineClient(entry(service).address) as engine,
+        pytest.raises(FailedPrecondition, match="the service's port for weights") as refused,
+    ):
+        engine.models()
+    assert service.address.rpartition(":")[2] in refused.value.fix
+
+
 def test_calls_that_would_wait_behind_too_many_are_refused_and_the_port_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +134,7 @@ def test_control_calls_are_not_answered_at_the_port_for_weights(service: Running
     found = entry(service)
     with rpc.open_channel(found.address) as channel, pytest.raises(grpc.RpcError) as refused:
         channel.unary_unary("/weighbridge.v1.ModelService/ListModels")(b"", metadata=found.metadata)
-    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_weights_go_over_the_known_port_if_the_other_cannot_be_reached(

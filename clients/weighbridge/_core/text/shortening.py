@@ -1,0 +1,11 @@
+"""Texts that are longer than there is room."""
+
+from __future__ import annotations
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many characters; one that is longer ends after a word, with an ellipsis."""
+    if len(text) <= most:
+        return text
+    room = text[: most - 1]
+    return (room.rpartition(" ")[0] or room) + "…"

@@ -1,0 +1,80 @@
+"""Misfits between tensors that are given and those of a model, in words: what is one mistake is told as one. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from weighbridge.errors import LayoutError
+
+_LIKE = 3
+"""From how many on tensors that are wrong in the same way are told in one line."""
+
+
+class Misfit(NamedTuple):
+    """What is wrong with one tensor.
+
+    Attributes:
+        text: says it, with the tensor's name.
+        alike: says it of several, behind their names; empty where each is a case of its own.
+        name: of the tensor.
+    """
+
+    text: str
+    alike: str = ""
+    name: str = ""
+
+
+def told(misfits: Iterable[Misfit]) -> list[str]:
+    """Lines for misfits, in their order: one for all that are wrong in the same way."""
+    found = list(misfits)
+    groups: dict[str, list[str]] = {}
+    for misfit in found:
+        if misfit.alike:
+            groups.setdefault(misfit.alike, []).append(misfit.name)
+    lines: dict[str, None] = {}
+    for misfit in found:
+        names = groups.get(misfit.alike, [])
+        several = len(names) >= _LIKE
+        lines[f"{names[0]} and {len(names) - 1} more {misfit.alike}" if several else misfit.text] = None
+    return list(lines)
+
+
+def common_prefix(names: Iterable[str], model: Collection[str]) -> str | None:
+    """What stands before a model's names in names that are given; None if it is several things, or nothing."""
+    found: set[str] = set()
+    for parts in (name.split(".") for name in names):
+        ends = (end for end in range(1, len(parts)) if ".".join(parts[end:]) in model)
+        found.update(".".join(parts[:end]) + "." for end in itertools.islice(ends, 1))
+    return found.pop() if len(found) == 1 else None
+
+
+def check_prefix(unknown: Sequence[str], model: Collection[str]) -> None:
+    """Refuse names that the model has but for what stands before all of them, in what is given or in the model.
+
+    Args:
+        unknown: names that the model does not have.
+        model: its names.
+
+    Raises:
+        LayoutError: says what it is.
+    """
+    if len(unknown) < _LIKE:
+        return
+    given = common_prefix(unknown, model)
+    if given is not None and all(
+        each.startswith(given) and each.removeprefix(given) in model for each in unknown
+    ):
+        raise LayoutError(
+            f"{len(unknown)} names begin with {given!r}, and those of the model do not",
+            details=[f"{unknown[0]} is the model's {unknown[0].removeprefix(given)}"],
+            fix=f"take it off: {{name.removeprefix({given!r}): tensor for name, tensor in state_dict.items()}}",
+        )
+    there = common_prefix(model, frozenset(unknown))
+    if there is not None and all(there + each in model for each in unknown):
+        raise LayoutError(
+            f"{len(unknown)} names are the model's without {there!r} before them",
+            details=[f"{unknown[0]} is the model's {there}{unknown[0]}"],
+            fix=f"put it there: {{{there!r} + name: tensor for name, tensor in state_dict.items()}}",
+        )

@@ -1,0 +1,63 @@
+"""Outage of the service, told to whoever waits for it: since when, why, and for how long it is tried again; and that it is over."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from weighbridge._core.text.waits import Reminder
+from weighbridge.errors import WeighbridgeError
+
+log = logging.getLogger(__name__)
+
+_FIRST_SECONDS = 2.0
+"""After which it is told first: a service that is started again is back by then, or nearly."""
+
+
+class Outage:
+    """What is told of one service, at level WARNING: after a while, and then every `REMIND_SECONDS` until it is back. Thread-safe.
+
+    Args:
+        server: its address.
+    """
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._lock = threading.Lock()
+        self._since = 0.0
+        self._reminder: Reminder | None = None
+        self._told = False
+
+    def failed(self, error: WeighbridgeError, left: float | None = None) -> None:
+        """It could not be reached, had no room, or the connection broke.
+
+        Args:
+            error: says so.
+            left: for how many seconds it is tried again; None if for ever.
+        """
+        with self._lock:
+            if self._reminder is None:
+                self._since, self._reminder = time.time(), Reminder(first=_FIRST_SECONDS)
+                return
+            if self._reminder.due() is None:
+                return
+            self._told = True
+        if left is None:
+            log.warning(
+                "the service at %s has been away since %s: %s", self._server, self._clock(), error.message
+            )
+        else:
+            log.warning("%s; since %s, retrying for another %.0f s", error.message, self._clock(), left)
+
+    def over(self) -> None:
+        """There was news, or an answer."""
+        if self._reminder is None:  # as a rule, and then it costs nothing
+            return
+        with self._lock:
+            told, self._reminder, self._told = self._told, None, False
+        if told:
+            log.warning("the service at %s is back; it was away since %s", self._server, self._clock())
+
+    def _clock(self) -> str:
+        return time.strftime("%H:%M:%S", time.localtime(self._since))

@@ -1,0 +1,123 @@
+"""Is whoever calls a service that cannot be reached told so soon, and told at once where trying again is of no use?"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.support.ports import reserved_port
+from weighbridge import AsyncEngineClient, Credentials, EngineClient, TrainerClient, Unavailable
+from weighbridge._core.text import waits
+from weighbridge._transport import outages
+from weighbridge._transport.addresses import Addresses
+
+MODEL = "acme/tiny"
+
+
+@contextmanager
+def http_server() -> Iterator[str]:
+    """What answers in HTTP/1 at an address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = listening.accept()
+                except OSError:
+                    return
+                with peer:
+                    peer.recv(4096)
+                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def model_of(client: Any) -> None:
+    client.model(MODEL)
+
+
+def push(client: TrainerClient) -> None:
+    client.push_state_dict(MODEL, {}, step=1, rank=0, world_size=1)
+
+
+def watch(client: TrainerClient) -> None:
+    next(client.watch(MODEL))
+
+
+@pytest.mark.parametrize("call", [model_of, push, watch])
+def test_a_port_that_speaks_http_is_told_at_once(call: Callable[[TrainerClient], None]) -> None:
+    with http_server() as address, TrainerClient(address, retry_seconds=600.0) as client:
+        begun = time.monotonic()
+        with pytest.raises(Unavailable, match="speaks HTTP, not gRPC") as caught:
+            call(client)
+    assert time.monotonic() - begun < 60.0
+    assert caught.value.__cause__ is None, "what gRPC says of it adds nothing"
+
+
+def test_an_event_loop_is_told_at_once_as_well() -> None:
+    async def ask(address: str) -> None:
+        async with AsyncEngineClient(address, retry_seconds=600.0) as client:
+            await client.model(MODEL)
+
+    with http_server() as address, pytest.raises(Unavailable, match="speaks HTTP, not gRPC"):
+        asyncio.run(asyncio.wait_for(ask(address), 60.0))
+
+
+def test_a_handshake_that_is_refused_is_not_tried_again_for_long() -> None:
+    with (
+        http_server() as address,
+        EngineClient(address, retry_seconds=600.0, credentials=Credentials(ca="system")) as client,
+    ):
+        begun = time.monotonic()
+        with pytest.raises(Unavailable, match="do not agree on TLS"):
+            client.model(MODEL)
+    assert time.monotonic() - begun < 60.0
+
+
+def test_an_address_that_has_answered_or_is_not_the_only_one_is_tried_for_as_long_as_any() -> None:
+    def doubtful() -> Unavailable:
+        return Unavailable("TLS", worth_retrying=3.0)
+
+    addresses = Addresses(["a:1", "b:1"])
+    first, second, third = doubtful(), doubtful(), doubtful()
+    assert addresses.failed("a:1", first)
+    assert not addresses.failed("b:1", second)
+    assert (first.worth_retrying, second.worth_retrying) == (float("inf"), 3.0)
+    addresses.answered("b:1")
+    addresses.failed("a:1")
+    assert not addresses.failed("b:1", third)
+    assert third.worth_retrying == float("inf")
+
+
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_a_call_that_waits_for_the_service_says_so_and_for_how_long(
+    on_loop: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outages, "_FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(waits, "REMIND_SECONDS", 0.1)
+    caplog.set_level(logging.WARNING)
+    address = f"127.0.0.1:{reserved_port()}"
+
+    async def ask() -> None:
+        async with AsyncEngineClient(address, retry_seconds=2.0) as client:
+            await client.model(MODEL)
+
+    def wait() -> None:
+        with EngineClient(address, retry_seconds=2.0) as client:
+            client.model(MODEL)
+
+    with pytest.raises(Unavailable):
+        asyncio.run(ask()) if on_loop else wait()
+    said = [each for each in caplog.messages if f"the service at {address} cannot be reached" in each]
+    assert said
+    assert all("retrying for another" in each for each in said)
