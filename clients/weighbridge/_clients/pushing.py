@@ -175,9 +175,8 @@ class Pusher:
         except (VersionFailed, AlreadyExists):  # they have been told; the rank takes part by another process
             pass
         except WeighbridgeError as untold:
-            if untold.message != str(
-                getattr(error, "message", "")
-            ):  # what is refused is the opening: each of them learns of it by itself
+            # what is refused may be the opening: each rank learns of that by itself
+            if not (isinstance(error, WeighbridgeError) and untold.message == error.message):
                 log.warning("%s: the other ranks could not be told: %s", opening.model, untold.message)
 
     def close(self) -> None:
