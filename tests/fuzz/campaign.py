@@ -138,10 +138,12 @@ class Campaign:
                 self._say(
                     f"{target}: {done_so_far:,} inputs, {said['inputs'] / max(said['seconds'], 0.01):,.0f}/s"
                 )
+        process.stdout.close()
         code = process.wait()
         ended.set()
         watching.join()
-        coverage.join(5.0)
+        coverage.join()
+        process.stderr.close()
         if not done:
             lost = self._folder / f"lost-{target}-{seed}"
             lost.write_bytes(read_current(folder) if (folder / CURRENT).exists() else b"")

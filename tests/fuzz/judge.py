@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
+import re
 import signal
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -17,9 +16,9 @@ from tests.fuzz.target import Parse, Target
 _OURS = ("/weighbridge/", "/weighbridge_storage/", "/weighbridge_service/")
 _PEAK_RESET = b"5"
 """Written to /proc/self/clear_refs: proc(5)."""
+_PEAK = re.compile(rb"VmHWM:\s+(\d+) kB")
 _LONGEST = 30.0
 """Seconds of a processor after which an input is given up."""
-_RAISED_MB = 1.0
 
 
 class TooSlow(BaseException):
@@ -82,37 +81,34 @@ class Judge:
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         seconds = time.process_time() - begin
-        grown = self._peaks.end(before)
+        grown = self._peaks.grown(before)
         problem = problem or self._target.bounds.problem(len(data), seconds, grown)
         return Verdict(seconds, grown, problem, where, said)
 
 
 class _Peaks:
-    """Peaks of this process's memory. What an input takes counts from the level that the inputs before it have reached and not given
-    back; where the kernel lets a process set its peak back, that is done whenever one was raised."""
+    """Peak of this process's memory, set back before each input to what the process has then.
+
+    `getrusage` does not do: its peak is never below that of the process which has started this one.
+    """
 
     def __init__(self) -> None:
-        self._clear = -1
-        with suppress(OSError):
-            self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
-        self._reset()
+        self._status = os.open("/proc/self/status", os.O_RDONLY)
+        self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
 
     def begin(self) -> float:
-        return _peak()
+        """The level from which an input's peak counts, in MiB."""
+        os.write(self._clear, _PEAK_RESET)
+        return self._peak()
 
-    def end(self, before: float) -> float:
-        grown = _peak() - before
-        if grown > _RAISED_MB:
-            self._reset()
-        return grown
+    def grown(self, before: float) -> float:
+        """MiB by which the peak is above that level."""
+        return self._peak() - before
 
-    def _reset(self) -> None:
-        if self._clear >= 0:
-            os.write(self._clear, _PEAK_RESET)
-
-
-def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    def _peak(self) -> float:
+        found = _PEAK.search(os.pread(self._status, 4096, 0))
+        assert found is not None
+        return int(found[1]) / 1024
 
 
 def _innermost(trace: TracebackType | None) -> str:

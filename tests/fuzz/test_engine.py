@@ -50,6 +50,19 @@ def test_a_verdict_says_what_is_wrong(data: bytes, problem: str) -> None:
     assert Judge(TARGET, planted).verdict(data).problem == problem
 
 
+def test_memory_is_seen_below_what_the_process_has_had_before() -> None:
+    judge = Judge(TARGET, planted)
+    before = bytearray(b"x" * (300 << 20))
+    judge.verdict(b"x")
+    del before
+    assert [judge.verdict(data).problem for data in (b"x", b"large", b"x", b"large")] == [
+        "",
+        "memory",
+        "",
+        "memory",
+    ]
+
+
 def test_planted_faults_are_found() -> None:
     judge = Judge(TARGET, planted)
     found = {judge.verdict(data).problem for data in islice(inputs(TARGET, seed=3), 40)}

@@ -47,7 +47,7 @@ def _heads() -> list[bytes]:
         generation=9,
         next_version=16,
         files_id="f" * 8,
-        registration={"model_type": "llama", "dtype": "bf16", "tensor_count": 3, "tensor_bytes": 1000, "files": ["config.json"], "identity": "x"},
+        registration={"model_type": "llama", "dtype": "BF16", "tensor_count": 3, "tensor_bytes": 1000, "files": ["config.json"], "identity": "x"},
         recent={
             10: _entry(10, held=("candidate",), metadata={"reward": 0.5, "run": "x"}),
             11: _entry(11, approval=Approval(("candidate",), "me", 5, "fine"), nonfinite_elements=3),
