@@ -37,6 +37,7 @@ from weighbridge._cli import commands
 from weighbridge._core import striping
 from weighbridge_service.access import access as access_module
 from weighbridge_service.admission.byte_budget import Direction
+from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.catalog import stored_bytes as stored_module
 from weighbridge_service.exports import Exports
@@ -247,7 +248,7 @@ def test_ranks_of_one_push_count_as_one_version_at_whatever_replica(
 
         def opened(running: RunningService, request_id: str, client_id: str) -> int:
             return running.service.intake.opener.open_version(
-                MODEL, step=1, run="r", ranks=3, request_id=request_id, client_id=client_id, by=a
+                MODEL, step=1, run="r", ranks=3, request_id=request_id, client_id=client_id, by=Peer("host", identity=a)
             ).number
 
         ranks = [(first, "c0"), (first, "c1"), (second, "c2")]
