@@ -36,6 +36,7 @@ from weighbridge import (
 from weighbridge._cli import commands
 from weighbridge._core import striping
 from weighbridge_service.access import access as access_module
+from weighbridge_service.access.identities import Evidence
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.http.app import create_app
@@ -256,6 +257,37 @@ def test_ranks_of_one_push_count_as_one_version_at_whatever_replica(
         with pytest.raises(ResourceExhausted):
             opened(first, "another", "c0")
         assert opened(second, "another", "c0") == 2, "each replica counts what was opened there"
+
+
+@pytest.mark.parametrize("limit", ["stored", "versions_per_hour"])
+def test_a_rank_is_not_refused_what_another_rank_of_its_push_has_taken_at_another_replica(
+    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    limits = "versions_per_hour = 1" if limit == "versions_per_hour" else ""
+    stored = size_of(source) + 1000 if limit == "stored" else 0
+    with service(tmp_path, limits, stored) as first, service(tmp_path, limits, stored) as second:
+        register(first, source, MODEL)
+        a = Peer("host", identity=first.service.access.identify(Evidence("Bearer token-of-a")))
+
+        def opened(running: RunningService, request_id: str, client_id: str) -> int:
+            return running.service.intake.opener.open_version(
+                MODEL, step=1, run="r", ranks=2, request_id=request_id, client_id=client_id, by=a
+            ).number
+
+        if limit == "versions_per_hour":
+            opened(second, "before", "c")
+        check_room = second.service.quotas.stored.check_room
+
+        def check_late(*arguments: Any) -> None:
+            opened(first, "q", "c0")
+            check_room(*arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(second.service.quotas.stored, "check_room", check_late)
+            number = opened(second, "q", "c1")
+        assert number == opened(first, "q", "c0")
+        with pytest.raises(ResourceExhausted):
+            opened(second, "another", "c1")
 
 
 def test_a_client_that_is_told_of_a_short_time_comes_back_after_it_and_not_before(
