@@ -110,9 +110,9 @@ class Pusher:
             routes = routes_of(declared, rank)
             replicas: Sequence[pb.ReplicaChecksum] = ()
             if isinstance(open_source, OpenPassing):
-                lent = lend(connection.lane, header, chosen)
-                send = partial(self._send_all, header, at, routes, counts)
                 passing = open_source.make(chosen)
+                send = partial(self._send_all, header, at, routes, counts)
+                lent = lend(connection.lane, header, chosen)
                 delivery = take_passing(
                     lent, chosen, passing, send, open_source.buffer_bytes, counts, self._staging
                 )

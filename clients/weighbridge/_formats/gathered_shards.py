@@ -246,22 +246,35 @@ class _Digest:
         octets = tensor.view(-1).view(torch.uint8)
         if not tensor.is_cuda or octets.numel() % _WORD_BYTES:
             return _Digest(tensor.dtype, xxhash.xxh3_128_digest(octets.cpu().numpy().data))
-        words = octets.view(torch.int64)
-        random = torch.Generator(tensor.device).manual_seed(0)
-        weights = torch.randint(
-            -(1 << 63),
-            (1 << 63) - 1,
-            (min(len(words), _WORDS_AT_ONCE),),
-            device=tensor.device,
-            generator=random,
-        )
-        sums = [(part * weights[: len(part)]).sum() for part in words.split(_WORDS_AT_ONCE)]  # type: ignore[no-untyped-call]
-        return _Digest(tensor.dtype, torch.stack(sums) if sums else words)
+        return _Digest(tensor.dtype, _sums(octets))
 
     def value(self) -> object:
         """What is equal for equal tensors."""
         found = self.found if isinstance(self.found, bytes) else tuple(self.found.tolist())
         return self.dtype, found
+
+
+def _sums(octets: torch.Tensor) -> torch.Tensor:
+    """Sums of the words of a tensor with random weights, which are the same each time.
+
+    Args:
+        octets: its bytes, of whole words.
+    """
+    import torch
+
+    if octets.storage_offset() % _WORD_BYTES:  # of a tensor that was packed with others
+        octets = octets.clone()
+    words = octets.view(torch.int64)
+    random = torch.Generator(words.device).manual_seed(0)
+    weights = torch.randint(
+        -(1 << 63),
+        (1 << 63) - 1,
+        (min(len(words), _WORDS_AT_ONCE),),
+        device=words.device,
+        generator=random,
+    )
+    sums = [(part * weights[: len(part)]).sum() for part in words.split(_WORDS_AT_ONCE)]  # type: ignore[no-untyped-call]
+    return torch.stack(sums) if sums else words
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,10 +55,9 @@ class StoredBytes:
         self._rests: dict[str, float] = {}
         self._seen: dict[str, int] = {}
 
-    @property
     def seen(self) -> dict[str, int]:
-        """What namespaces with a limit held when this process looked last, by their names. Asks nothing of the store."""
-        return {name: held for name, held in self._seen.items() if name in self.limits()}
+        """What namespaces held when this process looked last, by their names. Asks nothing of the store."""
+        return dict(self._seen)  # others may be added while the caller goes through them
 
     def is_limited(self, name: ModelName) -> bool:
         """Whether there is a limit for a model's namespace."""

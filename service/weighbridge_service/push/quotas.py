@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from weighbridge._core.usage import (
     QUOTA_BYTES_PER_SECOND,
@@ -13,6 +13,7 @@ from weighbridge._core.usage import (
     Quota,
     Usage,
 )
+from weighbridge.errors import ResourceExhausted
 from weighbridge_service.access.identities import Identity
 from weighbridge_service.admission.identity_quotas import IdentityQuotas, Opening
 from weighbridge_service.admission.peer import Peer
@@ -61,11 +62,16 @@ class Quotas:
                 namespace has no room for it.
         """
         limited = by.limits.versions_per_hour is not None or nbytes
-        if not limited or is_open():
-            yield Opening()
-            return
-        self.stored.check_room(model.name, nbytes)
-        with self.identities.opening(by) as opening:
+        with ExitStack() as stack:
+            opening = Opening()
+            if limited and not is_open():
+                try:
+                    self.stored.check_room(model.name, nbytes)
+                    opening = stack.enter_context(self.identities.opening(by))
+                except ResourceExhausted:
+                    # another rank may have opened it meanwhile, at another replica, and have taken the room
+                    if not is_open():
+                        raise
             yield opening
 
     def usage(self, peer: Peer) -> Usage:
@@ -89,8 +95,9 @@ class Quotas:
         for identity in self._limited():
             yield from self._of(identity)
         limits = self.stored.limits()
-        for namespace, held in self.stored.seen.items():
-            yield Quota(QUOTA_STORED, namespace, held, limits[namespace])
+        for namespace, held in self.stored.seen().items():
+            if namespace in limits:
+                yield Quota(QUOTA_STORED, namespace, held, limits[namespace])
 
     def _of(self, identity: Identity) -> Iterator[Quota]:
         limits, use = identity.limits, self.identities.use_of(identity)

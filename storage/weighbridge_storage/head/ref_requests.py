@@ -103,7 +103,7 @@ def ask(
         return _effect(history, wanted), done
     _check_named(asker, ref)
     pending = _pending(head, ref)
-    if pending is not None and _meaning(pending) == _meaning(wanted):
+    if pending is not None and may_wait and _meaning(pending) == _meaning(wanted):
         return head, pending
     if pending is not None:
         head = _with(head, _closed(pending, REQUEST_SUPERSEDED, asker.name, wanted.asked_ms))
@@ -141,10 +141,12 @@ def approve_request(
         raise PermissionDenied(
             f"{asker.name} has asked for this, and cannot approve it", fix="have another identity approve it"
         )
-    if there.state == REQUEST_DONE or any(each.by == asker.name for each in there.approvals):
+    if there.state == REQUEST_DONE:
         return head, there
     if not there.pending:
         _ended(head, there)
+    if any(each.by == asker.name for each in there.approvals):
+        return head, there
     approved = replace(there, approvals=(*there.approvals, RefApproval(asker.name, now_ms, note)))
     if missing(head, approved):
         return _with(head, approved), approved

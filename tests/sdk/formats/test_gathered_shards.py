@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._formats.gathered_shards import LEAST_SHARE_BYTES, GatheredShards, share_layout
+from weighbridge._formats.gathered_shards import LEAST_SHARE_BYTES, GatheredShards, _sums, share_layout
 from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.passing_chunks import PassingChunks
 from weighbridge._formats.push_sources import Bytes, StagingPool, StreamSource
@@ -159,6 +159,8 @@ def test_a_head_is_tied_only_if_each_of_its_bits_is_the_embedding_s(device: str,
         return found
 
     assert problems(embedding.clone()) == []
+    packed = torch.cat([torch.zeros(1, device=device).bfloat16(), embedding.view(-1)])[1:]
+    assert problems(packed.view(rows, width)) == []
     for row, column in ((0, 0), (rows // 2, 7), (rows - 1, width - 1)):
         changed = embedding.clone()
         changed[row, column] += 1
@@ -167,3 +169,11 @@ def test_a_head_is_tied_only_if_each_of_its_bits_is_the_embedding_s(device: str,
     swapped[[10, 11]] = swapped[[11, 10]]
     assert problems(swapped) == ["head: the model has no such tensor"]
     assert problems(embedding.float()) == ["head: the model has no such tensor"] * ranks
+
+
+def test_a_digest_of_a_tensor_does_not_depend_on_where_it_lies() -> None:
+    packed = torch.randint(0, 256, (1 + 64,), dtype=torch.uint8)
+    assert torch.equal(_sums(packed[1:]), _sums(packed[1:].clone()))
+    changed = packed[1:].clone()
+    changed[-1] ^= 1
+    assert not torch.equal(_sums(packed[1:]), _sums(changed))

@@ -36,8 +36,10 @@ from weighbridge import (
 from weighbridge._cli import commands
 from weighbridge._core import striping
 from weighbridge_service.access import access as access_module
+from weighbridge_service.access.identities import Evidence
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.admission.peer import Peer
+from weighbridge_service.api.http import callers, hub_routes
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.catalog import stored_bytes as stored_module
 from weighbridge_service.exports import Exports
@@ -249,7 +251,13 @@ def test_ranks_of_one_push_count_as_one_version_at_whatever_replica(
 
         def opened(running: RunningService, request_id: str, client_id: str) -> int:
             return running.service.intake.opener.open_version(
-                MODEL, step=1, run="r", ranks=3, request_id=request_id, client_id=client_id, by=a
+                MODEL,
+                step=1,
+                run="r",
+                ranks=3,
+                request_id=request_id,
+                client_id=client_id,
+                by=Peer("host", identity=a),
             ).number
 
         ranks = [(first, "c0"), (first, "c1"), (second, "c2")]
@@ -257,6 +265,37 @@ def test_ranks_of_one_push_count_as_one_version_at_whatever_replica(
         with pytest.raises(ResourceExhausted):
             opened(first, "another", "c0")
         assert opened(second, "another", "c0") == 2, "each replica counts what was opened there"
+
+
+@pytest.mark.parametrize("limit", ["stored", "versions_per_hour"])
+def test_a_rank_is_not_refused_what_another_rank_of_its_push_has_taken_at_another_replica(
+    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    limits = "versions_per_hour = 1" if limit == "versions_per_hour" else ""
+    stored = size_of(source) + 1000 if limit == "stored" else 0
+    with service(tmp_path, limits, stored) as first, service(tmp_path, limits, stored) as second:
+        register(first, source, MODEL)
+        a = Peer("host", identity=first.service.access.identify(Evidence("Bearer token-of-a")))
+
+        def opened(running: RunningService, request_id: str, client_id: str) -> int:
+            return running.service.intake.opener.open_version(
+                MODEL, step=1, run="r", ranks=2, request_id=request_id, client_id=client_id, by=a
+            ).number
+
+        if limit == "versions_per_hour":
+            opened(second, "before", "c")
+        check_room = second.service.quotas.stored.check_room
+
+        def check_late(*arguments: Any) -> None:
+            opened(first, "q", "c0")
+            check_room(*arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(second.service.quotas.stored, "check_room", check_late)
+            number = opened(second, "q", "c1")
+        assert number == opened(first, "q", "c0")
+        with pytest.raises(ResourceExhausted):
+            opened(second, "another", "c1")
 
 
 def test_a_client_that_is_told_of_a_short_time_comes_back_after_it_and_not_before(
@@ -435,6 +474,43 @@ def test_a_download_that_is_slowed_waits_for_its_pace_and_holds_up_nothing(
         clock.now += 10
         assert len(slow.result(60)) == size_of(source)
         eventually(lambda: quotas.use_of(a).streams == 0)
+
+
+def test_a_download_that_is_slowed_ends_when_its_caller_may_not_go_on(
+    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers, "STANDING_SECONDS", 0.0)
+    monkeypatch.setattr(access_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(hub_routes, "_SEND_BYTES", 4096)
+    with (
+        service(tmp_path, 'streams = 1, bytes_per_second = "1MB"') as running,
+        https(running) as url,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        quotas = running.service.quotas.identities
+        clock = quotas.clock = Clock()
+        register(running, source, MODEL)
+        push(running.address, source, 1, shown=B)
+        a = next(each for each in running.service.access.limited() if each.name == "a")
+        quotas.count(a, 3 * 10**6)
+
+        def download() -> int:
+            headers = {"authorization": "Bearer token-of-a"}
+            path = f"{url}/{MODEL}/resolve/latest/model.safetensors"
+            received: list[bytes] = []
+            with httpx.stream("GET", path, headers=headers, timeout=60) as answer:
+                assert answer.status_code == 200
+                with pytest.raises(httpx.RemoteProtocolError):
+                    received.extend(answer.iter_raw())
+            return sum(map(len, received))
+
+        slow = pool.submit(download)
+        eventually(lambda: quotas.use_of(a).streams == 1)
+        policy = running.service.config.policy
+        assert policy is not None
+        policy.write_text(policy.read_text().replace('name = "a"', 'name = "another"'))
+        clock.now += 10
+        assert slow.result(60) <= 4096, "no more than the part that had waited"
 
 
 # --- what is used

@@ -198,6 +198,15 @@ def test_an_approval_of_what_was_superseded_approves_nothing_and_says_what_is_as
     assert approved(head, "second", "bob").ref_numbers["prod"] == 3
 
 
+def test_an_approval_that_is_repeated_after_the_request_has_ended_hears_so() -> None:
+    head = approved(asked(protected(2), "q", "ann", 2), "q", "bob")
+    withdrawn = withdraw_request(head, "prod", "q", who("ann"), now_ms=20)[0]
+    with pytest.raises(FailedPrecondition, match="was withdrawn by ann"):
+        approved(withdrawn, "q", "bob", at=30)
+    with pytest.raises(FailedPrecondition, match="has expired"):
+        approved(head, "q", "bob", at=11 + LIFETIME_MS)
+
+
 def test_what_is_repeated_after_its_answer_was_lost_finds_what_it_has_done() -> None:
     head = asked(protected(1), "q", "ann", 2)
     assert asked(head, "q", "ann", 2) == head
@@ -271,6 +280,13 @@ def test_what_may_not_wait_is_refused_and_asks_for_nothing() -> None:
     head = protected(1)
     with pytest.raises(FailedPrecondition, match="takes the approval of another identity"):
         ask(of(head), wanted("q", "ann", 2), who("ann"), may_wait=False)
+
+
+@pytest.mark.parametrize("version", [2, 0], ids=["move", "delete"])
+def test_what_may_not_wait_is_refused_also_while_the_same_is_asked_for(version: int) -> None:
+    head = asked(protected(1), "q", "ann", version)
+    with pytest.raises(FailedPrecondition, match="takes the approval of another identity"):
+        ask(of(head), wanted("r", "ann", version), who("ann"), may_wait=False)
 
 
 def test_a_ref_can_be_protected_before_there_is_one() -> None:

@@ -259,12 +259,14 @@ async def _stream(
     What is to be sent is counted by ``delay``, which says for how many seconds it has to wait first. Pieces end before ``end``, and the connection
     with them, once the caller may not go on.
     """
-    while piece and not standing.ended:
+    while piece:
         start += len(piece)
         ahead = asyncio.ensure_future(read(start)) if start < end else None
         try:
             view = memoryview(piece)
             for offset in range(0, len(view), _SEND_BYTES):
+                if standing.ended:  # asked before each part: one that is slowed may take seconds
+                    return
                 part = view[offset : offset + _SEND_BYTES]
                 for seconds in iter(partial(delay, len(part)), 0.0):
                     await asyncio.sleep(seconds)
