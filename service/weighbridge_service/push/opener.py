@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -159,7 +159,7 @@ class Opener:
             asked = OpeningRequest(
                 request_id, *asked_for, self._home, lease_ms, said, given_up, receiving, nbytes, called
             )
-            is_open = partial(self._is_open, model_name, request_id)
+            is_open = partial(self._is_open, model_name, request_id, given_up)
             with self._quotas.opening(identity, model, nbytes, is_open) as counted:
                 entry, head = self._open(model_name, asked, counted)
             if (
@@ -173,16 +173,27 @@ class Opener:
         log.info("opened %s for run %s with %d ranks", session.snapshot.version, run, ranks)
         return session.snapshot.version
 
-    def _is_open(self, name: ModelName, request_id: str) -> bool:
-        """Whether this request has opened a version, at whatever replica."""
-        return any(each.request_id == request_id for each in self._catalog.head(name).open.values())
+    def _is_open(self, name: ModelName, request_id: str, given_up: Container[int]) -> bool:
+        """Whether this request has opened a version, at whatever replica, that was not given up here since."""
+        return any(
+            each.request_id == request_id and each.number not in given_up
+            for each in self._catalog.head(name).open.values()
+        )
 
     def _open(self, name: ModelName, asked: OpeningRequest, counted: Opening) -> tuple[OpenEntry, Head]:
-        """Open a version in the head, or find it open. Raises ResourceExhausted if it is a new one for which the namespace has no room."""
+        """Open a version in the head, or find it open.
+
+        Raises:
+            ResourceExhausted: it is a new one for which the namespace has no room.
+            Unavailable: it would be a new one that is not counted, as the one that was open has just ended.
+        """
 
         def open_new(head: Head) -> tuple[Head, tuple[OpenEntry, Head, bool]]:
             after, (entry, changed) = asked.open(head, unix_ms())
-            return after, (entry, changed, entry.number >= head.next_version)
+            new = entry.number >= head.next_version
+            if new and not counted.new:
+                raise Unavailable(f"the version of {name} that was open has just ended", fix="ask again")
+            return after, (entry, changed, new)
 
         entry, head, new = self._catalog.heads.update(name, open_new)
         if not new:

@@ -62,7 +62,7 @@ class Quotas:
         """
         limited = by.limits.versions_per_hour is not None or nbytes
         if not limited or is_open():
-            yield Opening()
+            yield Opening(new=not limited)
             return
         self.stored.check_room(model.name, nbytes)
         with self.identities.opening(by) as opening:

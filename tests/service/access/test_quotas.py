@@ -37,6 +37,7 @@ from weighbridge._cli import commands
 from weighbridge._core import striping
 from weighbridge_service.access import access as access_module
 from weighbridge_service.admission.byte_budget import Direction
+from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.catalog import stored_bytes as stored_module
 from weighbridge_service.exports import Exports
@@ -255,6 +256,25 @@ def test_ranks_of_one_push_count_as_one_version_at_whatever_replica(
         with pytest.raises(ResourceExhausted):
             opened(first, "another", "c0")
         assert opened(second, "another", "c0") == 2, "each replica counts what was opened there"
+
+
+def test_a_version_that_is_opened_again_as_soon_as_it_is_given_up_is_another_one(
+    tmp_path: Path, source: TinyModel
+) -> None:
+    with service(tmp_path, "versions_per_hour = 3") as running:
+        register(running, source, MODEL)
+        intake = running.service.intake
+        [a] = running.service.access.limited()
+        opened: set[int] = set()
+        with pytest.raises(ResourceExhausted, match="has opened 3 versions within an hour"):
+            for _ in range(100):  # it is given up here before the head says so
+                number = intake.opener.open_version(
+                    MODEL, step=1, run="r", ranks=1, request_id="q", client_id="c", by=Peer("h", identity=a)
+                ).number
+                opened.add(number)
+                intake.abort_version(MODEL, number, "", 60)
+                eventually(lambda: running.service.catalog.get_version(MODEL, str(number)).state.given_up)  # noqa: B023
+        assert opened == {1, 2, 3}
 
 
 def test_a_client_that_is_told_of_a_short_time_comes_back_after_it_and_not_before(
