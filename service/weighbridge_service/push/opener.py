@@ -22,6 +22,7 @@ from weighbridge.errors import (
 from weighbridge_service.access.identities import EVERYBODY
 from weighbridge_service.admission.identity_quotas import Opening
 from weighbridge_service.admission.peer import Peer
+from weighbridge_service.admission.quotas import may_have
 from weighbridge_service.admission.refusals import Refusals
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.holding import Holding
@@ -154,7 +155,7 @@ class Opener:
             receiving = {each.number for each in known if not (each.state.visible or each.state.given_up)}
             joined = self._registry.of_request(model_name, request_id)
             if joined is None or joined.snapshot.version.number not in receiving:
-                self._check_room()
+                self._check_room(called)
             lease_ms = round(self._limits.lease * 1000)
             asked = OpeningRequest(
                 request_id, *asked_for, self._home, lease_ms, said, given_up, receiving, nbytes, called
@@ -241,14 +242,19 @@ class Opener:
         check_same_metadata(version.number, version.metadata, said.metadata)
         return version if version.state.visible or is_known(push.state, said) else None
 
-    def _check_room(self) -> None:
-        """Raise if no further version can be received (ResourceExhausted), or none any more (Unavailable)."""
+    def _check_room(self, by: str) -> None:
+        """Raise if an identity of this name can bring no further version (ResourceExhausted), or nobody any more (Unavailable).
+
+        Who has a name leaves some of them to others; those who have none cannot be told apart.
+        """
         if self.draining:
             raise Unavailable("the service is shutting down", fix="try again when it is back")
-        count = self._registry.count(VersionState.OPEN, VersionState.RECEIVING)
-        if count >= self._max_receiving:
+        names = [each.by for each in self._registry.in_states(VersionState.OPEN, VersionState.RECEIVING)]
+        count, own = len(names), names.count(by) if by else 0
+        if not may_have(self._max_receiving, count, own):
             raise ResourceExhausted(
-                f"{count} versions are being received", fix="wait until one is done, or abort one"
+                f"{count} versions are being received{f', {own} of them of {by}' if own else ''}",
+                fix="wait until one is done, or abort one",
             )
 
     def _begin(self, name: ModelName, entry: OpenEntry, head: Head, client_id: str) -> PushSession:
@@ -284,6 +290,7 @@ class Opener:
             state,
             client_id=client_id,
             request_id=entry.request_id,
+            by=entry.by,
             model=model,
             publisher=Publisher(store, heads, model, entry, self._home),
             exchange=Exchange(store, model.name, entry.number, self._home, first_version_of(model.files_id)),

@@ -36,6 +36,7 @@ from weighbridge import (
 from weighbridge._cli import commands
 from weighbridge._core import striping
 from weighbridge_service.access import access as access_module
+from weighbridge_service.access.identities import Identity
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.http.app import create_app
@@ -248,7 +249,13 @@ def test_ranks_of_one_push_count_as_one_version_at_whatever_replica(
 
         def opened(running: RunningService, request_id: str, client_id: str) -> int:
             return running.service.intake.opener.open_version(
-                MODEL, step=1, run="r", ranks=3, request_id=request_id, client_id=client_id, by=a
+                MODEL,
+                step=1,
+                run="r",
+                ranks=3,
+                request_id=request_id,
+                client_id=client_id,
+                by=Peer("h", identity=a),
             ).number
 
         ranks = [(first, "c0"), (first, "c1"), (second, "c2")]
@@ -275,6 +282,32 @@ def test_a_version_that_is_opened_again_as_soon_as_it_is_given_up_is_another_one
                 intake.abort_version(MODEL, number, "", 60)
                 eventually(lambda: running.service.catalog.get_version(MODEL, str(number)).state.given_up)  # noqa: B023
         assert opened == {1, 2, 3}
+
+
+def test_an_identity_that_opens_without_end_leaves_room_for_versions_of_others(
+    tmp_path: Path, source: TinyModel
+) -> None:
+    with service(tmp_path) as running:
+        register(running, source, MODEL)
+        opener = running.service.intake.opener
+
+        def opened(name: str, number: int) -> int:
+            return opener.open_version(
+                MODEL,
+                step=1,
+                run="r",
+                ranks=1,
+                request_id=f"{name}{number}",
+                client_id=name,
+                by=Peer("h", identity=Identity(name)),
+            ).number
+
+        with pytest.raises(ResourceExhausted, match="48 versions are being received, 48 of them of greedy"):
+            for number in range(64):
+                opened("greedy", number)
+        assert opened("other", 1) == 49
+        with pytest.raises(ResourceExhausted):
+            opened("greedy", 64)
 
 
 def test_a_client_that_is_told_of_a_short_time_comes_back_after_it_and_not_before(
