@@ -358,7 +358,7 @@ class Opener:
                     head = self._catalog.head(model_name)
                     entry = head.open.get(number)
                     if entry is not None:
-                        self._check_room()
+                        self._check_room(entry.by)
                         check_not_received_alone(entry, self._home)
                         self._begin(model_name, entry, head, client_id)
         return self.find(name, number)
