@@ -6,7 +6,9 @@ import hashlib
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -384,6 +386,25 @@ def test_a_version_has_a_limited_number_of_signatures(signing: Signing, tmp_path
         signing.client.sign(MODEL, number, signer=Signer(keys.key))
     with pytest.raises(ResourceExhausted, match="has 16 signatures"):
         signing.client.sign(MODEL, number, signer=Signer(new_key(tmp_path, "one more").key))
+
+
+def test_a_version_has_no_more_signatures_if_many_are_added_at_one_time(tmp_path: Path) -> None:
+    with running_service(tmp_path / "store") as running, TrainerClient(running.address) as client:
+        client.import_folder(MODEL, tiny_folder(tmp_path / "hf").folder, step=1).wait(timeout=60)
+        content = sign(Signer(new_key(tmp_path).key), about(client, 1))
+
+        def add(nth: int) -> str:
+            try:
+                # the same JSON, by another digest
+                running.service.signatures.add(MODEL, 1, content + b" " * nth)
+            except ResourceExhausted as error:
+                return error.reason
+            return "added"
+
+        with ThreadPoolExecutor(32) as pool:
+            outcomes = Counter(pool.map(add, range(64)))
+        assert outcomes == {"added": 16, "RESOURCE_EXHAUSTED": 48}
+        assert len(client.signatures(MODEL, 1)) == 16
 
 
 def test_signatures_are_had_over_http(signed: Signing, tmp_path: Path) -> None:

@@ -281,14 +281,15 @@ class Client:
             ref: the tag.
             version: which version; by default the latest.
             note: is kept with the request.
-            request_id: names the request, 1 to 64 letters, digits, ``-`` or ``_``; by default one of its own.
+            request_id: names this call in all repetitions of it, 1 to 64 letters, digits, ``-`` or ``_``; by default one of its own. The service
+                names the request: `RefRequest.request_id`.
 
         Returns:
             The request as it stands: `RefRequest.done`, or `RefRequest.pending` until others approve it (`approve_ref`).
 
         Raises:
             PermissionDenied: the tag is protected, and no scope of this client's names it.
-            FailedPrecondition: the request of this name was withdrawn, superseded, or has expired.
+            FailedPrecondition: the request of this call was withdrawn, superseded, or has expired.
         """
         return self._connection.run(control_calls.request_ref(model, ref, version, note, request_id))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,7 +79,11 @@ def get_signatures(model: str, version: str | int | None) -> Steps[tuple[int, tu
     meant = Reference.of(model, version, REF_LATEST)
     request = pb.GetSignaturesRequest(model=meant.model, version=meant.version)
     found = yield from _call("GetSignatures", request)
-    return found.number, tuple(Signature(each.id, each.content) for each in found.signatures)
+    # files are named by the digest: it is not for the service to say
+    digests = (hashlib.sha256(each.content).hexdigest() for each in found.signatures)
+    return found.number, tuple(
+        Signature(digest, each.content) for digest, each in zip(digests, found.signatures, strict=True)
+    )
 
 
 def add_signature(model: str, version: str | int | None, content: bytes) -> Steps[Signing]:
@@ -113,12 +118,16 @@ def verify_signed(
     manifest = yield from get_manifest(meant.model, number)
     signed: tuple[Signed, ...] = yield Work(partial(checking.check_signed, manifest, signatures, required))
     verified = yield from verify(manifest.model, number, sha256=True)
-    statements = {each.id: Bundle.read(each.content).statement for each in signatures}
+    contents = {each.id: each.content for each in signatures}
+    statements = [(each.by, Bundle.read(contents[each.id]).statement) for each in signed]
     problems = [
-        f"{name} has another SHA-256 than the signature by {each.by} says"
-        for each in signed
-        for name, found in verified.sha256.items()
-        if statements[each.id].sha256[name] != found
+        f"{name} has another SHA-256 than the signature by {by} says"
+        if name in verified.sha256
+        else f"the service does not say which SHA-256 {name} has"
+        for by, statement in statements
+        for name in manifest.files
+        if statement.sha256[name] != verified.sha256.get(name)
+        and (name in verified.sha256 or not verified.problems)  # of what is damaged it need not say any
     ]
     return replace(verified, problems=(*verified.problems, *problems)), signed
 

@@ -9,6 +9,7 @@ import base64
 import binascii
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ MAX_BYTES = 1_000_000
 """Largest signature that is taken: one about some 5,000 files."""
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
+_KEY_ID = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,10 @@ def _signer(material: Any) -> tuple[str, tuple[bytes, ...]]:
         return hashlib.sha256(chain[0]).hexdigest(), chain
     if "publicKey" in material:
         hint = material["publicKey"].get("hint")
-        if not isinstance(hint, str) or not hint:
-            raise InvalidArgument("it does not name its key", fix="sign with model-signing 1.0 or newer")
+        if not isinstance(hint, str) or not _KEY_ID.fullmatch(hint):
+            raise InvalidArgument(
+                "it does not name its key by a SHA-256", fix="sign with model-signing 1.0 or newer"
+            )
         return hint, ()
     raise InvalidArgument(
         "it is signed neither by a key nor by a certificate",

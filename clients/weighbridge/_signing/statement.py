@@ -83,6 +83,10 @@ class Statement:
             sha256 = {str(each["name"]): str(each["digest"]) for each in resources}
             if len(sha256) != len(resources) or not all(map(_SHA256.fullmatch, sha256.values())):
                 raise InvalidArgument("it names a file twice, or by no SHA-256")
+            if not all(
+                map(str.isprintable, (str(subject["name"]), *sha256))
+            ):  # they go to logs and terminals
+                raise InvalidArgument("it names something that cannot be printed")
             if {each["algorithm"] for each in resources} - {"sha256"}:
                 raise InvalidArgument("it names files by other digests than SHA-256")
             statement = Statement(
@@ -116,10 +120,11 @@ class Statement:
             for name, file in manifest.files.items()
             if file.sha256 and name in listed and file.sha256 != self.sha256[name]
         ]
+        passed_over = {*map(PurePosixPath, self.passed_over)}  # may be as many as fit into a signature
         hidden = [
             name
             for name in sorted(wanted)
-            if any(PurePosixPath(name).is_relative_to(p) for p in self.passed_over)
+            if not passed_over.isdisjoint((PurePosixPath(name), *PurePosixPath(name).parents))
         ]
         return [
             *([f"it does not list {_some(wanted - listed)}"] if wanted - listed else []),

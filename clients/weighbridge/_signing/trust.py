@@ -111,13 +111,16 @@ def _check_certificate(trusted: Trusted, bundle: Bundle) -> str:
         found = [x509.load_der_x509_certificate(each) for each in bundle.certificates]
     except ValueError as error:
         raise InvalidArgument("it holds a certificate that cannot be read") from error
-    subject = found[0].subject.rfc4514_string() or "without a name"
+    subjects = [each.subject.rfc4514_string() or "without a name" for each in found]
+    if not all(map(str.isprintable, subjects)):
+        raise InvalidArgument("it holds a certificate whose name cannot be printed")
+    subject = subjects[0]
     if not trusted.authorities:
         raise InvalidArgument(
             f"it is by the certificate {subject[:200]!r}, and {trusted.name} holds no authority"
         )
-    for each in found:
-        check_usable(each, f"the signature ({each.subject.rfc4514_string()[:200]})")
+    for each, name in zip(found, subjects, strict=True):
+        check_usable(each, f"the signature ({name[:200]})")
     _check(trusted, bundle, None)
     return f"certificate {subject}"
 

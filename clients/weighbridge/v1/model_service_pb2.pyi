@@ -406,7 +406,9 @@ class SetRefRequest(_message.Message):
     version: _builtins.str
     """A number or another ref."""
     request_id: _builtins.str
-    """Names the request, if it takes approvals: 1 to 64 letters, digits, - or _; the same in each repetition of a call."""
+    """Names the call, if it takes approvals: 1 to 64 letters, digits, - or _; the same in each repetition. The service names the request
+    itself: by a name that no other request had before.
+    """
     note: _builtins.str
     """Kept with the request: printable, 256 characters at most."""
     def __init__(

@@ -148,10 +148,17 @@ class Streaming:
 
 
 class Opening:
-    """A version that is about to be opened, in the hour's number of its identity."""
+    """A version that is about to be opened, in the hour's number of its identity.
 
-    def __init__(self) -> None:
-        self.new = True
+    Args:
+        new: whether it may be one that was not open before; otherwise there was no room for one.
+
+    Attributes:
+        new: as given, until it `joined` one.
+    """
+
+    def __init__(self, *, new: bool = True) -> None:
+        self.new = new
 
     def joined(self) -> None:
         """It was open before: nothing is counted."""

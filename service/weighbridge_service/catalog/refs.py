@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import uuid
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ from weighbridge.errors import FailedPrecondition
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import RequestEntry
-from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.documents.names import ModelName, check_request_id
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.ref_requests import (
@@ -31,6 +32,7 @@ from weighbridge_storage.head.ref_requests import (
     expire,
     missing,
     protect,
+    request_name,
     withdraw_request,
 )
 
@@ -161,8 +163,9 @@ def _wanted(
     ref: str, action: str, asker: Asker, request_id: str, note: str, *, version: int = 0
 ) -> RequestEntry:
     now_ms = unix_ms()
+    named = request_name(check_request_id(request_id or uuid.uuid4().hex), asker.name, secrets.token_hex(8))
     return RequestEntry(
-        request_id or uuid.uuid4().hex,
+        named,
         ref,
         action,
         asker.name,

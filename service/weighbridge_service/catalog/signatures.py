@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 from weighbridge._core.resources import Signature, VersionState
 from weighbridge._signing.bundle import Bundle
@@ -25,6 +26,7 @@ class Signatures:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
+        self._adding = threading.Lock()
 
     def manifest_part(self, name: str, number: int, offset: int, most: int) -> tuple[bytes, int]:
         """A part of a version's manifest as it is stored, and the length of the whole.
@@ -92,6 +94,7 @@ class Signatures:
                     details=contradictions,
                     fix="sign the version's own files: weighbridge sign, or model_signing in the folder of a download",
                 )
-            added = write_signature(self._catalog.store, model, number, content)
+            with self._adding:  # each counts those before it
+                added = write_signature(self._catalog.store, model, number, content)
         log.info("%s was signed by %s %s: %s", found, bundle.method, bundle.signer[:16], added[:12])
         return added

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from weighbridge.errors import (
 from weighbridge_service.access.identities import EVERYBODY
 from weighbridge_service.admission.identity_quotas import Opening
 from weighbridge_service.admission.peer import Peer
+from weighbridge_service.admission.quotas import may_have
 from weighbridge_service.admission.refusals import Refusals
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.head_versions import invisible_version
@@ -156,12 +157,12 @@ class Opener:
             receiving = {each.number for each in known if not (each.state.visible or each.state.given_up)}
             joined = self._registry.of_request(model_name, request_id)
             if joined is None or joined.snapshot.version.number not in receiving:
-                self._check_room()
+                self._check_room(called)
             lease_ms = round(self._limits.lease * 1000)
             asked = OpeningRequest(
                 request_id, *asked_for, self._home, lease_ms, said, given_up, receiving, nbytes, called
             )
-            is_open = partial(self._is_open, model_name, request_id)
+            is_open = partial(self._is_open, model_name, request_id, given_up)
             with self._quotas.opening(identity, model, nbytes, is_open) as room:
                 entry, head = self._open(model_name, asked, room)
             if (
@@ -175,16 +176,27 @@ class Opener:
         log.info("opened %s for run %s with %s", session.snapshot.version, run, counted(ranks, "rank"))
         return session.snapshot.version
 
-    def _is_open(self, name: ModelName, request_id: str) -> bool:
-        """Whether this request has opened a version, at whatever replica."""
-        return any(each.request_id == request_id for each in self._catalog.head(name).open.values())
+    def _is_open(self, name: ModelName, request_id: str, given_up: Container[int]) -> bool:
+        """Whether this request has opened a version, at whatever replica, that was not given up here since."""
+        return any(
+            each.request_id == request_id and each.number not in given_up
+            for each in self._catalog.head(name).open.values()
+        )
 
     def _open(self, name: ModelName, asked: OpeningRequest, room: Opening) -> tuple[OpenEntry, Head]:
-        """Open a version in the head, or find it open. Raises ResourceExhausted if it is a new one for which the namespace has no room."""
+        """Open a version in the head, or find it open.
+
+        Raises:
+            ResourceExhausted: it is a new one for which the namespace has no room.
+            Unavailable: it would be a new one that is not counted, as the one that was open has just ended.
+        """
 
         def open_new(head: Head) -> tuple[Head, tuple[OpenEntry, Head, bool]]:
             after, (entry, changed) = asked.open(head, unix_ms())
-            return after, (entry, changed, entry.number >= head.next_version)
+            new = entry.number >= head.next_version
+            if new and not room.new:
+                raise Unavailable(f"the version of {name} that was open has just ended", fix="ask again")
+            return after, (entry, changed, new)
 
         entry, head, new = self._catalog.heads.update(name, open_new)
         if not new:
@@ -232,14 +244,20 @@ class Opener:
         check_same_metadata(version.number, version.metadata, said.metadata)
         return version if version.state.visible or is_known(push.state, said) else None
 
-    def _check_room(self) -> None:
-        """Raise if no further version can be received (ResourceExhausted), or none any more (Unavailable)."""
+    def _check_room(self, by: str) -> None:
+        """Raise if an identity of this name can bring no further version (ResourceExhausted), or nobody any more (Unavailable).
+
+        Who has a name leaves some of them to others; those who have none cannot be told apart.
+        """
         if self.draining:
             raise Unavailable("the service is shutting down", fix="try again when it is back")
-        count = self._registry.count(VersionState.OPEN, VersionState.RECEIVING)
-        if count >= self._max_receiving:
+        names = [each.by for each in self._registry.in_states(VersionState.OPEN, VersionState.RECEIVING)]
+        count, own = len(names), names.count(by) if by else 0
+        if not may_have(self._max_receiving, count, own):
             raise ResourceExhausted(
-                counted(count, "version is", "versions are") + " being received",
+                counted(count, "version is", "versions are")
+                + " being received"
+                + (f", {own} of them of {by}" if own else ""),
                 fix="wait until one is done, or abort one",
             )
 
@@ -276,6 +294,7 @@ class Opener:
             state,
             client_id=client_id,
             request_id=entry.request_id,
+            by=entry.by,
             model=model,
             publisher=Publisher(store, heads, model, entry, self._home),
             exchange=Exchange(store, model.name, entry.number, self._home, first_version_of(model.files_id)),
@@ -346,7 +365,7 @@ class Opener:
                     head = self._catalog.head(model_name)
                     entry = head.open.get(number)
                     if entry is not None:
-                        self._check_room()
+                        self._check_room(entry.by)
                         check_not_received_alone(entry, self._home)
                         self._begin(model_name, entry, head, client_id)
         return self.find(name, number)

@@ -63,7 +63,7 @@ class Quotas:
         """
         limited = by.limits.versions_per_hour is not None or nbytes
         with ExitStack() as stack:
-            opening = Opening()
+            opening = Opening(new=not limited)
             if limited and not is_open():
                 try:
                     self.stored.check_room(model.name, nbytes)

@@ -244,9 +244,13 @@ class Registry:
         if self._by_request.get((name, request_id)) == number:
             del self._by_request[name, request_id]
 
-    def count(self, *states: VersionState) -> int:
+    def in_states(self, *states: VersionState) -> list[PushSession]:
         """Sessions in these states."""
-        return sum(session.snapshot.version.state in states for session in self.all())
+        return [session for session in self.all() if session.snapshot.version.state in states]
+
+    def count(self, *states: VersionState) -> int:
+        """How many sessions are in these states."""
+        return len(self.in_states(*states))
 
 
 class WaitsSaid:

@@ -89,6 +89,7 @@ class PushSession:
         state: of the push, just opened.
         client_id: who opened the version.
         request_id: which request opened it.
+        by: name of the identity that did; empty if it has none.
         model: the registration under which it was opened.
         publisher, exchange: of this version.
         allocator: gives images.
@@ -106,6 +107,7 @@ class PushSession:
         *,
         client_id: str,
         request_id: str,
+        by: str,
         model: RegisteredModel,
         publisher: Publisher,
         exchange: Exchange,
@@ -119,6 +121,7 @@ class PushSession:
     ) -> None:
         self.client_id = client_id
         self.request_id = request_id
+        self.by = by
         self.model = model
         self._publisher = publisher
         self._mappings = mappings

@@ -7,6 +7,7 @@ approves nothing else. The last approval that it takes carries the request out, 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -46,6 +47,10 @@ MAX_PROTECTED = 64
 """Most protected refs of one model."""
 
 
+_KEY_DIGITS = 24
+_SEPARATOR = "-"
+
+
 @dataclass(frozen=True, slots=True)
 class Asker:
     """Who wants to change a ref, or approves that.
@@ -61,6 +66,21 @@ class Asker:
     proven: bool
     names_ref: bool
     scope: str
+
+
+def request_name(key: str, by: str, nonce: str) -> str:
+    """The name of a new request.
+
+    Ended requests are forgotten after a while, and whoever asks could use their names again: for something else than what somebody is about
+    to approve by that name. So repetitions of a call are known by the first part of a name, and the second part is not for the caller to say.
+
+    Args:
+        key: by which the caller names all repetitions of its call.
+        by: the identity that asks.
+        nonce: hex digits that were never used before.
+    """
+    digest = hashlib.sha256(f"{by}\0{key}".encode()).hexdigest()
+    return f"{digest[:_KEY_DIGITS]}{_SEPARATOR}{nonce}"
 
 
 def ask(
@@ -86,7 +106,7 @@ def ask(
     check_ref_name(wanted.ref)
     history = history.under(expire(history.head, wanted.asked_ms))
     head, ref = history.head, wanted.ref
-    there = _find(head, wanted.request_id)
+    there = _repeated(head, wanted.request_id)
     if there is not None:
         if _meaning(there) != _meaning(wanted):
             raise AlreadyExists(
@@ -270,6 +290,16 @@ def _meaning(request: RequestEntry) -> tuple[str, str, int, str]:
 
 def _find(head: Head, request_id: str) -> RequestEntry | None:
     return next((each for each in head.requests if each.request_id == request_id), None)
+
+
+def _repeated(head: Head, request_id: str) -> RequestEntry | None:
+    """The request that a call has made of which this would be a repetition; see `request_name`."""
+    key = _key(request_id)
+    return next((each for each in head.requests if _key(each.request_id) == key), None)
+
+
+def _key(request_id: str) -> str:
+    return request_id.partition(_SEPARATOR)[0]
 
 
 def _pending(head: Head, ref: str) -> RequestEntry | None:

@@ -19,6 +19,8 @@ from weighbridge_storage.stores.objects import ObjectStore
 
 MOST_SIGNATURES = 16
 """Of one version."""
+_MOST_READ = 2 * MOST_SIGNATURES
+"""Replicas that add some in one instant exceed the limit by as many: none of these may hide one that was there before."""
 
 
 def signature_ids(store: ObjectStore, model: ModelName, number: int) -> list[str]:
@@ -30,7 +32,7 @@ def signature_ids(store: ObjectStore, model: ModelName, number: int) -> list[str
 def read_signatures(store: ObjectStore, model: ModelName, number: int) -> tuple[Signature, ...]:
     """A version's signatures, in the order of their digests. One that is not what its name says counts as none: it proves nothing."""
     found = []
-    for digest in signature_ids(store, model, number)[:MOST_SIGNATURES]:
+    for digest in signature_ids(store, model, number)[:_MOST_READ]:
         try:
             content, _ = store.get(signature_key(model, number, digest))
         except NotFound:  # the version is being deleted

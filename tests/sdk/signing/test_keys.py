@@ -216,3 +216,14 @@ def test_what_is_missing_is_named_with_how_to_install_it(
 def test_signatures_are_called_by_their_digest() -> None:
     content = bundle(STATEMENT)
     assert Bundle.read(content).as_signature == Signature(Bundle.read(content).id, content)
+
+
+def test_the_name_in_a_certificate_reaches_no_terminal_that_would_obey_it(tmp_path: Path) -> None:
+    authority = SigningAuthority(tmp_path)
+    for number, days in enumerate((30, 0.5)):  # one that counts, and one that has expired
+        files = authority.issue(f"\x1b[2J{number}", days_ago=1, days=days)
+        found = json.loads(signed(Signer(files.key)).content)
+        der = b"".join(files.certificate.read_bytes().splitlines()[1:-1]).decode()
+        found["verificationMaterial"] = {"x509CertificateChain": {"certificates": [{"rawBytes": der}]}}
+        with pytest.raises(InvalidArgument, match="whose name cannot be printed"):
+            check(Trusted.of_file(authority.ca), Bundle.read(json.dumps(found).encode()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -191,3 +192,29 @@ def test_no_bytes_make_the_reader_of_signatures_fail_otherwise(junk: bytes, plac
 def test_what_is_no_manifest_is_refused(text: bytes) -> None:
     with pytest.raises(DataLoss):
         ManifestText.read(text)
+
+
+def test_a_statement_that_passes_over_much_is_compared_in_a_moment() -> None:
+    version = manifest(
+        parts={"weights": {"files": {f"{i}.json": {"size": 1} for i in range(500)}, "tensors": {}}}
+    )
+    good = Statement.of_version(version, dict.fromkeys(version.files, SHA["a"]))
+    many = tuple(f"x{i}" for i in range(50_000))
+    begun = time.process_time()
+    assert Statement(good.subject, good.sha256, many).contradictions(version) == []
+    assert time.process_time() - begun < 10  # each with each would take minutes
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        bundle(GOOD, material={"publicKey": {"hint": "\x1b[2J" + "ab" * 30}}),
+        bundle(GOOD, material={"publicKey": {"hint": "\nERROR all is lost"}}),
+        bundle(GOOD, payload={"subject": [{"name": "\x1b[2J", "digest": {"sha256": GOOD.root}}]}),
+        bundle(Statement("x", {**GOOD.sha256, "\x1b[2J": SHA["c"]}, ())),
+    ],
+)
+def test_a_signature_says_nothing_that_a_log_or_a_terminal_would_obey(content: bytes) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        Bundle.read(content)
+    assert refused.value.message.isprintable()

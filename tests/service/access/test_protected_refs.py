@@ -21,6 +21,7 @@ from weighbridge import (
     Client,
     Credentials,
     FailedPrecondition,
+    NotFound,
     PermissionDenied,
     Protection,
     RefRequest,
@@ -32,6 +33,7 @@ from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.exports import Exports
+from weighbridge_storage.head.head import REMEMBERED_REQUESTS
 
 MODEL = "acme/smol"
 URL = f"/v1/models/{MODEL}/refs"
@@ -387,3 +389,17 @@ def test_everybody_who_had_a_part_in_it_is_in_the_audit_log(fleet: Fleet) -> Non
         ("bob", "ApproveRef", "OK"),
     ]
     assert all(each["model"] == MODEL for each in lines if each["ref"] == "prod")
+
+
+def test_a_late_approval_approves_nothing_that_was_given_the_name_of_a_forgotten_request(
+    fleet: Fleet,
+) -> None:
+    looked_at = asked(fleet, 2, request_id="release")
+    with client(fleet.one, "ann") as there:
+        for _ in range(REMEMBERED_REQUESTS + 1):
+            there.withdraw_ref(MODEL, "prod", there.request_ref(MODEL, "prod", 3).request_id)
+        again = there.request_ref(MODEL, "prod", 3, request_id="release")
+        assert again.pending
+    with pytest.raises(NotFound):
+        approve(fleet, "bob", looked_at)
+    assert fleet.refs()["prod"] == 1

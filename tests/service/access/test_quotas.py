@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from weighbridge import (
 from weighbridge._cli import commands
 from weighbridge._core import striping
 from weighbridge_service.access import access as access_module
-from weighbridge_service.access.identities import Evidence
+from weighbridge_service.access.identities import Evidence, Identity
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.http import callers, hub_routes
@@ -296,6 +297,60 @@ def test_a_rank_is_not_refused_what_another_rank_of_its_push_has_taken_at_anothe
         assert number == opened(first, "q", "c0")
         with pytest.raises(ResourceExhausted):
             opened(second, "another", "c1")
+
+
+def test_a_version_that_is_opened_again_as_soon_as_it_is_given_up_is_another_one(
+    tmp_path: Path, source: TinyModel
+) -> None:
+    with service(tmp_path, "versions_per_hour = 3") as running:
+        register(running, source, MODEL)
+        intake = running.service.intake
+        [a] = running.service.access.limited()
+        opened: set[int] = set()
+
+        def open_and_give_up() -> None:
+            number = intake.opener.open_version(
+                MODEL, step=1, run="r", ranks=1, request_id="q", client_id="c", by=Peer("h", identity=a)
+            ).number
+            opened.add(number)
+            intake.abort_version(MODEL, number, "", 60)
+            # here, before the head says so
+            eventually(lambda: running.service.catalog.get_version(MODEL, str(number)).state.given_up)
+
+        def refused() -> bool:
+            try:
+                open_and_give_up()
+            except ResourceExhausted:
+                return True
+            return False
+
+        assert any(refused() for _ in range(20))
+        assert opened == {1, 2, 3}
+
+
+def test_an_identity_that_opens_without_end_leaves_room_for_versions_of_others(
+    tmp_path: Path, source: TinyModel
+) -> None:
+    with service(tmp_path) as running:
+        register(running, source, MODEL)
+        opener = running.service.intake.opener
+
+        def opened(name: str, number: int) -> int:
+            return opener.open_version(
+                MODEL,
+                step=1,
+                run="r",
+                ranks=1,
+                request_id=f"{name}{number}",
+                client_id=name,
+                by=Peer("h", identity=Identity(name)),
+            ).number
+
+        with pytest.raises(ResourceExhausted, match="48 versions are being received, 48 of them of greedy"):
+            list(map(partial(opened, "greedy"), range(64)))
+        assert opened("other", 1) == 49
+        with pytest.raises(ResourceExhausted):
+            opened("greedy", 64)
 
 
 def test_a_client_that_is_told_of_a_short_time_comes_back_after_it_and_not_before(

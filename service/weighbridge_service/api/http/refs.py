@@ -85,7 +85,7 @@ class RequestRefIn(In):
     note: str = Field("", description="Kept with the request.", max_length=MAX_TEXT)
     request_id: str = Field(
         default_factory=lambda: uuid.uuid4().hex,
-        description="Names the request; the same in each repetition of a call.",
+        description="Names the call; the same in each repetition. The request has another name, which the answer says.",
         pattern=REQUEST_PATTERN,
     )
 
