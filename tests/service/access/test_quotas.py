@@ -247,8 +247,7 @@ def test_ranks_of_one_push_count_as_one_version_at_whatever_replica(
         service(tmp_path, "versions_per_hour = 1") as second,
     ):
         register(first, source, MODEL)
-        [identity_a] = first.service.access.limited()
-        a = Peer("127.0.0.1", identity=identity_a)
+        [a] = first.service.access.limited()
 
         def opened(running: RunningService, request_id: str, client_id: str) -> int:
             return running.service.intake.opener.open_version(
