@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from typing import IO, Any
 from tests.fuzz.worker import CURRENT, Tally, read_current
 
 ROOT = Path(__file__).parents[2]
-SILENT_SECONDS = 300.0
-"""How long a worker may say nothing: it runs one input, or its target begins or ends."""
+SILENT_SECONDS, STUCK_SECONDS = 200.0, 1800.0
+"""Seconds of a processor, and by the clock, that a worker may take without a word: it runs one input, or its target begins or ends. The clock
+alone would say how busy the machine is."""
 _MOST_ENDS = 5
 """Workers of one target that may end without a word."""
 _COVERAGE = re.compile(r"#\d+\s+(INITED|NEW|REDUCE|pulse|RELOAD|DONE)\s+cov: (\d+) ft: (\d+)")
@@ -107,7 +109,7 @@ class Campaign:
         process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stderr is not None
-        spoke = time.monotonic()
+        spoke = time.monotonic(), 0.0
         last: list[str] = []
         coverage = threading.Thread(target=_follow, args=(process.stderr, result, last), daemon=True)
         coverage.start()
@@ -115,14 +117,16 @@ class Campaign:
 
         def watch() -> None:
             while not ended.wait(5.0):
-                if time.monotonic() - spoke > SILENT_SECONDS:
+                since, worked = spoke
+                silent = _worked_seconds(process.pid) - worked
+                if silent > SILENT_SECONDS or time.monotonic() - since > STUCK_SECONDS:
                     process.kill()
 
         watching = threading.Thread(target=watch, daemon=True)
         watching.start()
         done = False
         for text in process.stdout:
-            spoke = time.monotonic()
+            spoke = time.monotonic(), _worked_seconds(process.pid)
             try:
                 said = json.loads(text)
             except ValueError:
@@ -150,6 +154,15 @@ class Campaign:
             lost.with_suffix(".txt").write_text(f"exit code {code}\n" + "".join(last[-_KEPT_LINES:]), "utf-8")
             result.lost.append(str(lost))
         return done
+
+
+def _worked_seconds(pid: int) -> float:
+    """Seconds of a processor that a process has taken; 0 if it has ended. Source: proc(5), the fields utime and stime of stat."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _sum(one: Tally, other: Tally) -> Tally:
