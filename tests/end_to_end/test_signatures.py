@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +19,6 @@ import grpc
 import httpx2 as httpx
 import pytest
 from click.testing import CliRunner
-from huggingface_hub import snapshot_download
 from starlette.testclient import TestClient
 
 from tests.support.identities import identity, policy_file
@@ -144,8 +145,18 @@ def test_the_stock_verifier_accepts_a_folder_that_the_hub_client_has_downloaded(
     try:
         url = f"http://{server.address}"
         before = httpx.get(f"{url}/api/models/{MODEL}/revision/1").json()
-        out = Path(
-            snapshot_download(MODEL, revision="1", local_dir=tmp_path / "hub", endpoint=url, token=False)
+        out = tmp_path / "hub"
+        script = "import sys; from huggingface_hub import snapshot_download as load; load(sys.argv[1], revision='1', local_dir=sys.argv[2])"
+        subprocess.run(
+            [sys.executable, "-c", script, MODEL, str(out)],
+            env={
+                **os.environ,
+                "HF_ENDPOINT": url,
+                "HF_HUB_OFFLINE": "0",
+                "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+            },
+            check=True,
+            timeout=200,
         )
         signed.run("signatures", VERSION, "--out", out / "signatures")
         assert stock_verify(out, signature_of(out), signed.keys.public)[0]

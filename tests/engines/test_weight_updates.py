@@ -121,6 +121,10 @@ def test_an_update_that_is_superseded_is_waited_for_no_longer(
     def newest() -> Version:
         return trainer.versions(MODEL, include_invisible=True, limit=1)[0]
 
+    def begun() -> bool:
+        found = trainer.versions(MODEL, include_invisible=True, limit=1)
+        return bool(found) and found[0].metadata.get(TICKET) == update.ticket
+
     async def main() -> None:
         receiving = UpdateReceiver(source, timeout=60).receive(update, CPU, newer.is_set)
         waiting = asyncio.ensure_future(anext(receiving))
@@ -129,7 +133,7 @@ def test_an_update_that_is_superseded_is_waited_for_no_longer(
                 sender(source).send, update, weights, step=1, rank=0, ranks=RANKS, buffer_bytes=1 << 21
             )
             alone = asyncio.ensure_future(coming)
-            await asyncio.to_thread(eventually, lambda: newest().metadata[TICKET] == update.ticket)
+            await asyncio.to_thread(eventually, begun)
         newer.set()
         with pytest.raises(FailedPrecondition, match="a newer one has begun"):
             await waiting

@@ -330,10 +330,12 @@ class Opener:
         there = invisible_version(model_name, self._catalog.head(model_name), number)
         if there is not None and there.state.given_up:
             raise VersionFailed(why_failed(there), fix="push the step again on all ranks")
-        raise NotFound(
-            f"{name}@{number} is not being received",
-            fix="the service may have been restarted since it was opened: push again",
-        )
+        said = f"{name}@{number} is not being received"
+        if entry is not None:  # by nobody yet who says so in the head: who pushes again goes on with it
+            raise VersionFailed(
+                said, fix="the service was restarted since it was opened: push the step again"
+            )
+        raise NotFound(said, fix="the service may have been restarted since it was opened: push again")
 
     def _give_up_if_lost(self, name: ModelName, entry: OpenEntry) -> None:
         """Close an open version of which a process before this one, at the same address, had received something."""
