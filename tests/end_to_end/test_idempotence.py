@@ -235,7 +235,7 @@ def test_a_push_that_a_restart_interrupts_says_so_and_the_step_can_be_pushed_aga
         with RawClient(service.address) as raw, EngineClient(service.address) as engine:
             for attempt in (lambda: raw.received(MODEL, number), lambda: raw.seal(MODEL, number)):
                 with pytest.raises(
-                    VersionFailed, match="has lost what it had received|is not being received"
+                    VersionFailed, match=r"has lost what it had received|is not being received"
                 ) as caught:
                     attempt()
                 assert "push the step again" in caught.value.fix
@@ -275,7 +275,7 @@ def test_the_handle_of_a_push_that_a_restart_interrupts_raises_and_a_new_push_su
                 service.start()
                 go_on.set()
                 with pytest.raises(
-                    VersionFailed, match="has lost what it had received|is not being received"
+                    VersionFailed, match=r"has lost what it had received|is not being received"
                 ) as caught:
                     handle.wait(timeout=30)
                 assert "push the step again" in caught.value.fix
