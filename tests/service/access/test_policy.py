@@ -95,3 +95,10 @@ def test_the_policy_of_the_document_lets_nobody_in_before_tokens_are_put_in() ->
         text = text.replace("sha256:...", tokens.digest(token), 1)
     policy = Policy.parse(text)
     assert [policy.by_token[tokens.digest(token)].name for token in made] == ["trainer", "releases"]
+
+
+def test_no_policy_of_the_document_has_a_digest_of_a_token() -> None:
+    policies = re.findall(r"```toml\n(.*?)```", _DOCUMENT.read_text(), re.DOTALL)
+    assert len(policies) > 1
+    for text in policies:
+        assert not re.search(r"sha256:[0-9a-f]", text)
