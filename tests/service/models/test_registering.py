@@ -334,7 +334,7 @@ def source(tmp_path: Path) -> TinyModel:
 
 
 def remembered(running: RunningService) -> list[str]:
-    return [str(name) for name in running.service.catalog._models]
+    return [str(name) for name in running.service.catalog.known_models.names]
 
 
 def test_idle_models_are_forgotten_and_load_again_when_they_are_asked_for(
