@@ -34,7 +34,7 @@ from tests.support.signing import (
 )
 from weighbridge import Client, Credentials, EngineClient, Signer, TrainerClient, Trusted
 from weighbridge._cli import commands
-from weighbridge._clients.signature_calls import get_manifest
+from weighbridge._clients.calls.signature_calls import get_manifest
 from weighbridge._signing.bundle import Bundle
 from weighbridge._signing.signer import sign
 from weighbridge._signing.statement import Statement

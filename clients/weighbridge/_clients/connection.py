@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from weighbridge._clients.steps import Call, Steps, take
+from weighbridge._clients.calls.steps import Call, Steps, take
 from weighbridge._clients.transport import Transport
 from weighbridge._transport import rpc
 from weighbridge._transport.backoff import Backoff

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
+from weighbridge._clients.calls.pull_calls import PullPlan
 from weighbridge._clients.transport import Transport
-from weighbridge._core.layouts import Layout, Placement
-from weighbridge._core.resources import Version
-from weighbridge._core.slices import LayoutRequest
+from weighbridge._core.layouts import Placement
 from weighbridge._core.striping import Striping
 from weighbridge._formats.host_slices import HostSlices, Slices
 from weighbridge._formats.tensor_stream import StreamWriter
@@ -34,28 +32,6 @@ _RUN_TENSORS = 256
 
 Step: TypeAlias = "Iterator[tuple[str, torch.Tensor]]"
 """Names and tensors that come without waiting for more bytes, each made when it is taken; all must be taken before the next step."""
-
-
-@dataclass(frozen=True, slots=True)
-class PullPlan:
-    """What a pull brings.
-
-    Attributes:
-        version: which version; fixed, wherever the ref moves meanwhile.
-        layout: the slices in the order in which they come.
-        request: what was asked for.
-        dtype: what floating-point tensors are cast to; empty if they are not.
-    """
-
-    version: Version
-    layout: Layout
-    request: LayoutRequest
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slices."""
-        return self.layout.nbytes
 
 
 class PullRun:

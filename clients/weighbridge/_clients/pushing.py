@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from weighbridge._clients import control_calls, push_calls
+from weighbridge._clients.calls import push_calls, version_calls
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.delivery import Delivery, copy_out, lend, take_passing
 from weighbridge._clients.push_handle import PushHandle, PushReport
@@ -188,7 +188,7 @@ class Pusher:
 
     def _is_visible(self, model: str, number: int) -> bool:
         with contextlib.suppress(WeighbridgeError):
-            return self._connection.run(control_calls.get_version(model, number)).state.visible
+            return self._connection.run(version_calls.get_version(model, number)).state.visible
         return False
 
     def _open(self, opening: pb.OpenVersionRequest) -> tuple[Version, str]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from weighbridge._clients import push_calls, restoring
+from weighbridge._clients import restoring
+from weighbridge._clients.calls import push_calls
 from weighbridge._clients.client import Client
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.megatron_rank import MegatronRank

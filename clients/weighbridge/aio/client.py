@@ -10,8 +10,9 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from weighbridge._clients import control_calls
-from weighbridge._clients.known_layouts import KnownLayouts
+from weighbridge._clients.calls import model_calls, pull_calls, ref_calls, version_calls
+from weighbridge._clients.calls.known_layouts import KnownLayouts
+from weighbridge._clients.calls.watching import Watch
 from weighbridge._clients.transport import Transport
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LIVE, Model, Version, VersionState
@@ -89,11 +90,11 @@ class AsyncEngineClient:
 
     async def model(self, model: str) -> Model:
         """One model. Raises NotFound."""
-        return await self._connection.run(control_calls.get_model(model))
+        return await self._connection.run(model_calls.get_model(model))
 
     async def models(self) -> list[Model]:
         """All models, by name."""
-        return await self._connection.run(control_calls.list_models())
+        return await self._connection.run(model_calls.list_models())
 
     async def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
         """The files besides the weights that belong to a version, or as registered now if no version is named.
@@ -101,11 +102,11 @@ class AsyncEngineClient:
         Raises:
             NotFound: no such model or version.
         """
-        return await self._connection.run(control_calls.model_files(model, version))
+        return await self._connection.run(model_calls.model_files(model, version))
 
     async def version(self, model: str, version: str | int | None = None) -> Version:
         """One version, by number or ref. Raises NotFound."""
-        return await self._connection.run(control_calls.get_version(model, version))
+        return await self._connection.run(version_calls.get_version(model, version))
 
     async def wait_for(
         self,
@@ -129,7 +130,7 @@ class AsyncEngineClient:
             VersionFailed: it failed, or could not be made durable.
             DeadlineExceeded: not in time.
         """
-        return await self._connection.run(control_calls.wait_for(model, version, state, timeout, on_progress))
+        return await self._connection.run(version_calls.wait_for(model, version, state, timeout, on_progress))
 
     async def versions(
         self,
@@ -147,28 +148,28 @@ class AsyncEngineClient:
             where: only those of whose metadata all of these are true, such as ``reward>=0.7``.
             limit: only so many, the newest ones; None for all.
         """
-        listing = control_calls.list_versions(
+        listing = version_calls.list_versions(
             model, include_invisible=include_invisible, where=where, limit=limit
         )
         return await self._connection.run(listing)
 
     async def refs(self, model: str) -> dict[str, int]:
         """Version number by ref."""
-        return await self._connection.run(control_calls.list_refs(model))
+        return await self._connection.run(ref_calls.list_refs(model))
 
     async def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
         """Let a tag name a version in the object store."""
-        return await self._connection.run(control_calls.set_ref(model, ref, version))
+        return await self._connection.run(ref_calls.set_ref(model, ref, version))
 
     async def approve(
         self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
     ) -> Version:
         """Hold a version no longer; as `Client.approve`."""
-        return await self._connection.run(control_calls.approve(model, version, by=by, note=note))
+        return await self._connection.run(version_calls.approve(model, version, by=by, note=note))
 
     async def delete_ref(self, model: str, ref: str) -> None:
         """Take a tag away. Raises NotFound."""
-        await self._connection.run(control_calls.delete_ref(model, ref))
+        await self._connection.run(ref_calls.delete_ref(model, ref))
 
     async def watch(self, model: str, ref: str | None = None) -> AsyncGenerator[Version, None]:
         """The version a ref names now, then each one it moves to, for ever. Reconnects when the service comes back.
@@ -194,7 +195,7 @@ class AsyncEngineClient:
         Yields:
             The ref, and the version that it names; which model's it is says the version.
         """
-        watch, outage = control_calls.Watch.begin(refs, self.retry_seconds), Outage(self.server)
+        watch, outage = Watch.begin(refs, self.retry_seconds), Outage(self.server)
         while True:
             failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
             try:
@@ -233,11 +234,9 @@ class AsyncEngineClient:
         """
         return AsyncPull(
             self._carrier,
-            lambda: self._connection.run(
-                control_calls.plan_pull(self._layouts, model, version, layout, dtype)
-            ),
+            lambda: self._connection.run(pull_calls.plan_pull(self._layouts, model, version, layout, dtype)),
             lambda plan, boxes: self._connection.run(
-                control_calls.plan_pull(
+                pull_calls.plan_pull(
                     KnownLayouts(), plan.version.model, plan.version.number, boxes, plan.dtype
                 )
             ),

@@ -10,8 +10,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from weighbridge._clients.calls.pull_calls import PullPlan
 from weighbridge._clients.filling import Filled, fill_tensors, fit
-from weighbridge._clients.pulling import PullPlan, PullRun, Step
+from weighbridge._clients.pulling import PullRun, Step
 from weighbridge._clients.transport import Transport
 from weighbridge._core.slices import Boxes
 from weighbridge._formats.host_slices import Slices
