@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from weighbridge._clients.push_handle import PushHandle, PushReport
     from weighbridge._clients.push_options import PushOptions
     from weighbridge._clients.trainer import TrainerClient
+    from weighbridge._clients.transport import ConnectionOptions
     from weighbridge._core.boxes import Box
     from weighbridge._core.collection import (
         Collection,
@@ -108,6 +109,7 @@ __all__ = [
     "Client",
     "Collection",
     "Conflict",
+    "ConnectionOptions",
     "Credentials",
     "DType",
     "DataLoss",
@@ -185,6 +187,7 @@ _MODULES = {
     "_clients.push_options": ("PushOptions",),
     "_clients.calls.signature_calls": ("Signing",),
     "_clients.trainer": ("TrainerClient",),
+    "_clients.transport": ("ConnectionOptions",),
     "_core.boxes": ("Box",),
     "_core.collection": (
         "Collection",

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
 from weighbridge._clients.calls import model_calls, push_calls, ref_calls, signature_calls, version_calls
 from weighbridge._clients.calls.signature_calls import Signing
 from weighbridge._clients.calls.watching import Watch
 from weighbridge._clients.connection import Connection
+from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.collection import Collection
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import Reference
@@ -35,7 +36,6 @@ from weighbridge._core.usage import Usage
 from weighbridge._signing.checking import Signed
 from weighbridge._signing.signer import Signer
 from weighbridge._signing.trust import Trusted
-from weighbridge._transport.credentials import Credentials
 from weighbridge._transport.outages import Outage
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
@@ -57,35 +57,14 @@ class Client:
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Several addresses of
             replicas, with commas between them, are used in turn: the next one when the one in use cannot be reached.
-        retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
-        lane: how weights travel: ``local`` by memory that is shared with the service, ``grpc`` by its gRPC face, ``auto`` by the
-            first if this process runs on the service's machine and by the second otherwise. By default ``WEIGHBRIDGE_LANE``, or
-            ``auto``.
-        connections: over how many connections a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
-            machine with fewer than four processors. All other calls have a connection of their own.
-        credentials: certificates and token; by default what the environment says: ``WEIGHBRIDGE_CA``, ``WEIGHBRIDGE_TOKEN`` and others
-            (`Credentials`).
+        options: ``retry_seconds``, ``lane``, ``connections`` and ``credentials``: see `ConnectionOptions`.
 
     Raises:
         InvalidArgument: there is no such port or lane, or there cannot be so many connections.
     """
 
-    def __init__(
-        self,
-        server: str | None = None,
-        *,
-        retry_seconds: float = 60.0,
-        lane: str | None = None,
-        connections: int | None = None,
-        credentials: Credentials | None = None,
-    ) -> None:
-        self._connection = Connection(
-            server,
-            retry_seconds=retry_seconds,
-            lane=lane,
-            connections=connections,
-            credentials=credentials,
-        )
+    def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
+        self._connection = Connection(server, **options)
 
     @property
     def server(self) -> str:

@@ -8,16 +8,15 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
 from weighbridge._clients.calls import model_calls, pull_calls, ref_calls, version_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.calls.watching import Watch
-from weighbridge._clients.transport import Transport
+from weighbridge._clients.transport import ConnectionOptions, Transport
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LIVE, Model, Version, VersionState
 from weighbridge._core.slices import LayoutRequest
-from weighbridge._transport.credentials import Credentials
 from weighbridge._transport.outages import Outage
 from weighbridge.aio.connection import AsyncConnection
 from weighbridge.aio.pulls import AsyncPull, Carrier
@@ -34,32 +33,18 @@ class AsyncEngineClient:
 
     Args:
         server: ``host:port`` of the gRPC face, or several, as for `weighbridge.Client`.
-        retry_seconds, lane, connections, credentials: as for `weighbridge.Client`.
+        options: as for `weighbridge.Client`.
 
     Raises:
         InvalidArgument: there is no such lane, or there cannot be so many connections.
     """
 
-    def __init__(
-        self,
-        server: str | None = None,
-        *,
-        retry_seconds: float = 60.0,
-        lane: str | None = None,
-        connections: int | None = None,
-        credentials: Credentials | None = None,
-    ) -> None:
-        transport = Transport(
-            server,
-            retry_seconds=retry_seconds,
-            lane=lane,
-            connections=connections,
-            credentials=credentials,
-        )
+    def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
+        transport = Transport(server, **options)
         self._layouts = KnownLayouts()
         self._carrier = Carrier(transport)
         self._connection = AsyncConnection(
-            transport.addresses, transport.credentials, retry_seconds, self._carrier.threads
+            transport.addresses, transport.credentials, transport.retry_seconds, self._carrier.threads
         )
 
     @property
