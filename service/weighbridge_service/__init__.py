@@ -1,4 +1,4 @@
-"""Weighbridge service. `server` is the process, `service` wires its parts, `exports` writes versions as folders in the background.
+"""Weighbridge service. `server` is the process, `service` wires its parts.
 
 May import: `weighbridge_storage`, `weighbridge`. A folder imports only those listed before it:
 
@@ -13,6 +13,7 @@ May import: `weighbridge_storage`, `weighbridge`. A folder imports only those li
 - `push`: a version from its opening to its being durable.
 - `replicas`: replicas of the service among each other.
 - `pull`: the bytes of a version.
+- `exports`: versions written as folders in the background.
 - `health`: named checks, probes and ``weighbridge doctor``.
 - `api`: the faces: gRPC, HTTP, local lane.
 """

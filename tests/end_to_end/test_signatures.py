@@ -48,7 +48,7 @@ from weighbridge.errors import (
 )
 from weighbridge.v1 import model_service_pb2, model_service_pb2_grpc
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.server import HttpServer
 from weighbridge_storage.documents.names import ModelName, signatures_prefix, version_prefix
 

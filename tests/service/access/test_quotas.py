@@ -43,7 +43,7 @@ from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.http import callers, hub_routes
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.catalog import stored_bytes as stored_module
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 
 MODEL, OTHER = "acme/smol", "acme/other"
 A, B, OWNER = (Credentials(token=f"token-of-{name}") for name in ("a", "b", "owner"))

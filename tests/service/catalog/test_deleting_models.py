@@ -16,7 +16,7 @@ from weighbridge import EngineClient, TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import FailedPrecondition, NotFound
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.fsck.repair import check_store
 from weighbridge_storage.documents.names import ModelName
 

@@ -26,7 +26,7 @@ from weighbridge._core.resources import VersionState
 from weighbridge._formats.safetensors_files import lay_out_files
 from weighbridge.errors import VersionFailed
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.models import registered_model
 from weighbridge_storage.documents.names import ModelName
 

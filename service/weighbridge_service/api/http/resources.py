@@ -10,7 +10,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.checks import CheckStatus
 from weighbridge._core.resources import Signature, VersionState
 from weighbridge._signing.bundle import MAX_BYTES, Bundle
-from weighbridge_service.exports import ExportState
+from weighbridge_service.exports.jobs import ExportState
 from weighbridge_service.runtime.memory_plan import MemoryReport
 from weighbridge_storage.documents.names import MODEL_PATTERN
 from weighbridge_storage.memory.image_books import HeldFor
