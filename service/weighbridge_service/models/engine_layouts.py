@@ -109,7 +109,9 @@ def _rank(facts: EngineFacts, request: TensorParallel) -> Iterator[tuple[TensorS
     for spec in _specs_of(facts, experts):
         if request.layers is not None and not _of_stage(facts, spec.name, request.layers):
             continue
-        weight = facts.tensors.get(spec.name.removesuffix(SCALE_SUFFIX), spec)  # of which this may be the scale
+        weight = facts.tensors.get(
+            spec.name.removesuffix(SCALE_SUFFIX), spec
+        )  # of which this may be the scale
         kind = facts.kinds[spec.name], spec.shape, weight.shape
         found = alike.get(kind)
         if found is None:
