@@ -19,5 +19,5 @@ May import: `admission`, `catalog`, `models`, `plan`, `runtime`, `weighbridge_st
 - `mappings`: which process has which memory mapped.
 - `publisher`: what a push does in the store.
 - `replica_exchange`: what replicas tell each other by way of the store.
-- `handover`: a push as another replica takes it over.
+- `handover`: a push as it is handed over to another replica; `taking_over`: its takeover there.
 """
