@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from weighbridge._core.boxes import Box, subtract
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._lazy.joined import JoinedTensor
-from weighbridge._lazy.recording import Constant, RecordedCopy, Recording, Shape, Step
+from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording, Shape
 from weighbridge._lazy.tensor import SHAPE_ONLY, LazyTensor, changed_by
 from weighbridge._lazy.views import Strided, box_of_view
 
@@ -69,7 +69,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in targets.items():
             self._targets.setdefault(_memory(tensor), (name, tensor.detach()))
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         self._written: dict[str, list[Strided]] = {name: [] for name, _ in self._targets.values()}
         self._from: dict[int, set[str]] = {}  # memory that something of a version came to: of which tensors
         self._alive: list[torch.Tensor] = []  # else other memory could take their place

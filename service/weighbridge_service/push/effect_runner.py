@@ -250,14 +250,14 @@ class EffectRunner:
         self._digests, self._handed_in = {}, {}
         self._publisher.forget()
 
-    def _held(self) -> Image:
+    def _image_there(self) -> Image:
         image = self.image
         if image is None:
             raise VersionFailed(f"{self._publisher} was given up")
         return image
 
     def _digest(self, file: str, owner: Owner, *, sha256: bool) -> on.Event:
-        image = self._held()
+        image = self._image_there()
         with image.hold():
             data = image.read_only_buffers[file]
             digests = digest_file(self.model.files, file, data, owner.go_on, sha256=sha256)
@@ -266,13 +266,13 @@ class EffectRunner:
         return on.Digested(file, sum(digests.nonfinite.values()))
 
     def _compare_sample(self) -> None:
-        image = self._held()
+        image = self._image_there()
         if self.writer is not None:
             with image.hold():
                 self.writer.compare_sample(image.read_only_buffers)
 
     def _upload(self, file: str, owner: Owner) -> on.Event:
-        image = self._held()
+        image = self._image_there()
         with image.hold():
             data = image.read_only_buffers[file]
             is_there = self._publisher.upload(file, data, self._digests.get(file), owner.go_on)
@@ -287,7 +287,7 @@ class EffectRunner:
             missing += [f"rank {rank} has no stream yet" for rank in sorted(state.share.ranks)]
         else:
             missing += self.writer.missing_of_all()
-        if state.memory_held_at is not None:
+        if state.memory_mapped_at is not None:
             missing.append("a process can still write to the memory of files that have arrived")
         missing += [f"rank {rank} has not sealed" for rank in sorted(state.share.ranks - state.sealed)]
         return missing
@@ -311,7 +311,7 @@ class EffectRunner:
         try:
             self._successors.hand_over(to, handed, seconds, memory_wait)
         except (DeadlineExceeded, Unavailable):
-            if not self._publisher.is_held_by(to):  # its answer may be lost
+            if not self._publisher.is_owned_by(to):  # its answer may be lost
                 raise
 
     def _opened(self, state: PushState) -> OpenEntry:

@@ -250,7 +250,7 @@ class ImageWriter:
         if not self._whole or (self._was_granted and self._incomplete) or any(self._grants.values()):
             return []
         if self._image.region.may_change():
-            return [] if self._incomplete else [on.MemoryHeld()]
+            return [] if self._incomplete else [on.MemoryMapped()]
         files, self._whole = frozenset(self._whole), []
         self._filled = True
         return [on.FilesFilled(files)]
@@ -325,8 +325,8 @@ class ImageWriter:
         """See whether the processes that were in doubt have ended, or let go of the image."""
         with self._lock:
             events = self._show()
-        released = not any(isinstance(event, on.MemoryHeld) for event in events)
-        self._post([*events, on.MemoryReleased()] if released else [on.MemoryStillHeld()])
+        released = not any(isinstance(event, on.MemoryMapped) for event in events)
+        self._post([*events, on.MemoryUnmapped()] if released else [on.MemoryStillMapped()])
 
     # --- what has come
 

@@ -121,7 +121,7 @@ class Publisher:
         except VersionFailed as error:
             return on.HeadSaid(effect, verdict.GIVEN_UP, reason=error.message)
 
-    def is_held_by(self, other: Home) -> bool:
+    def is_owned_by(self, other: Home) -> bool:
         """Whether head.json says that another replica has taken the version over, or that it is published.
 
         A store that is away says nothing.

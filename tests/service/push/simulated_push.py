@@ -352,7 +352,7 @@ class World:
             case do.NameMissing():
                 return on.TimedOut(("something",))
             case do.ProbeMemory():
-                return on.MemoryStillHeld() if push.held else on.MemoryReleased()
+                return on.MemoryStillMapped() if push.held else on.MemoryUnmapped()
             case do.TellReplicas():
                 here = state.declarations.here
                 self.told.setdefault(number, {}).update(here)
@@ -468,7 +468,7 @@ class World:
             elif isinstance(effect, do.NameMissing):
                 event = on.TimedOut(())
             elif isinstance(effect, do.ProbeMemory):
-                event = on.MemoryStillHeld()
+                event = on.MemoryStillMapped()
             else:
                 event = on.EffectFailed(effect, error)
         self.post(replica, push, event)
@@ -569,7 +569,7 @@ class World:
                 if not part.held:
                     self.post(replica, part, on.FilesFilled(frozenset(FILES)))
                 else:
-                    self.post(replica, part, on.MemoryHeld())
+                    self.post(replica, part, on.MemoryMapped())
             if home_of(agreed, rank) == replica.home:
                 self.post(replica, part, on.RankWhole(rank))
 
@@ -697,7 +697,7 @@ class World:
             on.SealAsked,
             on.RankWhole,
             on.ReplicaSaid,
-            on.MemoryHeld,
+            on.MemoryMapped,
         )  # by the data plane: true
         again = [e for e in everything if not isinstance(e, told)]
         event = self.dice.choice(
