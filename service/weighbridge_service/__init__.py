@@ -4,7 +4,7 @@ May import: `weighbridge_storage`, `weighbridge`. A folder imports only those li
 
 - `runtime`: settings, limits and clock of the process.
 - `access`: who somebody is, and what they may do.
-- `admission`: who asks, what they may have, and whose turn it is.
+- `admission`: what they may have, and whose turn it is.
 - `plan`: which bytes go where.
 - `families`: families of models, a file each.
 - `models`: registered models, their weight maps and layouts.

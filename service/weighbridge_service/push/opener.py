@@ -21,8 +21,8 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge_service.access.identities import EVERYBODY
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.identity_quotas import Opening
-from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.quotas import may_have
 from weighbridge_service.admission.refusals import Refusals
 from weighbridge_service.catalog.catalog import Catalog

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighbridge.errors import ResourceExhausted
-from weighbridge_service.admission.peer import LOCAL, Peer
+from weighbridge_service.access.peer import LOCAL, Peer
 from weighbridge_service.admission.quotas import HostQuota, may_have
 from weighbridge_service.admission.rates import Rates
 from weighbridge_service.admission.turns import Turns
