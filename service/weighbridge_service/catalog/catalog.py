@@ -51,10 +51,10 @@ from weighbridge_service.models.registration import (
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import RESERVED_REFS, ModelName, first_version_of
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import give_up_abandoned
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.leases import Grace
+from weighbridge_storage.head.open_versions import give_up_abandoned
 from weighbridge_storage.stores.objects import ObjectStore
 from weighbridge_storage.versions.reading import side_files
 from weighbridge_storage.versions.verifying import verify_version

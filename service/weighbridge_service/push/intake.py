@@ -37,7 +37,7 @@ from weighbridge_service.push.pending import Pending, settled
 from weighbridge_service.push.registry import Push, Registry
 from weighbridge_service.push.session import now
 from weighbridge_storage.documents.names import ModelName
-from weighbridge_storage.head.head_changes import still_open
+from weighbridge_storage.head.open_versions import still_open
 from weighbridge_storage.memory.images import place_files
 
 log = logging.getLogger(__name__)

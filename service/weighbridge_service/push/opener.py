@@ -47,7 +47,7 @@ from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import OpenEntry
 from weighbridge_storage.documents.names import ModelName, first_version_of
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import Said, check_same_metadata, check_same_request
+from weighbridge_storage.head.open_versions import Said, check_same_metadata, check_same_request
 from weighbridge_storage.memory.images import Image
 
 log = logging.getLogger(__name__)

@@ -46,14 +46,13 @@ from weighbridge_service.push.machine.state import Limits, Moment, PushState
 from weighbridge_service.push.machine.transitions import step
 from weighbridge_storage.documents.entries import Approval, OpenEntry, VersionEntry
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import (
+from weighbridge_storage.head.head_changes import approve, publish
+from weighbridge_storage.head.open_versions import (
     Said,
-    approve,
     claim_version,
     give_up_abandoned,
     give_up_version,
     open_version,
-    publish,
     renew_version,
 )
 

@@ -39,9 +39,9 @@ from weighbridge_service.push.timers import Timers
 from weighbridge_storage.documents.entries import OpenEntry
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import open_version
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
+from weighbridge_storage.head.open_versions import open_version
 from weighbridge_storage.memory.images import Image
 from weighbridge_storage.memory.regions import Region
 from weighbridge_storage.versions.manifest import TensorEntry

@@ -37,24 +37,26 @@ from weighbridge_storage.documents.names import MAX_VERSION, ModelName
 from weighbridge_storage.head.head import REMEMBERED_FAILURES, REMEMBERED_WRITES, Head
 from weighbridge_storage.head.head_changes import (
     MAX_REFS,
-    claim_version,
     delete_ref,
     delete_versions,
     forget_versions,
-    give_up_abandoned,
-    give_up_version,
     mark_history,
-    open_version,
     publish,
     register,
-    renew_version,
     set_ref,
     set_retention,
     stamp,
-    still_open,
 )
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
+from weighbridge_storage.head.open_versions import (
+    claim_version,
+    give_up_abandoned,
+    give_up_version,
+    open_version,
+    renew_version,
+    still_open,
+)
 from weighbridge_storage.stores.objects import Buffer, ObjectStore, PutMode
 
 SMOL = ModelName("acme", "smol")
