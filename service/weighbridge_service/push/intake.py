@@ -24,7 +24,7 @@ from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.image_writer import MemoryGrant, Pieces
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.answers import (
-    DeclareAnswer,
+    Declared,
     ask_again,
     check_absent,
     not_all_declared,
@@ -86,7 +86,7 @@ class Intake:
         layout: Layout | None,
         space: TensorSpace,
         seconds: float,
-    ) -> Pending[DeclareAnswer]:
+    ) -> Pending[Declared]:
         """Say what a rank holds. The answer waits for the other ranks, for a few seconds at most.
 
         Args:
@@ -109,10 +109,10 @@ class Intake:
                 raise LayoutError("the layout does not have the digest that was sent with it")
             session.model.add_layout(space, layout)
         elif not session.model.knows_layout(digest):
-            return settled(DeclareAnswer(layout_needed=True))
+            return settled(Declared(layout_needed=True))
         found = session.declare(rank, client_id, digest)
 
-        def answer(agreed: bool) -> DeclareAnswer:
+        def answer(agreed: bool) -> Declared:
             if agreed:
                 return to_push(found.result(), self.home, rank)
             if seconds < _LONG_POLL:

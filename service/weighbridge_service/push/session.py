@@ -337,7 +337,7 @@ class PushSession:
         """A rank declares its layout; the agreement, once all have. Raises, or gives what raises, as `answer_declare`."""
         check_incomplete(self._state)
         self._state.declarations.check_rank(rank)
-        event = on.Declared(rank, client_id, digest)
+        event = on.RankDeclared(rank, client_id, digest)
         return self.asked(lambda state: answer_declare(state, rank, client_id, digest), event)
 
     def writer_for(self, rank: int, client_id: str) -> ImageWriter:

@@ -543,7 +543,7 @@ class World:
             self.begin(replica, entry)
         client = f"c{rank}" if self.dice.random() < 0.95 else "stranger"
         digest = f"d{rank}" if self.dice.random() < 0.95 else "other"
-        self.post(replica, replica.pushes[push.number], on.Declared(rank, client, digest))
+        self.post(replica, replica.pushes[push.number], on.RankDeclared(rank, client, digest))
 
     def deliver(self) -> None:
         """A rank pushes all its bytes: they get to all replicas that put files together."""
@@ -734,7 +734,7 @@ class World:
         self.begin(replica, entry)
         push = replica.pushes[entry.number]
         for rank in range(ranks):
-            self.post(replica, push, on.Declared(rank, f"c{rank}", f"d{rank}"))
+            self.post(replica, push, on.RankDeclared(rank, f"c{rank}", f"d{rank}"))
         self.answer_until(replica, push, Phase.FILLING)
         if self.dice.random() < 0.5:  # the store is away from here on: not even a claim may be there
             self.fault_rate = rate
@@ -755,7 +755,7 @@ class World:
             self.begin(replica, entry)
             push = replica.pushes[entry.number]
             parts.append((replica, push))
-            self.post(replica, push, on.Declared(rank, f"c{rank}", f"d{rank}"))
+            self.post(replica, push, on.RankDeclared(rank, f"c{rank}", f"d{rank}"))
         while any(push.state.phase is not Phase.FILLING for _, push in parts):
             self.advance(1.0)
             for replica, push in parts:

@@ -20,7 +20,7 @@ from weighbridge_service.api.grpc.bulk_streams import BulkStreams, received, sen
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.methods import Methods, streamed
 from weighbridge_service.plan.replica_checksums import ReplicaChecksum
-from weighbridge_service.push.machine.answers import DeclareAnswer
+from weighbridge_service.push.machine.answers import Declared
 from weighbridge_service.push.pending import Pending
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.head.open_versions import Said
@@ -63,7 +63,7 @@ class CheckpointHandlers:
     async def DeclareLayout(
         self, request: checkpoint_service_pb2.DeclareLayoutRequest, call: Call
     ) -> checkpoint_service_pb2.DeclareLayoutResponse:
-        def declare() -> Pending[DeclareAnswer]:
+        def declare() -> Pending[Declared]:
             layout = wire.layout_from_proto(request.layout) if request.HasField("layout") else None
             return self._intake.declare_layout(
                 request.model,

@@ -132,7 +132,7 @@ def check_owned(state: PushState, claim: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class DeclareAnswer:
+class Declared:
     """The answer to a declaration.
 
     Attributes:
@@ -159,15 +159,15 @@ class DeclareAnswer:
     placed: Sequence[PlacedRange] = ()
 
 
-def to_push(agreed: Agreement, home: Home, rank: int) -> DeclareAnswer:
+def to_push(agreed: Agreement, home: Home, rank: int) -> Declared:
     """What a rank of a replica is to push, and where."""
     prepared = agreed.prepared
     assigned, nbytes = prepared.assigned[rank], prepared.streams[rank].nbytes
     shared, placed = tuple(prepared.shared.get(rank, ())), prepared.placed.get(rank, ())
     if agreed.alone:
-        return DeclareAnswer(assigned=assigned, stream_bytes=nbytes, shared=shared, placed=placed)
+        return Declared(assigned=assigned, stream_bytes=nbytes, shared=shared, placed=placed)
     routes = {"" if to == home else to.address: list(ranges) for to, ranges in agreed.routes(rank).items()}
-    return DeclareAnswer(
+    return Declared(
         assigned=assigned,
         stream_bytes=nbytes,
         routes=routes,
@@ -177,9 +177,9 @@ def to_push(agreed: Agreement, home: Home, rank: int) -> DeclareAnswer:
     )
 
 
-def ask_again(state: PushState) -> DeclareAnswer:
+def ask_again(state: PushState) -> Declared:
     """What a rank is told that has waited for the others long enough, and comes again."""
     declarations = state.declarations
     least, most = _RETRY_MS
     retry_after_ms = min(max(_RETRY_MS_PER_RANK * declarations.ranks, least), most)
-    return DeclareAnswer(retry_after_ms=retry_after_ms, absent=declarations.absent)
+    return Declared(retry_after_ms=retry_after_ms, absent=declarations.absent)

@@ -23,7 +23,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Declared(Event):
+class RankDeclared(Event):
     """A rank has declared its layout to this replica."""
 
     rank: int

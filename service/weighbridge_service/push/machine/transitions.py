@@ -90,7 +90,7 @@ def _after_the_end(state: PushState, event: on.Event) -> Transition:
 
 def _apply(state: PushState, event: on.Event, now: Moment) -> Transition:
     match event:
-        case on.Declared() | on.HeardElsewhere() | on.Planned():
+        case on.RankDeclared() | on.HeardElsewhere() | on.Planned():
             return _declared(state, event, now)
         case on.EffectFailed(effect, error):
             return ends.failed(state, effect, error, now)
@@ -216,7 +216,7 @@ def _complete_elsewhere(state: PushState, replicas: frozenset[int], *, handed_in
 def _declared(state: PushState, event: on.Event, now: Moment) -> Transition:
     declarations, problem = state.declarations, None
     match event:
-        case on.Declared(rank, client_id, digest):
+        case on.RankDeclared(rank, client_id, digest):
             planning = do.MakePlan() in state.running
             after, problem = declarations.declare(rank, client_id, digest, planning=planning)
             if after is not declarations:  # who asks again waits for others, and must not do so for ever
