@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import AliasPath, Field
 
 from weighbridge._core.checks import CheckStatus
 from weighbridge_service.api.http.resources import Out
@@ -64,8 +64,13 @@ class SpaceOut(Out):
 class HoldingOut(Out):
     """An image that somebody has."""
 
-    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
-    number: int = Field(description="The version; 0 if it is kept for the model's next one.")
+    model: str = Field(
+        description="`namespace/name`.", examples=["acme/smol"], validation_alias=AliasPath("owner", "model")
+    )
+    number: int = Field(
+        description="The version; 0 if it is kept for the model's next one.",
+        validation_alias=AliasPath("owner", "number"),
+    )
     nbytes: int = Field(description="Its size.")
     in_memory: bool = Field(description="Whether it lies in memory, and not on disk.")
     use: HeldFor = Field(description="Why it is held.")
@@ -77,8 +82,10 @@ class HoldingOut(Out):
 class WaitingImageOut(Out):
     """An image that a push waits for."""
 
-    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
-    number: int = Field(description="The version.")
+    model: str = Field(
+        description="`namespace/name`.", examples=["acme/smol"], validation_alias=AliasPath("owner", "model")
+    )
+    number: int = Field(description="The version.", validation_alias=AliasPath("owner", "number"))
     nbytes: int = Field(description="Its size.")
     seconds: float = Field(description="For how long.")
     reason: str = Field(description="What it waits for, with the figures.")
@@ -110,29 +117,8 @@ class MemoryOut(Out):
             limits=[LimitOut.model_validate(limit) for limit in report.reading.limits],
             memory=SpaceOut.of(report.memory),
             disk=SpaceOut.of(report.disk),
-            holdings=[
-                HoldingOut(
-                    model=each.owner.model,
-                    number=each.owner.number,
-                    nbytes=each.nbytes,
-                    in_memory=each.in_memory,
-                    use=each.use,
-                    seconds=each.seconds,
-                    readers=each.readers,
-                    reading_seconds=each.reading_seconds,
-                )
-                for each in report.holdings
-            ],
-            waiting=[
-                WaitingImageOut(
-                    model=each.owner.model,
-                    number=each.owner.number,
-                    nbytes=each.nbytes,
-                    seconds=each.seconds,
-                    reason=each.reason,
-                )
-                for each in report.waiting
-            ],
+            holdings=[HoldingOut.model_validate(holding) for holding in report.holdings],
+            waiting=[WaitingImageOut.model_validate(waiting) for waiting in report.waiting],
         )
 
 
