@@ -74,7 +74,8 @@ class PassingWriter:
             written = write_cast(cast, self._memories, [shard.encoding])
             found = list(written.counts)
             self.uncounted += [each._replace(shard=shard.index) for each in written.uncounted]
-        self._count(shard.index, found[0])
+        if found[0]:
+            self.counts[shard.index] = self.counts.get(shard.index, 0) + found[0]
 
     def _begin(self, shard: PassingShard) -> bool:
         """Have a copy engine copy a shard; False if it cannot, and nothing was done."""
@@ -88,10 +89,6 @@ class PassingWriter:
         self._screen.add(shard.index, flat, shard.copies, shard.encoding)
         self._queue.precede(flat.device)
         return True
-
-    def _count(self, index: int, count: int) -> None:
-        if count:
-            self.counts[index] = self.counts.get(index, 0) + count
 
     def __enter__(self) -> Self:
         return self

@@ -102,19 +102,7 @@ class AsyncEngineClient:
         timeout: float | None = None,  # noqa: ASYNC109  # as the blocking client has it, with its error
         on_progress: Callable[[Version], None] | None = None,
     ) -> Version:
-        """Wait until a version has reached a state.
-
-        Args:
-            model: which model.
-            version: which version.
-            state: which one, as for `Client.wait_for`.
-            timeout: seconds; None waits as long as it takes.
-            on_progress: is called with the version as it stands now and then.
-
-        Raises:
-            VersionFailed: it failed, or could not be made durable.
-            DeadlineExceeded: not in time.
-        """
+        """Wait until a version has reached a state; as `Client.wait_for`."""
         return await self._connection.run(version_calls.wait_for(model, version, state, timeout, on_progress))
 
     async def versions(
@@ -125,14 +113,7 @@ class AsyncEngineClient:
         where: Sequence[str] = (),
         limit: int | None = None,
     ) -> list[Version]:
-        """A model's versions, newest first.
-
-        Args:
-            model: which model.
-            include_invisible: also those still being received, and those that have failed lately.
-            where: only those of whose metadata all of these are true, such as ``reward>=0.7``.
-            limit: only so many, the newest ones; None for all.
-        """
+        """A model's versions, newest first; as `Client.versions`."""
         listing = version_calls.list_versions(
             model, include_invisible=include_invisible, where=where, limit=limit
         )
@@ -157,29 +138,14 @@ class AsyncEngineClient:
         await self._connection.run(ref_calls.delete_ref(model, ref))
 
     async def watch(self, model: str, ref: str | None = None) -> AsyncGenerator[Version, None]:
-        """The version a ref names now, then each one it moves to, for ever. Reconnects when the service comes back.
-
-        A version that is replaced before it could be sent may be left out; the newest never is.
-
-        Raises:
-            NotFound: the model is not registered.
-            Unavailable, ResourceExhausted: the service could not be reached, or had no place for another watch, within
-                `retry_seconds` from the start.
-        """
+        """The version a ref names now, then each one it moves to, for ever; as `Client.watch`."""
         meant = Reference.of(model, ref, REF_LIVE)
         async with aclosing(self.watch_refs([(meant.model, meant.version)])) as found:
             async for _, version in found:
                 yield version
 
     async def watch_refs(self, refs: Iterable[tuple[str, str]]) -> AsyncGenerator[tuple[str, Version], None]:
-        """As `watch`, for several refs, also of several models, over one stream.
-
-        Args:
-            refs: model and ref of each.
-
-        Yields:
-            The ref, and the version that it names; which model's it is says the version.
-        """
+        """As `watch`, for several refs, given with their models, over one stream; as `Client.watch_refs`."""
         watch, outage = Watch.begin(refs, self.retry_seconds), Outage(self.server)
         while True:
             failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")

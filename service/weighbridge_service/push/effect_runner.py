@@ -6,7 +6,7 @@ import functools
 import logging
 import operator
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -167,13 +167,17 @@ class EffectRunner:
                 wanted = state.share.owners - self._handed_in.keys()
                 if wanted:
                     self._handed_in |= self._exchange.handed_in(agreed.claim, wanted)
-                nonfinite = {number: _nonfinite_of(files) for number, files in self._handed_in.items()}
+                nonfinite = {
+                    number: sum(tensor.nonfinite for tensor in files.tensors.values())
+                    for number, files in self._handed_in.items()
+                }
                 return on.ReplicasHandedIn(frozenset(self._handed_in), nonfinite)
             case do.HandOver(to):
                 self._hand_over(to, state, agreed)
                 return on.HandedOver(to)
             case do.WriteManifestAndPublish():
-                written = self.written if agreed.alone else _all_of(self._handed_in.values())
+                handed_in = functools.reduce(operator.or_, self._handed_in.values(), NOTHING_WRITTEN)
+                written = self.written if agreed.alone else handed_in
                 opened = self._opened(state)
                 entry = self._publisher.publish(opened, agreed, written, state.ready_ms, state.verified_ms)
                 if state.told:
@@ -357,14 +361,6 @@ def _agreed(state: PushState) -> Agreement:
     if state.agreed is None:
         raise AssertionError(f"{state.name} is not agreed on")
     return state.agreed
-
-
-def _all_of(parts: Iterable[Written]) -> Written:
-    return functools.reduce(operator.or_, parts, NOTHING_WRITTEN)
-
-
-def _nonfinite_of(written: Written) -> int:
-    return sum(tensor.nonfinite for tensor in written.tensors.values())
 
 
 def _unexpected(effect: do.Awaited, error: Exception) -> WeighbridgeError:

@@ -188,7 +188,8 @@ class ImageWriter:
                 filled.append(transfer.scatter(piece, start, buffers, stream))
         except BaseException as error:
             self._post(self._leave(rank, [], []))
-            self._post([on.Broken(_loss(self._name, error))])
+            lost = f"bytes that arrived for {self._name} could not be placed: {error!r}"
+            self._post([on.Broken(WeighbridgeError(lost))])
             raise
         if fresh[0] == (offset, end):
             self._sample.offer(rank, offset, end, checksum)
@@ -394,11 +395,6 @@ class ImageWriter:
             idle = not self._writers
         if idle:
             self._hold.release()
-
-
-def _loss(name: str, error: BaseException) -> WeighbridgeError:
-    """What a version fails of when bytes that count as received were not placed."""
-    return WeighbridgeError(f"bytes that arrived for {name} could not be placed: {error!r}")
 
 
 def _each(pieces: Pieces, write: Callable[[int, memoryview, int], None], count: Callable[[int], None]) -> int:
