@@ -59,7 +59,7 @@ class Delivery:
     staged: StreamSource | None
     local_bytes: int
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """Let go of everything; nothing happens to what has been delivered."""
         if self.staged is not None:
             self.staged.release()
@@ -87,7 +87,7 @@ def copy_out(lent: Lent, stream: Layout, source: ShardSource, counts: PushCounts
         if lent.loan is not None:
             counts.add(lent.loan.fill(source, stream.nbytes))
     except BaseException:
-        Delivery(lent, staged, 0).give_up()
+        Delivery(lent, staged, 0).release()
         raise
     finally:
         if staged is not source:

@@ -143,7 +143,7 @@ class Pusher:
         except BaseException as error:
             self._slots.release()
             if delivery is not None:
-                delivery.give_up()
+                delivery.release()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
             if not number and isinstance(error, InvalidArgument):
@@ -232,7 +232,7 @@ class Pusher:
         except BaseException as error:  # goes to whoever waits
             report.set_exception(error)
         finally:
-            delivery.give_up()
+            delivery.release()
             self._slots.release()
 
 
