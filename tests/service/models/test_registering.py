@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.storage.head.test_head import allocate
+from tests.support.heads import allocate
 from tests.support.raw_clients import (
     RawClient,
     TinyModel,
