@@ -23,7 +23,7 @@ from weighbridge._core.resources import VersionState
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
 from weighbridge.v1 import model_service_pb2, resources_pb2
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_storage.documents.names import ModelName, version_prefix
 
 MODEL = "acme/tiny"
