@@ -65,7 +65,7 @@ class RunningService:
     def _wait_for_sealed(self) -> None:
         """Wait for versions that have all their ranks. To others none comes any more, now that a test is over."""
         end = time.monotonic() + self.service.config.drain_seconds
-        for session in self.service.intake._registry.all():
+        for session in self.service.registry.all():
             if session.state.phase not in BEFORE_SEALED:
                 session.wait_finished(max(end - time.monotonic(), 0.0))
 
