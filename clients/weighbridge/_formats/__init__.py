@@ -1,6 +1,6 @@
 """Forms in which weights lie in files and in processes, each a layout and a stream of its bytes.
 
-May import: `_core`, `_memory`, `_transport`, `weighbridge.errors`.
+May import: `_core`, `_memory`, `_transport`, `weighbridge.v1`, `weighbridge.errors`.
 
 - `safetensors_files`: headers and offsets of safetensors files.
 - `hf_folder`: Hugging Face folders.

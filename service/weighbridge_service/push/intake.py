@@ -18,7 +18,6 @@ from weighbridge.errors import (
     VersionFailed,
 )
 from weighbridge_service.catalog.catalog import Catalog
-from weighbridge_service.plan.replica_checksums import ReplicaChecksum
 from weighbridge_service.push.effect_runner import Facilities
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.image_writer import MemoryGrant, Pieces
@@ -35,6 +34,7 @@ from weighbridge_service.push.machine.shown import aborted, why_lost
 from weighbridge_service.push.opener import Opener, check_text
 from weighbridge_service.push.pending import Pending, settled
 from weighbridge_service.push.registry import Push, Registry
+from weighbridge_service.push.replica_checksums import ReplicaChecksum
 from weighbridge_service.push.session import now
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.open_versions import still_open

@@ -19,9 +19,9 @@ from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams, received, sent
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.methods import Methods, streamed
-from weighbridge_service.plan.replica_checksums import ReplicaChecksum
 from weighbridge_service.push.machine.answers import Declared
 from weighbridge_service.push.pending import Pending
+from weighbridge_service.push.replica_checksums import ReplicaChecksum
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.head.open_versions import Said
 
