@@ -17,7 +17,8 @@ class Rearrangement(Protocol):
     """How one whole Megatron-core tensor becomes Hugging Face tensors.
 
     It is never run on weights: once on shapes, and a few times on tensors of element numbers, to find out which element
-    goes where. It may only place elements. One that scales, shifts or mixes them is found out and refused.
+    goes where. It may only place elements. One that scales, shifts or mixes them is found out and refused; a constant that is added to
+    all of them is the rule's `shift`.
     """
 
     def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
@@ -64,6 +65,8 @@ class Rule:
             name are whole elsewhere, such as a norm over all heads together.
         every: how many rows of Hugging Face's tensors, along their last axis, take turns, such as those of gate and up; the
             conversion then has that axis as two, the latter of this length.
+        shift: what is added to each element on the way to Hugging Face, and subtracted on the way back, such as one for a norm whose
+            weights Megatron-core has less one. A float32; the tensors are of floating-point numbers of 16 bits or more, and no vocabulary.
         part: name of an optional part of the model, such as ``mtp``, that a checkpoint has whole or not at all; empty
             if the tensor belongs to every checkpoint.
     """
@@ -78,6 +81,7 @@ class Rule:
     sections: tuple[Section, ...] = ()
     by_heads: bool = False
     every: int = 1
+    shift: float = 0.0
     part: str = ""
 
     def seen(self, shape: Shape) -> Shape:
