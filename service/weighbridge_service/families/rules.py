@@ -198,10 +198,13 @@ class GroupedQKV:
     Attributes:
         heads: attention heads.
         kv_heads: key-value heads.
+        gated: whether the query projection makes a gate for each head besides: Hugging Face has its rows behind those of that head's
+            query, Megatron-core behind those of all queries of the key-value head (``attention_output_gate``).
     """
 
     heads: int
     kv_heads: int
+    gated: bool = False
 
     def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
@@ -210,10 +213,12 @@ class GroupedQKV:
     def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """The Hugging Face tensors, in the order in which the rule names them."""
         per_group = self.heads // self.kv_heads
+        queries = per_group * (1 + self.gated)
         rest = tuple(tensor.shape[1:])
-        head_dim = tensor.shape[0] // (self.kv_heads * (per_group + 2))
-        grouped = tensor.reshape(self.kv_heads, per_group + 2, head_dim, *rest)
-        parts = (grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1])
+        head_dim = tensor.shape[0] // (self.kv_heads * (queries + 2))
+        grouped = tensor.reshape(self.kv_heads, queries + 2, head_dim, *rest)
+        query = grouped[:, :queries].reshape(self.kv_heads, 1 + self.gated, per_group, head_dim, *rest)
+        parts = (query.transpose(1, 2), grouped[:, queries], grouped[:, queries + 1])
         return [part.reshape(math.prod(part.shape) // math.prod(rest), *rest) for part in parts]
 
 

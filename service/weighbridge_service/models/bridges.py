@@ -33,6 +33,7 @@ _SAME_NORM = (
     (".self_attention.q_layernorm.weight", ".self_attention.linear_q_up_proj.layer_norm_weight"),
     (".self_attention.kv_layernorm.weight", ".self_attention.linear_kv_up_proj.layer_norm_weight"),
     (".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight"),
+    (".self_attention.in_proj.layer_norm_weight", ".input_layernorm.weight"),
     (".mixer.in_proj.layer_norm_weight", ".norm.weight"),
     (".final_norm.weight", ".final_layernorm.weight"),
 )
