@@ -25,7 +25,7 @@ from tests.support.reference import make_random
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
-from weighbridge._clients import push_calls
+from weighbridge._clients.calls import push_calls
 from weighbridge._core.layouts import Layout
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.tensor_spaces import TensorSpace
