@@ -74,6 +74,7 @@ class CheckpointHandlers:
                 layout,
                 wire.space_from_proto(request.layout.space) if layout else TensorSpace.MEGATRON,
                 call.patience(float("inf")),
+                adds_shifts=request.adds_shifts,
             )
 
         declared = await self._answered(call, declare)
@@ -93,6 +94,7 @@ class CheckpointHandlers:
                 checkpoint_service_pb2.PlacedRange(start=each.start, end=each.end, places=each.places)
                 for each in declared.placed
             ],
+            shifts=declared.shifts,
         )
 
     async def _answered(self, call: Call, ask: Callable[[], Pending[T]]) -> T:
