@@ -333,3 +333,32 @@ def test_ranges_of_zero_3_are_pushed_by_three_ranks_and_filled_on_two_without_a_
         assert torch.equal(gathered(parts), tensor.float()), name
         if "norm" in name:
             assert all(torch.equal(part.detach(), tensor.float()) for part in parts)
+
+
+def _peak_of_a_push(rank: int, address: str, lane: str, hf_dir: str) -> tuple[int, int]:
+    """Bytes by which a push raises a rank's most resident memory, and bytes of the whole model."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(4096, 3072, bias=False) for _ in range(4)))
+    whole = sum(parameter.nbytes for parameter in module.parameters())
+    model = f"tests/peak-{lane}"
+    with TrainerClient(address, lane=lane) as trainer:
+        trainer.register_model(model, hf_dir, tensors=module, weight_map=False)
+        for parameter in module.parameters():
+            partition(parameter, rank, 2)
+        Path("/proc/self/clear_refs").write_text("5", "ascii")
+        before = _most_resident()
+        trainer.push_state_dict(model, module, step=1).wait(timeout=120)
+        return _most_resident() - before, whole
+
+
+def _most_resident() -> int:
+    [line] = [each for each in Path("/proc/self/status").read_text("ascii").splitlines() if "VmHWM" in each]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.parametrize("lane", ["local", "grpc"])
+def test_a_rank_of_zero_3_takes_memory_for_its_own_ranges_and_not_for_the_model(
+    service: RunningService, tmp_path: Path, lane: str
+) -> None:
+    llama().save_pretrained(tmp_path)
+    for raised, whole in run_ranks(2, _peak_of_a_push, service.address, lane, str(tmp_path)):
+        assert raised < 0.75 * whole  # half of it is the rank's own
