@@ -56,12 +56,12 @@ class Answer:
 
 
 class VllmServer:
-    """A vLLM that starts from the service, as one would start it by hand; a context that ends it.
+    """A vLLM that takes updates from the service, as one would start it by hand; a context that ends it.
 
     Args:
         python: of the environment that vLLM is installed in.
-        server: the service's gRPC address.
-        model: ``namespace/name``.
+        server: the service's gRPC address; None for a server that starts from a folder, and is told later where versions come from.
+        model: ``namespace/name``, or the folder.
         log: where it writes what it does.
         arguments: more of them for vLLM, such as its parallelism.
         extra: more keys of the load format's extra config.
@@ -74,7 +74,7 @@ class VllmServer:
     def __init__(
         self,
         python: Path,
-        server: str,
+        server: str | None,
         model: str,
         log: Path,
         *arguments: str,
@@ -85,12 +85,15 @@ class VllmServer:
         self.log = log
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
+        if server is None:
+            weights = ["--weight-transfer-config", '{"backend": "weighbridge"}']
+        else:
+            said = json.dumps({"server": server, "version": "latest", **(extra or {})})
+            weights = ["--load-format", "weighbridge", "--model-loader-extra-config", said]
         # what the command `vllm serve` runs: in builds of vLLM that have another name, the command itself does not start
         command = [
             str(python.absolute()), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1",
-            "--port", str(port), "--load-format", "weighbridge",
-            "--model-loader-extra-config", json.dumps({"server": server, "version": "latest", **(extra or {})}),
-            "--dtype", "float32", "--max-model-len", "256",
+            "--port", str(port), *weights, "--dtype", "float32", "--max-model-len", "256",
             "--kv-cache-memory-bytes", str(_CACHE_BYTES), *arguments,
         ]  # fmt: skip
         with log.open("w") as out:
@@ -137,6 +140,10 @@ class VllmServer:
     def weight_version(self) -> str:
         """What it says it serves."""
         return str(self._ask("/weight_info")["weight_version"])
+
+    def is_paused(self) -> bool:
+        """Whether it answers nobody now."""
+        return bool(self._ask("/is_paused")["is_paused"])
 
     def _ask(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

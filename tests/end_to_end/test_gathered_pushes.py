@@ -74,14 +74,17 @@ def push_all(
     *,
     lane: str,
     step: int = 1,
+    hold: bool = False,
     **options: Any,
 ) -> tuple[int, list[PushReport]]:
-    """The version that ranks push together, and what it cost them."""
+    """The version that ranks push together, and what it cost them; with ``hold`` each says that it holds what it is given."""
 
     def push(rank: int) -> tuple[int, PushReport]:
+        given = gatherings[rank]
+        held = {"held": list(given.state)} if hold else {}
         with TrainerClient(service.address, lane=lane) as trainer:
             handle = trainer.push_gathered(
-                name, gatherings[rank], step=step, rank=rank, world_size=len(gatherings), **options
+                name, given, step=step, rank=rank, world_size=len(gatherings), **held, **options
             )
             return handle.wait(timeout=60).number, handle.report()
 
@@ -120,6 +123,34 @@ def test_shares_of_all_ranks_are_the_model_and_nearly_equal(
     assert max(report.stream_bytes for report in reports) < 1.1 * nbytes / ranks
     assert {(report.lane, report.cast_tensors) for report in reports} == {(lane, 0)}
     assert [each.given for each in gatherings] == [len(state)] * ranks
+
+
+@pytest.mark.parametrize("lane", ["local", "grpc"])
+def test_ranks_that_hold_different_tensors_push_each_once(
+    service: RunningService, tmp_path: Path, lane: str
+) -> None:
+    name = f"tests/held-{lane}"
+    config = tiny_config("qwen3_moe", tied=False)
+    register(service, name, config, tmp_path)
+    state = dict(tiny_model(config, seed=5).state_dict())
+    # two pipeline stages, of which the first one is on two ranks that share its experts out, and on a third one that holds nothing else
+    first, last = (
+        {key: value for key, value in state.items() if (".layers.0." in key or "embed" in key) == is_first}
+        for is_first in (True, False)
+    )
+    experts = [key for key in first if ".experts." in key]
+    evens = {key: value for key, value in first.items() if key not in experts[1::2]}
+    odds = {key: value for key, value in first.items() if key not in experts[::2]}
+    gatherings = [Gathering(each) for each in (evens, odds, last, evens)]
+    number, reports = push_all(service, name, gatherings, lane=lane, hold=True)
+    found = pulled(service, name, number)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
+    assert sum(report.stream_bytes for report in reports) == sum(each.nbytes for each in state.values())
+
+    without = Gathering({key: value for key, value in last.items() if key != "model.norm.weight"})
+    said = refused(service, name, [*gatherings[:2], without], step=2, lane=lane, hold=True)
+    assert all("model.norm.weight" in text for text in said)
 
 
 @pytest.mark.parametrize("lane", ["local", "grpc"])
@@ -232,14 +263,23 @@ def test_a_head_that_is_the_embedding_may_be_given_and_another_may_not(
 
 
 def refused(
-    service: RunningService, name: str, gatherings: list[Gathering], *, step: int, lane: str = "grpc"
+    service: RunningService,
+    name: str,
+    gatherings: list[Gathering],
+    *,
+    step: int,
+    lane: str = "grpc",
+    hold: bool = False,
 ) -> list[str]:
     """What each rank is told of a push that fails; all that the ranks gather has been asked for."""
 
     def push(rank: int) -> str:
+        given = gatherings[rank]
+        given.given = 0
+        held = {"held": list(given.state)} if hold else {}
         with TrainerClient(service.address, lane=lane) as trainer, pytest.raises(WeighbridgeError) as error:
             trainer.push_gathered(
-                name, gatherings[rank], step=step, rank=rank, world_size=len(gatherings), buffer_bytes=BUFFER
+                name, given, step=step, rank=rank, world_size=len(gatherings), buffer_bytes=BUFFER, **held
             ).wait(timeout=60)
         return str(error.value)
 

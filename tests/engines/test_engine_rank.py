@@ -17,12 +17,12 @@ from tests.support.forked import run_jobs
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from weighbridge import TrainerClient
-from weighbridge.integrations.engine_rank.status import Status
+from weighbridge.follow.status import Status
 from weighbridge_demo.ranks import gloo_job
 
 pytestmark = pytest.mark.xdist_group("engine_rank")
 
-MODEL, WIDER, DEEPER = "tests/example", "tests/wider", "tests/deeper"
+MODEL, WIDER, DEEPER, EMPTY = "tests/example", "tests/wider", "tests/deeper", "tests/empty"
 ROOT = Path(__file__).parents[2]
 
 
@@ -94,6 +94,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             push(service, MODEL, folder, seed, torch.float32)
         push(service, WIDER, tmp_path_factory.mktemp("wider"), 1, torch.float32, intermediate_size=128)
         push(service, DEEPER, tmp_path_factory.mktemp("deeper"), 1, torch.float32, num_hidden_layers=5)
+        with TrainerClient(service.address) as trainer:
+            trainer.register_model(EMPTY, folders[0])
         yield Place(service, folders, tmp_path_factory.mktemp("cache"))
 
 
@@ -117,8 +119,9 @@ def test_each_rank_holds_the_bits_of_its_part_of_the_files_and_fetches_no_more(
 
 
 def test_an_engine_that_was_loaded_from_files_is_updated(place: Place) -> None:
-    for rank, found in enumerate(place.run(2, engine_ranks.update_an_engine_of_files)):
+    for rank, found in enumerate(place.run(2, engine_ranks.update_an_engine_of_files, EMPTY)):
         assert "does not know which model it serves" in found["unknown"]
+        assert f"{EMPTY}@1" in found["absent"] or f"{EMPTY} has no version" in found["absent"]
         check_same(found["parameters"], place.cut(2, rank, 2))
         assert found["status"].served == f"{MODEL}@2"
 

@@ -18,17 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.gate import Gate
-from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from tests.support.vllm_environment import PYTHON, environment, needs_vllm
 from tests.support.waiting import eventually
+from tests.support.word_models import PROMPT, TOKENS, make_folder, said_by_transformers
 from weighbridge import EngineClient, TrainerClient
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.follow import vllm as vllm_driver
@@ -39,8 +34,6 @@ from weighbridge_demo.vllm_server import EAGER, VllmServer
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(600)]
 
 MODEL = "tests/followed"
-PROMPT = "w5 w17 w99"
-TOKENS = 6
 RETRY_SECONDS = 3.0
 
 
@@ -81,7 +74,7 @@ class Place:
         folder = self.folders / str(seed)
         model = make_folder(folder, seed)
         number = self.trainer.push_folder(MODEL, folder, step=seed).wait("durable", timeout=60).number
-        self.texts[number] = said_by_transformers(model)
+        self.texts[number] = said_by_transformers(model).text
         return number
 
     def take_to(self, number: int) -> Followed:
@@ -112,35 +105,6 @@ class Place:
         return number
 
 
-def make_folder(folder: Path, seed: int) -> LlamaForCausalLM:
-    config = tiny_config(
-        "llama",
-        tied=False,
-        hidden_size=256,
-        intermediate_size=512,
-        head_dim=32,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-    )
-    model = tiny_model(config, seed=seed)
-    model.save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(128)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="w0", model_input_names=["input_ids", "attention_mask"]
-    ).save_pretrained(folder)
-    return model
-
-
-def said_by_transformers(model: LlamaForCausalLM) -> str:
-    tokens = [int(word[1:]) for word in PROMPT.split()]
-    with torch.no_grad():
-        output = model.generate(
-            torch.tensor([tokens]), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, eos_token_id=None
-        )
-    return " ".join(f"w{token}" for token in output[0, len(tokens) :].tolist())
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folders, logs = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("logs")
@@ -163,7 +127,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             engine.connect()
             engine.label(f"{MODEL}@1")
             yield Place(
-                running, gate, trainer, client, server, engine, folders, {1: said_by_transformers(model)}
+                running, gate, trainer, client, server, engine, folders, {1: said_by_transformers(model).text}
             )
 
 

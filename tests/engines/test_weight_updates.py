@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from weighbridge import (
     DeadlineExceeded,
     FailedPrecondition,
     LayoutError,
+    NotFound,
     TrainerClient,
     Version,
     VersionFailed,
@@ -104,6 +107,17 @@ def test_workers_are_told_why_an_update_fails_and_get_nothing(source: ModelSourc
         return raised
 
     assert all(weights[-1][0] in said for said in asyncio.run(main()))
+
+
+def test_ranks_wait_for_the_one_that_registers_the_model(source: ModelSource, tmp_path: Path) -> None:
+    other = replace(source, model="tests/later")
+    with pytest.raises(NotFound, match="tests/later"):
+        sender(other).wait_registered(0.1)
+    tiny_config("qwen3", tied=False).save_pretrained(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(sender(other).wait_registered, 60)
+        sender(other).register(tmp_path, "fp32")
+        waiting.result(60)
 
 
 def test_workers_do_not_wait_for_ranks_that_never_come(source: ModelSource) -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.support.jobs import Job, JobFailed
 from tests.support.killable_service import KillableService
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
-from tests.support.verl_jobs import JobFailed, VerlJob, needs_verl, verl_job
+from tests.support.verl_jobs import needs_verl, verl_job
 from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 
@@ -45,7 +46,7 @@ def said(address: str, folder: Path, **more: Any) -> dict[str, Any]:
 class Place:
     """A service, and a job of two actors and two rollouts beside it."""
 
-    def __init__(self, service: RunningService, job: VerlJob, model: PreTrainedModel) -> None:
+    def __init__(self, service: RunningService, job: Job, model: PreTrainedModel) -> None:
         self.service = service
         self.job = job
         self.nbytes = nbytes(model)

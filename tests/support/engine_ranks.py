@@ -76,17 +76,20 @@ def go_to_versions(number: int, server: str, name: str, config: Any) -> dict[str
     return found
 
 
-def update_an_engine_of_files(number: int, server: str, name: str, config: Any) -> dict[str, Any]:
-    """Go to version 2 with a model that was not loaded from the service."""
+def update_an_engine_of_files(number: int, server: str, name: str, config: Any, empty: str) -> dict[str, Any]:
+    """Go to version 2 with a model that was not loaded from the service; before that, connect to one that has no version."""
     ranks = ProcessGroup()
     model = Llama(config, ranks.rank, ranks.size)
     for p in model.parameters():
         p.data.fill_(7)
     rank = EngineRank(LlamaEngine(model))
     unknown = refusal(lambda: rank.apply(2))
+    rank.connect(ModelSource(empty, server))
+    absent = refusal(lambda: rank.prepare_all(1))
     rank.prepare_all(2, ModelSource(name, server))
     rank.apply(2)
-    return {"unknown": unknown, "parameters": parameters(rank), "status": rank.status()}
+    said = {"unknown": unknown, "absent": absent}
+    return {**said, "parameters": parameters(rank), "status": rank.status()}
 
 
 def lose_the_service(number: int, server: str, name: str, config: Any) -> dict[str, Any]:

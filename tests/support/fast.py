@@ -24,6 +24,7 @@ HEAVY = {
     "tests.support.old_stores",
     "tests.support.services",
     "tests.support.transformers_client",
+    "tests.support.trl_environment",
     "tests.support.verl_jobs",
     "tests.support.vllm_environment",
     "tests.support.writer_faults",

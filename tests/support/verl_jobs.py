@@ -7,16 +7,14 @@ WEIGHBRIDGE_VERL_SOURCE.
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.support.jobs import Job, running
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "tests" / "frameworks" / "verl_cpu"
@@ -29,65 +27,14 @@ needs_verl = pytest.mark.skipif(
 )
 
 
-class JobFailed(Exception):
-    """What was asked of a job has raised."""
-
-
-class VerlJob:
-    """A running job: `tests/frameworks/verl_cpu/verl_job.py`."""
-
-    def __init__(self, link: Connection[Any, Any], log: Path) -> None:
-        self._link = link
-        self._log = log
-
-    def begin(self, name: str, /, **arguments: Any) -> None:
-        """Ask for something; `answer` waits for it."""
-        self._link.send((name, arguments))
-
-    def answer(self, seconds: float = 240) -> Any:
-        """What the job answers to what was asked last.
-
-        Raises:
-            JobFailed: it has raised; has its words.
-        """
-        if not self._link.poll(seconds):
-            raise TimeoutError(f"verl did not answer within {seconds:g} s:\n{self._log.read_text()[-4000:]}")
-        try:
-            done, value = self._link.recv()
-        except EOFError:
-            raise AssertionError(f"verl has ended:\n{self._log.read_text()[-4000:]}") from None
-        if not done:
-            raise JobFailed(value)
-        return value
-
-    def ask(self, name: str, /, **arguments: Any) -> Any:
-        """What a method of the job gives."""
-        self.begin(name, **arguments)
-        return self.answer()
-
-
 @contextmanager
-def verl_job(folder: Path) -> Iterator[VerlJob]:
+def verl_job(folder: Path) -> Iterator[Job]:
     """A job that has not been asked anything yet; ended in the end."""
-    log = folder / "verl.log"
-    mine, theirs = Pipe()
-    with tempfile.TemporaryDirectory(prefix="wb", dir="/tmp") as short, log.open("wb") as out:
-        process = subprocess.Popen(
-            [PYTHON, HERE / "verl_job.py", str(theirs.fileno())],
-            cwd=SOURCE,  # Ray puts it before all else where its workers look for modules
-            env=_environment(short),  # whose sockets want short paths
-            pass_fds=[theirs.fileno()],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-        theirs.close()
-        try:
-            with mine:
-                yield VerlJob(mine, log)
-            process.wait(60)
-        finally:
-            process.kill()
-            process.wait()
+    with tempfile.TemporaryDirectory(prefix="wb", dir="/tmp") as short:
+        command = [PYTHON, HERE / "verl_job.py"]
+        # Ray puts the folder before all else where its workers look for modules; its sockets want short paths
+        with running(command, folder / "verl.log", _environment(short), SOURCE) as job:
+            yield job
 
 
 def _environment(folder: str) -> dict[str, str]:

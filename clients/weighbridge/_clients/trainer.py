@@ -206,6 +206,7 @@ class TrainerClient(RestoringClient):
         request_id: str | None = None,
         cast: str = "allow",
         buffer_bytes: int = 256 << 20,
+        held: Iterable[str] | None = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Hand over whole tensors that all ranks gather one after another, as RL frameworks do, as a new version.
@@ -225,6 +226,8 @@ class TrainerClient(RestoringClient):
             request_id: what makes the ranks of one push find each other; by default run and step.
             cast: as for `push_state_dict`.
             buffer_bytes: host memory that what goes by gRPC may take; 2 MiB at the least.
+            held: names of the tensors that this rank is given, where the ranks are given different ones, as by pipeline or expert parallelism; of
+                a tensor that several are given, the whole is pushed by one of them, and not compared.
             options: as for `push`.
 
         Raises:
@@ -236,7 +239,12 @@ class TrainerClient(RestoringClient):
         passing = iter(weights)
         try:
             check_options(options)
-            from weighbridge._formats.gathered_shards import GatheredShards, OpenPassing, share_layout
+            from weighbridge._formats.gathered_shards import (
+                GatheredShards,
+                OpenPassing,
+                held_layout,
+                share_layout,
+            )
             from weighbridge._formats.torch_state import check_cast, rank_and_world
 
             check_cast(cast)
@@ -245,8 +253,13 @@ class TrainerClient(RestoringClient):
             with self._tensors(model) as tensors:
                 with self._pusher.telling(opening, rank):
                     say(opening, options)
-                    shares = share_layout(tensors, rank, ranks)
-                make = partial(GatheredShards, passing, tensors, rank=rank, ranks=ranks, cast=cast)
+                    if held is None:
+                        shares = share_layout(tensors, rank, ranks)
+                        given = partial(GatheredShards, rank=rank, ranks=ranks)
+                    else:
+                        shares = held_layout(tensors, held)
+                        given = partial(GatheredShards, rank=0, ranks=1, expected=shares.tensors)
+                make = partial(given, passing, tensors, cast=cast)
                 return self._pusher.push(
                     opening, rank, shares, TensorSpace.HUGGING_FACE, OpenPassing(make, buffer_bytes)
                 )

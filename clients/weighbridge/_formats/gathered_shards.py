@@ -6,7 +6,7 @@ holds more than the tensor that it is being given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +62,19 @@ def share_layout(tensors: Mapping[str, TensorSpec], rank: int, ranks: int) -> La
     return Layout.stream([tensors[shard.tensor] for shard in shards], shards)
 
 
+def held_layout(tensors: TensorForms, names: Iterable[str]) -> Layout:
+    """Whole tensors, which not all ranks are given.
+
+    Args:
+        tensors: the model's.
+        names: of those that this rank is given, as it is given them; unknown ones are passed over.
+    """
+    forms = (model_form(name, tensors) for name in names)
+    held = dict.fromkeys(name for form in forms if form is not None for name in form.tensors)
+    specs = [tensors[name] for name in held]
+    return Layout.stream(specs, [Shard(spec.name, Box.whole(spec.shape)) for spec in specs])
+
+
 class Passing(NamedTuple):
     """Shards that are there until the next ones are asked for.
 
@@ -83,8 +96,9 @@ class GatheredShards:
         weights: ``(name, tensor)`` pairs, of the whole tensors.
         model: its tensors, by name.
         stream: layout of the shards.
-        rank, ranks: which rank of how many this is.
+        rank, ranks: which rank of how many this is, of those that are given the same tensors.
         cast: as for `torch_shards`.
+        expected: names of the model's tensors that have to come; by default all of them.
     """
 
     def __init__(
@@ -96,12 +110,13 @@ class GatheredShards:
         rank: int,
         ranks: int,
         cast: str,
+        expected: Collection[str] | None = None,
     ) -> None:
         check_cast(cast)
         self._weights = weights
         self._model = model
         self._stream = stream
-        self._rank, self._ranks = rank, ranks
+        self._expected = model if expected is None else expected
         self._cast = cast
         self._casts: dict[str, bool] = {}
         self._found: set[str] = set()
@@ -182,7 +197,7 @@ class GatheredShards:
         check_prefix(names, self._model)
         problems += unknown_names(names, self._model)
         problems += [
-            Misfit(f"{spec} is missing") for name, spec in self._model.items() if name not in self._found
+            Misfit(f"{self._model[name]} is missing") for name in self._expected if name not in self._found
         ]
         if problems:
             raise LayoutError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -11,10 +12,11 @@ from typing import Any, Literal
 
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.engines import EngineFailed, Prepared, Serving, serving_of, wait_prepared
-from weighbridge.integrations.engine_rank.status import Status
+from weighbridge.follow.status import Status
 
 PauseMode = Literal["wait", "keep", "abort"]
 _PREPARE_SECONDS = 3600.0
+_LOOK_SECONDS = 0.5
 
 
 class VllmServer:
@@ -45,6 +47,23 @@ class VllmServer:
         self._init_info = {"server": server, "model": model} | ({"lane": lane} if lane else {})
         self._pause_mode = pause_mode
         self._timeout = timeout
+
+    def wait_ready(self, seconds: float) -> None:
+        """Return when the server answers.
+
+        Raises:
+            EngineFailed: it does not within so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._call("/health")
+            except EngineFailed:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return
+            time.sleep(_LOOK_SECONDS)
 
     def connect(self) -> None:
         """Tell all workers where versions come from; they find out what they take of one, if they do not know."""
@@ -110,7 +129,7 @@ class VllmServer:
             with urllib.request.urlopen(request, timeout=self._timeout) as answer:  # noqa: S310
                 text = answer.read()
         except urllib.error.HTTPError as error:
-            raise _refused(path, error.code, error.read()) from error
+            raise refused(path, error.code, error.read()) from error
         except (OSError, TimeoutError) as error:
             raise EngineFailed(
                 f"the engine at {self.url} cannot be reached: {error}",
@@ -119,7 +138,8 @@ class VllmServer:
         return json.loads(text) if text else {}
 
 
-def _refused(path: str, status: int, body: bytes) -> EngineFailed:
+def refused(path: str, status: int, body: bytes) -> EngineFailed:
+    """What a server's answer to a call says that it did not do."""
     if status == 404:
         return EngineFailed(
             f"the engine has no {path}",

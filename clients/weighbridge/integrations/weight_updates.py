@@ -19,7 +19,7 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge.aio.client import AsyncEngineClient
-from weighbridge.errors import DeadlineExceeded, FailedPrecondition
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound
 from weighbridge.integrations.engine_rank.source import ModelSource
 
 if TYPE_CHECKING:
@@ -87,24 +87,45 @@ class UpdateSender:
             self._client.register_model(self._model, hf_dir, dtype=dtype)
             self._registered = True
 
+    def wait_registered(self, timeout: float) -> None:
+        """Return when another rank has registered the model.
+
+        Raises:
+            NotFound: none has, within so many seconds.
+        """
+        deadline = time.monotonic() + timeout
+        pause, longest = _PAUSES
+        while True:
+            try:
+                self._client.model(self._model)
+            except NotFound:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
     def send(
         self,
-        update: Update,
+        update: Update | None,
         weights: Iterable[tuple[str, torch.Tensor]],
         *,
         step: int | None,
         rank: int,
         ranks: int,
         buffer_bytes: int,
+        held: Iterable[str] | None = None,
     ) -> PushHandle:
         """Push this rank's share of tensors that all ranks gather. All of them are taken in any case, also if the push fails.
 
         Args:
-            update: which one, the same on all ranks.
+            update: which one, the same on all ranks; None if nothing has been told to them, who then find each other by the step.
             weights: name and whole tensor of each.
             step: the training step; by default how many updates this rank has sent.
             rank, ranks: which rank of how many this is.
             buffer_bytes: host memory that what goes by gRPC may take.
+            held: as for `TrainerClient.push_gathered`.
 
         Raises:
             As `TrainerClient.push_gathered`.
@@ -116,11 +137,16 @@ class UpdateSender:
             step=self._sent if step is None else step,
             rank=rank,
             world_size=ranks,
-            request_id=update.ticket,
+            request_id=None if update is None else update.ticket,
             cast=self._cast,
             buffer_bytes=buffer_bytes,
-            metadata={TICKET: update.ticket},
+            held=held,
+            metadata={} if update is None else {TICKET: update.ticket},
         )
+
+    def close(self) -> None:
+        """Wait until what was sent has arrived or failed."""
+        self._client.close()
 
 
 class UpdateReceiver:

@@ -12,13 +12,14 @@ from typing import Any, cast
 
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
-from weighbridge.errors import FailedPrecondition
+from weighbridge._core.resources import REF_LATEST
+from weighbridge.errors import FailedPrecondition, NotFound
+from weighbridge.follow.status import Status
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
 from weighbridge.integrations.engine_rank.model import EngineModel
 from weighbridge.integrations.engine_rank.preparation import Preparation, RecordingStale
 from weighbridge.integrations.engine_rank.recording import Recorded, check_version
 from weighbridge.integrations.engine_rank.source import Held, ModelSource
-from weighbridge.integrations.engine_rank.status import Status
 
 _ATTRIBUTE = "_weighbridge_rank"
 
@@ -88,8 +89,10 @@ class EngineRank:
         self.source, self.held = source, Held(source, found.version, nbytes)
         return found, recording
 
-    def connect(self, source: ModelSource | None = None, version: str | int = "latest") -> None:
+    def connect(self, source: ModelSource | None = None, version: str | int = REF_LATEST) -> None:
         """Find out what this rank takes of a model's versions. Runs the model's loader if that is not known: not while it computes.
+
+        If the model has no version that the store has, this is found out with the first one that is prepared.
 
         Args:
             source: where versions come from; None keeps the source that is known.
@@ -106,7 +109,14 @@ class EngineRank:
             return
         self._refuse_while_preparing()
         client = self.client(source)
-        found = lazy.Source(client, source.model, version)
+        try:
+            found = lazy.Source(client, source.model, version)
+        except NotFound:
+            if version != REF_LATEST:
+                raise
+            client.model(source.model)
+            self.source = source
+            return
         check_version(self.engine.config, client, found, known)
         recording = self.engine.record(found)
         self.discard()

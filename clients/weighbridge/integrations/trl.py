@@ -1,0 +1,138 @@
+"""Weight transfer of TRL: each sync of an ``AsyncGRPOTrainer`` is a version, and the ranks of vLLM pull their own slices of it.
+
+``AsyncGRPOTrainer(weight_transfer=WeighbridgeTransfer(...))``. TRL asks five methods of it and is not imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._core.resources import VersionState
+from weighbridge._transport.addresses import Addresses
+from weighbridge.follow.status import label
+from weighbridge.follow.updates import Updated, update
+from weighbridge.follow.vllm import PauseMode, VllmServer
+from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.weight_updates import Update, UpdateSender
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeighbridgeTransfer:
+    """Brings the weights of TRL's main process to vLLM servers that have weighbridge's plug-in.
+
+    TRL pauses its server before it gathers, and resumes it after the transfer, unless that has failed. Here servers generate until the version is
+    complete and lies on their machines. `send_weights` pauses them for the last step only, and resumes them in any case in which their weights are
+    whole: so TRL's own pauses are passed over.
+
+    Args:
+        model: ``namespace/name``.
+        urls: of the vLLM server, as ``vllm_server_base_url``; of several; or none, if agents beside them follow ``live``.
+        server: ``host:port`` of the service's gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        hf_dir: folder with ``config.json`` and the tokenizer, by which the model is registered; not needed if it is registered.
+        dtype: that it is registered with, such as ``bf16``; by default what the folder says.
+        run: name of the training run; part of the versions' lineage.
+        step: gives a version its step, as ``lambda: trainer.state.global_step``; by default how many were sent.
+        cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
+        lane: how weights travel: ``grpc``, ``local`` or ``auto``.
+        engine_server: how vLLM reaches the service, if not as the trainer does.
+        pause_mode: what becomes of requests under way: ``keep`` them, as TRL does, ``wait`` for them, or ``abort`` them.
+        buffer_bytes: host memory that what goes by gRPC may take.
+        start_seconds: how long to wait for servers that are starting.
+        retry_seconds: how long to keep trying when the service cannot be reached.
+
+    Attributes:
+        pushed: the newest push.
+        updated: what the newest update of the servers took.
+
+    Raises:
+        InvalidArgument: there is no such lane or port.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        urls: str | list[str] = "http://127.0.0.1:8000",
+        server: str | None = None,
+        *,
+        hf_dir: str | Path | None = None,
+        dtype: str = "",
+        run: str = "default",
+        step: Callable[[], int] | None = None,
+        cast: str = "allow",
+        lane: str | None = None,
+        engine_server: str | None = None,
+        pause_mode: PauseMode = "keep",
+        buffer_bytes: int = 256 << 20,
+        start_seconds: float = 600.0,
+        retry_seconds: float = 60.0,
+    ) -> None:
+        self.pushed: PushHandle | None = None
+        self.updated: Updated | None = None
+        self._source = ModelSource(model, server, lane, retry_seconds)
+        self._hf_dir, self._dtype, self._run, self._cast = hf_dir, dtype, run, cast
+        self._step = step
+        self._buffer_bytes = buffer_bytes
+        self._start_seconds = start_seconds
+        there = engine_server or str(Addresses.of(server))
+        self._engines = {
+            url: VllmServer(url, model, there, lane=lane, pause_mode=pause_mode)
+            for url in ([urls] if isinstance(urls, str) else urls)
+        }
+
+    def init_weight_transfer(self) -> None:
+        """Register the model, and see that all servers take updates.
+
+        Raises:
+            As `TrainerClient.register_model`, and:
+            EngineFailed: a server does not answer, or not as vLLM does with ``VLLM_SERVER_DEV_MODE=1``.
+            FailedPrecondition: it was not started for updates from weighbridge.
+        """
+        if self._hf_dir is not None:
+            self._sender.register(self._hf_dir, self._dtype)
+        for engine in self._engines.values():
+            engine.wait_ready(self._start_seconds)
+            engine.connect()
+
+    def pause(self) -> None:
+        """Nothing yet: servers generate while weights travel."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Push the weights, and bring all servers to them.
+
+        Args:
+            iterator: name and whole tensor of each; taken to the end in any case, since other ranks gather them together with this one.
+
+        Raises:
+            As `TrainerClient.push_gathered`, and:
+            VersionFailed: the version could not be completed; no server was touched.
+            EngineFailed: a server could not be brought to the version, and keeps the weights that it has; says why.
+        """
+        self.pushed = self._sender.send(
+            Update.new(),
+            iterator,
+            step=None if self._step is None else self._step(),
+            rank=0,
+            ranks=1,
+            buffer_bytes=self._buffer_bytes,
+        )
+        version = self.pushed.wait(VersionState.READY)
+        self.updated = update(self._engines, version.number, label(version.model, version.number))
+
+    def resume(self) -> None:
+        """Nothing: servers go on as soon as they have the weights."""
+
+    def destroy(self) -> None:
+        """End the connection to the service."""
+        sender = vars(self).pop("_sender", None)
+        if sender is not None:
+            sender.close()
+
+    @cached_property
+    def _sender(self) -> UpdateSender:
+        return UpdateSender(self._source, run=self._run, cast=self._cast)

@@ -1,0 +1,238 @@
+"""Does a live vLLM server answer by the weights that ranks of a trainer send by vLLM's own factory, and by those that it had when that fails?
+
+One server, and two ranks with FSDP2 in vLLM's environment; a service that can be killed, which vLLM reaches through a gate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import jobs
+from tests.support.gate import Gate
+from tests.support.jobs import Job, JobFailed
+from tests.support.killable_service import KillableService
+from tests.support.vllm_environment import PYTHON, environment, needs_vllm
+from tests.support.waiting import eventually
+from tests.support.word_models import PROMPT, TOKENS, make_folder, said_by_transformers
+from weighbridge import TrainerClient
+from weighbridge_demo.vllm_server import EAGER, Answer, VllmServer
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(900)]
+
+MODEL = "tests/sent"
+RANKS = 2
+JOB = Path(__file__).parents[1] / "support" / "vllm_trainer_job.py"
+
+
+@dataclass
+class Place:
+    """A service, a vLLM server that started from a folder, and the ranks of a trainer.
+
+    Attributes:
+        expected: what transformers answers in the server's place.
+    """
+
+    service: KillableService
+    gate: Gate
+    server: VllmServer
+    ranks: list[Job]
+    folders: Path
+    expected: Answer
+    seeds: Iterator[int] = field(default_factory=lambda: itertools.count(2))
+
+    def connect(self, *, stages: bool = False, **said: Any) -> None:
+        """Have all ranks make their engines by vLLM's factory."""
+        told = {
+            "model": MODEL,
+            "server": self.service.address,
+            "engine_server": self.gate.address,
+            "hf_dir": str(self.folders / "1"),
+            "retry_seconds": 4.0,
+            **said,
+        }
+        self.ask("connect", url=self.server.url, said=told, stages=stages)
+
+    def ask(self, name: str, /, **arguments: Any) -> list[Any]:
+        """What all ranks answer; what they have raised, if they have."""
+        for rank in self.ranks:
+            rank.begin(name, **arguments)
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(Job.answer, self.ranks))
+
+    def failures(self) -> list[str]:
+        """What each rank has raised; empty if nothing."""
+
+        def failure(rank: Job) -> str:
+            try:
+                rank.answer()
+            except JobFailed as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(failure, self.ranks))
+
+    def new_weights(self) -> Answer:
+        """Give the ranks other weights; what transformers answers by them."""
+        seed = next(self.seeds)
+        found = said_by_transformers(make_folder(self.folders / str(seed), seed))
+        assert found.text != self.expected.text, "the weights cannot be told apart"
+        self.ask("load", folder=str(self.folders / str(seed)))
+        return found
+
+    def send(self) -> list[int | None]:
+        """Send new weights; how many bytes each rank has pushed."""
+        expected = self.new_weights()
+        pushed = self.ask("send")
+        self.expected = expected
+        return pushed
+
+    def check(self) -> None:
+        """The server answers as transformers does."""
+        found = self.server.complete(PROMPT, TOKENS)
+        assert found.text.strip() == self.expected.text
+        assert found.logprobs == pytest.approx(self.expected.logprobs, abs=1e-3)
+        assert not self.server.is_paused()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folders, logs = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("logs")
+    model = make_folder(folders / "1", 1)
+    service = KillableService(
+        tmp_path_factory.mktemp("store"), bulk_port="off"
+    )  # weights go through the gate, too
+    variables = {**environment(), "WEIGHBRIDGE_CACHE": str(folders / "cache"), "OMP_NUM_THREADS": "1"}
+    service.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(service.kill)
+        gate = stack.enter_context(Gate(service.address))
+        server = stack.enter_context(
+            VllmServer(PYTHON, None, str(folders / "1"), logs / "vllm.log", *EAGER, environment=variables)
+        )
+        ranks = [
+            stack.enter_context(jobs.running([PYTHON, JOB], logs / f"rank-{rank}.log", variables))
+            for rank in range(RANKS)
+        ]
+        for rank, job in enumerate(ranks):
+            job.begin(
+                "start", rank=rank, ranks=RANKS, meeting=str(folders / "meeting"), folder=str(folders / "1")
+            )
+        found = Place(service, gate, server, ranks, folders, said_by_transformers(model))
+        found.answers()
+        server.wait_ready()
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def in_order(place: Place) -> Iterator[None]:
+    yield
+    place.check()
+
+
+def nbytes(place: Place) -> int:
+    return sum(file.stat().st_size for file in (place.folders / "1").glob("*.safetensors"))
+
+
+def versions(place: Place) -> list[int]:
+    with TrainerClient(place.service.address) as client:
+        return [version.number for version in client.versions(MODEL)]
+
+
+@pytest.mark.parametrize(
+    ("how", "shares"),
+    [
+        pytest.param({}, [1.0, None], id="rank 0 alone"),
+        pytest.param({"ranks": RANKS}, [0.5, 0.5], id="shares"),
+        pytest.param({"ranks": RANKS, "stages": True}, None, id="held names"),
+    ],
+)
+def test_a_live_server_answers_as_transformers_does_by_the_weights_that_were_sent(
+    place: Place, how: dict[str, Any], shares: list[float | None] | None
+) -> None:
+    place.connect(**how)
+    whole = nbytes(place)
+    for _ in range(2):
+        pushed = place.send()
+        place.check()
+        assert place.server.weight_version() == f"{MODEL}@{versions(place)[0]}"
+        # headers of files are not pushed
+        assert sum(each or 0 for each in pushed) == pytest.approx(whole, rel=0.02)
+        if shares is not None:
+            assert pushed == [each and pytest.approx(each * whole, rel=0.1) for each in shares]
+        else:
+            assert min(each or 0 for each in pushed) > 0.1 * whole
+    place.ask("end")
+
+
+def test_weights_that_are_not_the_models_are_refused_by_name_and_touch_no_engine(place: Place) -> None:
+    place.connect(ranks=RANKS)
+    had = versions(place)
+    place.ask("misname", name="model.norm.weight")
+    for rank in place.ranks:
+        rank.begin("send")
+    said = place.failures()
+    assert all(said)
+    assert any("model.norm.weights: the model has no such tensor" in each for each in said), said
+    assert versions(place) == had
+    place.check()
+    place.ask("misname", name="")
+    place.send()
+
+
+def test_a_service_that_is_killed_in_the_middle_is_said_on_all_ranks_and_the_next_send_works(
+    place: Place, tmp_path: Path
+) -> None:
+    place.connect(ranks=RANKS)
+    gate = tmp_path / "go on"
+    place.ask("hold", until=str(gate))
+    for rank in place.ranks:
+        rank.begin("send")
+
+    def is_pushing() -> bool:
+        with TrainerClient(place.service.address) as client:
+            return any(not each.state.visible for each in client.versions(MODEL, include_invisible=True))
+
+    eventually(is_pushing)
+    place.service.kill()
+    gate.touch()
+    said = place.failures()
+    assert all(place.service.address in each for each in said), said
+    place.check()
+    place.service.start()
+    place.ask("hold", until="")
+    place.send()
+
+
+def test_an_engine_that_cannot_fetch_says_so_in_its_own_words_and_the_next_send_works(place: Place) -> None:
+    place.connect()
+    expected = place.new_weights()
+    place.gate.cut_after(100_000)
+    for rank in place.ranks:
+        rank.begin("send")
+    sender, other = place.failures()
+    assert "the engine refused /update_weights" in sender
+    assert place.gate.address in sender
+    assert other == ""
+    place.check()
+    place.gate.open()
+    place.ask("send")
+    place.expected = expected
+
+
+def test_engines_that_do_not_answer_are_named(place: Place) -> None:
+    told = {"model": MODEL, "server": place.service.address}
+    sender = place.ranks[0]
+    with pytest.raises(JobFailed, match=r"did not answer init_weight_transfer_engine: .*127\.0\.0\.1"):
+        sender.ask("connect", url="http://127.0.0.1:9", said=told, stages=False)

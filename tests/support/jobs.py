@@ -1,0 +1,105 @@
+"""Jobs in other environments: a process that is asked over a pipe what it is to do, and what it serves. Needs nothing but Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+class JobFailed(Exception):
+    """What was asked of a job has raised."""
+
+
+class Job:
+    """A running job, as its methods that can be asked for.
+
+    Args:
+        link: to it.
+        log: what it writes.
+    """
+
+    def __init__(self, link: Connection[Any, Any], log: Path) -> None:
+        self._link = link
+        self._log = log
+
+    def begin(self, name: str, /, **arguments: Any) -> None:
+        """Ask for something; `answer` waits for it."""
+        self._link.send((name, arguments))
+
+    def answer(self, seconds: float = 240) -> Any:
+        """What the job answers to what was asked last.
+
+        Raises:
+            JobFailed: it has raised; has its words.
+        """
+        if not self._link.poll(seconds):
+            raise TimeoutError(f"the job did not answer within {seconds:g} s:\n{self._end_of_log()}")
+        try:
+            done, value = self._link.recv()
+        except EOFError:
+            raise AssertionError(f"the job has ended:\n{self._end_of_log()}") from None
+        if not done:
+            raise JobFailed(value)
+        return value
+
+    def ask(self, name: str, /, **arguments: Any) -> Any:
+        """What a method of the job gives."""
+        self.begin(name, **arguments)
+        return self.answer()
+
+    def _end_of_log(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:]
+
+
+@contextmanager
+def running(
+    command: Sequence[str | Path], log: Path, environment: Mapping[str, str], folder: Path | None = None
+) -> Iterator[Job]:
+    """A job that has not been asked anything yet; ended in the end.
+
+    Args:
+        command: what it is run by; the number of its end of the pipe is appended.
+        log: where it writes.
+        environment: its variables.
+        folder: in which it runs.
+    """
+    mine, theirs = Pipe()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, str(theirs.fileno())],
+            cwd=folder,
+            env=dict(environment),
+            pass_fds=[theirs.fileno()],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+        theirs.close()
+        try:
+            with mine:
+                yield Job(mine, log)
+            process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def serve(job: object) -> None:
+    """Answer, in the process of a job, until the pipe is closed."""
+    with Connection(int(sys.argv[-1])) as link:
+        while True:
+            try:
+                name, arguments = link.recv()
+            except EOFError:
+                return
+            try:
+                link.send((True, getattr(job, name)(**arguments)))
+            except Exception as error:
+                traceback.print_exc()
+                link.send((False, str(error)))

@@ -1,0 +1,17 @@
+"""Where is TRL? In an environment of its own, beside vLLM, which `make test-frameworks` makes; tests that need it run there, or say why not.
+
+``make test-frameworks`` names its Python in WEIGHBRIDGE_TRL_PYTHON. Variables of its processes are vLLM's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+PYTHON = Path(os.environ.get("WEIGHBRIDGE_TRL_PYTHON") or "/nowhere")
+
+needs_trl = pytest.mark.skipif(
+    not PYTHON.exists(), reason="TRL has an environment of its own: make test-frameworks"
+)
