@@ -17,7 +17,7 @@ from tests.support.forked import run_jobs
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from weighbridge import TrainerClient
-from weighbridge.integrations.engine_rank.status import Status
+from weighbridge.follow.status import Status
 from weighbridge_demo.ranks import gloo_job
 
 pytestmark = pytest.mark.xdist_group("engine_rank")

@@ -22,7 +22,7 @@ from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgu
 from weighbridge.follow.agent import Follower
 from weighbridge.follow.engines import Serving
 from weighbridge.follow.sglang import SglangServer
-from weighbridge.integrations.sglang.wanted import Wanted
+from weighbridge.follow.wanted import Wanted
 
 MODEL = "acme/smol"
 

@@ -1,9 +1,12 @@
 """Agent beside a running engine, ``weighbridge follow``: keeps it on a ref.
 
-May import: `integrations`, `_clients` and folders below.
+May import: `_clients` and folders below, and no engine: adapters inside engines and trainers import it.
 
 - `agent`: what is done when the ref moves.
+- `updates`: one update of running engines.
 - `engines`: what an engine must be able to do.
+- `status`: what each of its ranks says of itself.
+- `wanted`: the version that a request to SGLang names.
 - `vllm`: vLLM over HTTP.
 - `sglang`: SGLang over HTTP.
 """

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.json_values import JsonValue
@@ -14,15 +12,13 @@ from weighbridge._core.resources import Signature
 from weighbridge._signing.trust import Trusted
 from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
 from weighbridge.follow.engines import Engine, Prepared
-
-T = TypeVar("T")
-log = logging.getLogger(__name__)
+from weighbridge.follow.status import label
+from weighbridge.follow.updates import apply_prepared, quietly
 
 SIGNED_SECONDS = 5.0
 """Between two looks whether a version that was refused is signed by now."""
 TRIES = 3
 """How often a version is tried, before the agent waits for the next one."""
-_ASK_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +95,7 @@ class Follower:
         for version in self._client.watch(self._model, self._ref):
             number = version.number
             if self._engine_has(number):
-                self._engine.label(self._label(number))
+                self._engine.label(label(self._model, number))
                 self._engine.resume()  # an agent before this one may have ended while it was paused
                 yield Followed(self._model, number, number, error=self._unsigned(number))
             elif (yield from self._wait_signed(number)):
@@ -110,7 +106,7 @@ class Follower:
         said = ""
         while problem := self._unsigned(number):
             if problem != said:
-                serving = self._quietly(self._engine.serving)
+                serving = quietly(self._engine.serving)
                 yield Followed(self._model, number, serving.version if serving else None, error=problem)
                 said = problem
             time.sleep(self._signed_seconds)
@@ -139,7 +135,7 @@ class Follower:
 
     def _check_model(self) -> None:
         """Refuse an engine of another model: its clients would be answered by that one's weights, or none would fit."""
-        serving = None if self._force else self._quietly(self._engine.serving)
+        serving = None if self._force else quietly(self._engine.serving)
         if serving is not None and serving.model not in ("", self._model):
             raise FailedPrecondition(
                 f"the engine serves {serving.model}, and not {self._model}",
@@ -166,13 +162,13 @@ class Follower:
             self._engine.connect()
             prepared = self._engine.prepare(number)
             started = time.monotonic()
-            problem = self._apply(number)
+            (problem,) = apply_prepared([self._engine], number, label(self._model, number))
             pause = time.monotonic() - started
         except WeighbridgeError as error:
             problem = str(error)
         if problem:
-            self._quietly(self._engine.discard)
-        serving = self._quietly(self._engine.serving)
+            quietly(self._engine.discard)
+        serving = quietly(self._engine.serving)
         return Followed(
             self._model,
             number,
@@ -183,37 +179,6 @@ class Follower:
             problem,
         )
 
-    def _apply(self, number: int) -> str:
-        """Pause the engine, take it to what was prepared, and let it go on; what went wrong."""
-        problem = ""
-        try:
-            self._engine.pause()
-            self._engine.apply(number, self._label(number))
-        except WeighbridgeError as error:
-            problem = str(error)
-        finally:
-            problem = "\n".join(filter(None, (problem, self._let_go_on(failed=bool(problem)))))
-        return problem
-
-    def _let_go_on(self, *, failed: bool) -> str:
-        """Resume, unless weights may be mixed."""
-        if failed:
-            serving = None
-            for again in (True, True, False):
-                serving = self._quietly(self._engine.serving)
-                if serving is not None or not again:
-                    break
-                time.sleep(_ASK_AGAIN_SECONDS)
-            if serving is None:
-                return "the engine does not say what it has, and was not told to go on"
-            if serving.broken:
-                return ""
-        try:
-            self._engine.resume()
-        except WeighbridgeError as error:
-            return f"it could not be told to go on: {error}"
-        return ""
-
     def _engine_has(self, number: int) -> bool:
         try:
             return self._engine.serving().version == number
@@ -222,15 +187,4 @@ class Follower:
 
     def _named(self) -> int | None:
         """What the ref names now; None if the service cannot be asked."""
-        return self._quietly(lambda: self._client.version(self._model, self._ref).number)
-
-    def _label(self, number: int) -> str:
-        return f"{self._model}@{number}"
-
-    @staticmethod
-    def _quietly(ask: Callable[[], T]) -> T | None:
-        try:
-            return ask()
-        except WeighbridgeError as error:
-            log.debug("while ending an update: %s", error)
-            return None
+        return quietly(lambda: self._client.version(self._model, self._ref).number)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, WeighbridgeError
-from weighbridge.integrations.engine_rank.status import Status, label
+from weighbridge.follow.status import Status, label
 
 _POLL_SECONDS = 0.1
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from weighbridge.follow.engines import Prepared, Serving, serving_of, wait_prepared
-from weighbridge.integrations.engine_rank.status import Status
-from weighbridge.integrations.sglang.wanted import DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted
+from weighbridge.follow.status import Status
+from weighbridge.follow.wanted import DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted
 
 PAUSE_MODES = ("retract", "in_place", "abort")
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.engines import EngineFailed, Prepared, Serving, serving_of, wait_prepared
-from weighbridge.integrations.engine_rank.status import Status
+from weighbridge.follow.status import Status
 
 PauseMode = Literal["wait", "keep", "abort"]
 _PREPARE_SECONDS = 3600.0

@@ -6,7 +6,7 @@ import pytest
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition
 from weighbridge.follow.engines import Prepared, Serving, serving_of, wait_prepared
-from weighbridge.integrations.engine_rank.status import Status
+from weighbridge.follow.status import Status
 
 MODEL = "acme/smol"
 

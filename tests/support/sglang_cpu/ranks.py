@@ -24,9 +24,9 @@ from sglang.srt.runtime_context import SpawnRanks, get_device, get_model, publis
 from sglang.srt.server_args import ServerArgs
 
 from weighbridge.errors import WeighbridgeError
+from weighbridge.follow.wanted import Wanted
 from weighbridge.integrations.sglang import load
-from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank
-from weighbridge.integrations.sglang.wanted import Wanted
+from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank, source_of
 
 RANK, TP, EP, PORT = map(int, sys.argv[1:])
 ANSWER = "answer "
@@ -84,7 +84,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def prepare(key: str, text: str) -> dict[str, Any]:
     rank, wanted = sglang_rank(models[key]), Wanted.from_json(text)
-    rank.prepare_all(number_to_update_to(rank, wanted), wanted.source)
+    rank.prepare_all(number_to_update_to(rank, wanted), source_of(wanted))
     return state(key)
 
 

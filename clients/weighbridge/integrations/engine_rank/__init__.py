@@ -2,11 +2,10 @@
 
 An adapter describes the engine's model as an `EngineModel` and calls an `EngineRank`; docs/engines.md adds an engine in a page.
 
-May import: `_lazy`, `_clients` and folders below, and no engine. `source`, `status` and `fitting` need no torch: `weighbridge.follow` reads them
-beside an engine.
+May import: `follow`, `_lazy`, `_clients` and folders below, and no engine. `source` and `fitting` need no torch. What a rank says of its versions
+is `weighbridge.follow.status`.
 
 - `source`: service and model that versions come from.
-- `status`: what a rank says of its versions, as JSON.
 - `agreement`: the port to the other ranks, and the one way in which they agree.
 - `fitting`: checks of a version against the engine and the version before.
 - `storageless`: stand-ins for parameters, for runs of the loader that change nothing.

@@ -10,10 +10,10 @@ import torch
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
+from weighbridge.follow.status import label
 from weighbridge.integrations.engine_rank.model import EngineModel, Rest
 from weighbridge.integrations.engine_rank.recording import Recorded, check_version
 from weighbridge.integrations.engine_rank.source import ModelSource
-from weighbridge.integrations.engine_rank.status import label
 
 
 class RecordingStale(FailedPrecondition):

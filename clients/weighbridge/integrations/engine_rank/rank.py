@@ -13,12 +13,12 @@ from typing import Any, cast
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
 from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.status import Status
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
 from weighbridge.integrations.engine_rank.model import EngineModel
 from weighbridge.integrations.engine_rank.preparation import Preparation, RecordingStale
 from weighbridge.integrations.engine_rank.recording import Recorded, check_version
 from weighbridge.integrations.engine_rank.source import Held, ModelSource
-from weighbridge.integrations.engine_rank.status import Status
 
 _ATTRIBUTE = "_weighbridge_rank"
 

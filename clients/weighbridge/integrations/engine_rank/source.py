@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.resources import Version
-from weighbridge.integrations.engine_rank.status import label
+from weighbridge.follow.status import label
 
 
 @dataclass(frozen=True)

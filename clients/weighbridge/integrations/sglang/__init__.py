@@ -4,11 +4,10 @@ To install weighbridge next to SGLang 0.5.23 is enough: SGLang finds `plugin` by
 ``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION`` makes a server start from the service, `load` is what updates of weights name as their
 ``load_format``, and `weighbridge.follow.sglang` drives a running server over HTTP.
 
-May import: `engine_rank`, `_lazy`, `_clients` and folders below, and SGLang.
+May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and SGLang.
 
 - `plugin`: hooks into SGLang.
 - `connecting`: a server's start from the service.
-- `wanted`: the version that a request or a model path names.
 - `configuration`: settings that decide where loaders put weights.
 - `model`: a rank's model, to the contract.
 """
@@ -29,17 +28,17 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> No
 
     Args:
         model: this rank's.
-        named_tensors: one pair; its name is a `weighbridge.integrations.sglang.wanted.Wanted` as JSON, its tensor says nothing.
+        named_tensors: one pair; its name is a `weighbridge.follow.wanted.Wanted` as JSON, its tensor says nothing.
 
     Raises:
         FailedPrecondition: it went wrong for a rank; all of them keep what they have.
         InvalidArgument: what came does not say which version is wanted.
     """
-    from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank
-    from weighbridge.integrations.sglang.wanted import Wanted
+    from weighbridge.follow.wanted import Wanted
+    from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank, source_of
 
     if len(named_tensors) != 1:
         raise InvalidArgument(f"{len(named_tensors)} names came, and one has to say which version is wanted")
     wanted = Wanted.from_json(named_tensors[0][0])
     rank = sglang_rank(model)
-    rank.apply(number_to_update_to(rank, wanted), wanted.source)
+    rank.apply(number_to_update_to(rank, wanted), source_of(wanted))

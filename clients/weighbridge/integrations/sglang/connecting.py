@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from sglang.srt.connector import BaseFileConnector
 
+from weighbridge.follow.wanted import SCHEME, Wanted
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup
-from weighbridge.integrations.sglang.model import number_on, sglang_rank
-from weighbridge.integrations.sglang.wanted import SCHEME, Wanted
+from weighbridge.integrations.sglang.model import number_on, sglang_rank, source_of
 
 
 class Connector(BaseFileConnector):  # type: ignore[misc]  # SGLang's, of which mypy sees nothing
@@ -48,7 +48,7 @@ class Connector(BaseFileConnector):  # type: ignore[misc]  # SGLang's, of which 
         return self.weights
 
     def _files(self) -> dict[str, bytes]:
-        with self.wanted.source.connect() as client:
+        with source_of(self.wanted).connect() as client:
             return client.model_files(self.wanted.model, self.wanted.version)
 
 
@@ -66,7 +66,7 @@ def load_first(
 
         rank, wanted = sglang_rank(model), client.wanted
         number = number_on(ProcessGroup(get_world_group().cpu_group), rank, wanted)
-        source, recording = rank.load(wanted.source, number)
+        source, recording = rank.load(source_of(wanted), number)
         client.weights = source.tensors(None if recording is None else recording.unrecorded)
     return original(loader, model, client, *args, **kwargs)
 

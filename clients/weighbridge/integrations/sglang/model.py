@@ -8,11 +8,12 @@ import torch
 
 from weighbridge import _lazy as lazy
 from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.wanted import Wanted
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, from_first
 from weighbridge.integrations.engine_rank.model import EngineModel
 from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
+from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.integrations.sglang.configuration import configuration_of, parallel
-from weighbridge.integrations.sglang.wanted import Wanted
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,11 @@ class SglangModel(EngineModel):
             return None
 
 
+def source_of(wanted: Wanted) -> ModelSource:
+    """Where a version comes from."""
+    return ModelSource(wanted.model, wanted.server, wanted.lane, wanted.retry_seconds)
+
+
 def sglang_rank(model: torch.nn.Module) -> EngineRank:
     """The rank of a model of this process."""
     return rank_of(model, SglangModel(model))
@@ -51,7 +57,7 @@ def number_on(ranks: Ranks, rank: EngineRank, wanted: Wanted) -> int:
     """Which version is meant: of a ref, the one that it names when the first of these ranks asks. Collective."""
     if wanted.version.isdecimal():
         return int(wanted.version)
-    client = rank.client(wanted.source)
+    client = rank.client(source_of(wanted))
     return from_first(ranks, lambda: client.version(wanted.model, wanted.version).number)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weighbridge.errors import WeighbridgeError
-from weighbridge.integrations.sglang.wanted import ACTION, DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted
+from weighbridge.follow.wanted import ACTION, DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted
 
 _SRT = "sglang.srt"
 
@@ -59,13 +59,13 @@ def control(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
-    from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank
+    from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank, source_of
 
     rank = sglang_rank(manager.tp_worker.model_runner.model)
     try:
         if request.action == PREPARE:
             wanted = Wanted.from_json((request.skip_tensor_list or [""])[0])
-            rank.prepare_all(number_to_update_to(rank, wanted), wanted.source)
+            rank.prepare_all(number_to_update_to(rank, wanted), source_of(wanted))
         elif request.action == DISCARD:
             rank.discard()
         elif request.action != STATUS:

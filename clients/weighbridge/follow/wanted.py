@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weighbridge.errors import InvalidArgument
-from weighbridge.integrations.engine_rank.source import ModelSource
 
 SCHEME = "weighbridge"
 LOAD_FORMAT = "weighbridge.integrations.sglang.load"
@@ -48,11 +47,6 @@ class Wanted:
             raise InvalidArgument(
                 f"{self} names no version", fix=f"as in {SCHEME}://HOST:PORT/acme/smol@latest"
             )
-
-    @property
-    def source(self) -> ModelSource:
-        """The same without the version."""
-        return ModelSource(self.model, self.server, self.lane, self.retry_seconds)
 
     @staticmethod
     def from_url(url: str) -> Wanted:
