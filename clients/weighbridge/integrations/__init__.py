@@ -1,6 +1,6 @@
 """Adapters to other libraries, none of which is imported unless it is used; `engine_rank` is what the adapters to engines share.
 
-May import: `_lazy`, `_clients` and folders below, and each the library that it is for.
+May import: `follow`, `_lazy`, `_clients` and folders below, and each the library that it is for.
 
 - `engine_rank`: the contract between engines and the service, shared by all adapters to engines.
 - `vllm`: load format and weight-transfer engine of vLLM.
@@ -9,6 +9,7 @@ May import: `_lazy`, `_clients` and folders below, and each the library that it 
 - `megatron_saving`: Megatron's save, with a push.
 - `verl`: checkpoint engine of verl.
 - `nemo_rl`: checkpoint engine of NeMo-RL.
+- `slime`: updater of weights of slime and Miles.
 - `torch`: storage of torch.distributed.checkpoint.
 - `weight_updates`: updates of RL frameworks, which both sides know by a ticket.
 - `peft`: models that peft has given adapters.
