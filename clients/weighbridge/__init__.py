@@ -16,7 +16,7 @@ May import: neither storage nor service. A folder imports only those listed befo
 - `_clients`: clients, pushes and pulls.
 - `aio`, `_lazy`: the asyncio client; lazy tensors.
 - `follow`: the agent beside an engine.
-- `integrations`: Megatron, transformers, vLLM, SGLang, frameworks of RL.
+- `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
 - `_cli`: the command line.
 """
 
