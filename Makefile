@@ -42,7 +42,7 @@ TEST_SECONDS ?= 4200
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-frameworks bench-frameworks bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls bench-quotas fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-frameworks bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls bench-quotas fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -270,6 +270,9 @@ bench-torch: $(STAMP) ## time pushes of torch state dicts next to Megatron's sha
 
 bench-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) ## time updates by the calls of verl, TRL and vLLM's trainers next to plain pushes of the same tensors; ARGS="--framework trl --gb 0.5 --json FILE"
 	@$(VERL_PLACE) $(TRL_PLACE) $(BIN)/python -W ignore -m benchmarks.framework_updates $(ARGS)
+
+bench-slime: $(STAMP) ## time updates of Megatron ranks by slime's calls next to plain pushes of the same shards; ARGS="--gb 0.5 --rounds 7 --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.slime_updates $(ARGS)
 
 bench-tls: $(STAMP) ## time pushes and pulls over TLS, and with tokens, next to plain ones; ARGS="--gb 2 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.tls $(ARGS)

@@ -15,8 +15,8 @@ May import: neither storage nor service. A folder imports only those listed befo
 - `_lane`: the local lane's client.
 - `_clients`: clients, pushes and pulls.
 - `aio`, `_lazy`: the asyncio client; lazy tensors.
-- `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
 - `follow`: the agent beside an engine.
+- `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
 - `_cli`: the command line.
 """
 

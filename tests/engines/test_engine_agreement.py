@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weighbridge.errors import NotFound, WeighbridgeError
-from weighbridge.integrations.engine_rank.agreement import OneRank, RanksFailed, agree, from_first
+from weighbridge.integrations.engine_rank.agreement import OneRank, RanksFailed, agree, exchange, from_first
 
 
 class Together:
@@ -110,3 +110,21 @@ def test_what_the_first_rank_is_refused_is_raised_on_all_as_it_is() -> None:
     for raised in on_all(3, lambda ranks: from_first(ranks, ask)):
         assert type(raised) is NotFound
         assert raised.message == "no such ref"
+
+
+def test_all_ranks_are_told_what_every_step_gave_or_who_could_not() -> None:
+    def step(rank: int, failed: int | None) -> int:
+        if rank == failed:
+            raise NotFound("no such thing")
+        return rank * 10
+
+    for failed in (None, 1):
+        found = on_all(
+            3,
+            lambda ranks, failed=failed: exchange(ranks, "it is not done", lambda: step(ranks.rank, failed)),
+        )
+        if failed is None:
+            assert found == [[0, 10, 20]] * 3
+        else:
+            assert all(isinstance(each, RanksFailed) for each in found)
+            assert {str(each) for each in found} == {"it is not done\n  - rank 1: no such thing"}

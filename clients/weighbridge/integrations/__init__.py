@@ -10,6 +10,7 @@ May import: `follow`, `_lazy`, `_clients` and folders below, and each the librar
 - `verl`: checkpoint engine of verl.
 - `nemo_rl`: checkpoint engine of NeMo-RL.
 - `trl`: weight transfer of TRL.
+- `slime`: updater of weights of slime and Miles.
 - `torch`: storage of torch.distributed.checkpoint.
 - `weight_updates`: updates of RL frameworks, which both sides know by a ticket.
 - `peft`: models that peft has given adapters.

@@ -111,6 +111,23 @@ def agree(ranks: Ranks, refusal: str, step: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]  # there is one without an error
 
 
+def exchange(ranks: Ranks, refusal: str, step: Callable[[], T]) -> list[T]:
+    """Run a step on every rank, as `agree` does, and tell all ranks what it gave. A collective.
+
+    Returns:
+        What each rank's step gave, in the order of ranks; it is pickled.
+
+    Raises:
+        RanksFailed: the step failed on some rank; `details` says on which, and why.
+    """
+    value, error = _attempt(step)
+    found = ranks.all_gather_object((value, error))
+    errors = [each for _, each in found]
+    if any(errors):
+        raise RanksFailed(refusal, errors) from error
+    return [each for each, _ in found]  # type: ignore[misc]  # there is one without an error
+
+
 def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
     """What rank 0 finds out, on all ranks: a ref may move while each of them asks. A collective.
 

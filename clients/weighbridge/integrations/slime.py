@@ -1,0 +1,334 @@
+"""Updater of weights for slime and Miles: Megatron ranks push the shards that they hold, and each rank of SGLang pulls its own slices.
+
+``--custom-megatron-init-path weighbridge.integrations.slime.init`` puts it in the place of ``UpdateWeightFromDistributed`` in each trainer actor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge._transport.addresses import Addresses
+from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
+from weighbridge.follow.sglang import PAUSE_MODES, SglangServer
+from weighbridge.follow.updates import update
+from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, exchange
+from weighbridge.integrations.weight_updates import TICKET, Update
+
+NAME = "weighbridge"
+"""Of the argument that has the settings."""
+_FRAMEWORKS = ("slime", "miles")
+_REPLACED = "UpdateWeightFromDistributed"
+_CHOSEN_BY = {
+    "update_weight_mode": "full",
+    "update_weight_transport": "nccl",
+    "update_weight_transfer_mode": "broadcast",
+}
+"""By which of slime's and Miles's arguments this updater is chosen; each has a subset of them."""
+
+
+def init(args: Namespace) -> None:
+    """What ``--custom-megatron-init-path`` names: from now on the trainer actor of this process makes a `WeighbridgeUpdater`.
+
+    Raises:
+        InvalidArgument: the arguments have no settings, or choose another updater.
+        FailedPrecondition: this is no trainer actor of slime or Miles, or its updaters have other names.
+    """
+    Settings.of(args)
+    if getattr(args, "colocate", False):
+        raise InvalidArgument(
+            "with --colocate engines get weights on the GPUs that they share with trainers, and none would be pushed",
+            fix="leave out --colocate, or --custom-megatron-init-path",
+        )
+    for name, wanted in _CHOSEN_BY.items():
+        if (found := getattr(args, name, wanted)) != wanted:
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidArgument(
+                f"{option} {found} chooses an updater that is not weighbridge's", fix=f"{option} {wanted}"
+            )
+    framework, actor = _trainer_actor()
+    groups = importlib.import_module(f"{framework}.utils.distributed_utils")
+    setattr(actor, _REPLACED, partial(WeighbridgeUpdater, group=groups.get_gloo_group))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a file of ``--custom-config-path`` has under ``weighbridge``.
+
+    Attributes:
+        model: ``namespace/name``.
+        server: ``host:port`` of the service's gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        engine_server: how engines reach the service, if not as trainers do.
+        hf_dir: folder with ``config.json`` and the tokenizer, by which the model is registered if it is not; by default ``--hf-checkpoint``.
+        dtype: that it is registered with, such as ``bf16``; by default what the folder says.
+        run: name of the training run; part of the versions' lineage.
+        pause_mode: what happens to requests under way, as for `SglangServer`; by default Miles's ``--pause-generation-mode``, or ``abort``,
+            as slime does.
+        lane: how weights travel: ``grpc``, ``local`` or ``auto``.
+        retry_seconds: how long to keep trying when the service cannot be reached.
+        timeout_seconds: of each call of an engine; for its fetching a version, of all of it.
+    """
+
+    model: str
+    server: str | None = None
+    engine_server: str | None = None
+    hf_dir: str = ""
+    dtype: str = ""
+    run: str = "default"
+    pause_mode: str = "abort"
+    lane: str | None = None
+    retry_seconds: float = 60.0
+    timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.pause_mode not in PAUSE_MODES:
+            raise InvalidArgument(
+                f"there is no pause mode {self.pause_mode!r}", fix=f"one of {', '.join(PAUSE_MODES)}"
+            )
+
+    @staticmethod
+    def of(args: Namespace) -> Settings:
+        """Read slime's or Miles's arguments.
+
+        Raises:
+            InvalidArgument: there are no settings, one does not exist, or there is no such way to pause.
+        """
+        said = getattr(args, NAME, None)
+        if not isinstance(said, Mapping) or "model" not in said:
+            raise InvalidArgument(
+                f"the arguments have no {NAME}.model",
+                fix=f"put '{NAME}: {{model: acme/policy, server: 10.0.0.1:50051}}' into a file, and name it by --custom-config-path",
+            )
+        known = [field.name for field in fields(Settings)]
+        for name in said:
+            if name not in known:
+                raise InvalidArgument(f"{NAME} has no setting {name!r}{did_you_mean(str(name), known)}")
+        defaults = {
+            "hf_dir": getattr(args, "hf_checkpoint", ""),
+            "pause_mode": getattr(args, "pause_generation_mode", "abort"),
+        }
+        return Settings(**{**defaults, **said})
+
+
+class WeighbridgeUpdater:
+    """One Megatron rank's updater. Every update is a version of the model, whose step is the update's number.
+
+    Args:
+        args: slime's or Miles's arguments.
+        model: this rank's chunks.
+        weights_getter, model_name: of gathered weights; not used.
+        quantization_config: of the checkpoint that engines start from.
+        is_lora: whether only adapters are trained.
+        group: gives the group by which ranks agree, of all ranks and over host memory; by default the default group.
+
+    Attributes:
+        weight_version: number of the newest update; slime sets it when training goes on.
+        pushed: this rank's newest push.
+
+    Raises:
+        InvalidArgument: as `Settings.of`; or engines want weights that are quantised, or adapters.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: Sequence[torch.nn.Module],
+        weights_getter: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+        *,
+        model_name: str = "",
+        quantization_config: Mapping[str, Any] | None = None,
+        is_lora: bool = False,
+        group: Callable[[], dist.ProcessGroup | None] = lambda: None,
+    ) -> None:
+        if quantization_config:
+            raise InvalidArgument(
+                "engines of this checkpoint want quantised weights, and Megatron's ranks push what they hold",
+                fix="start engines from a checkpoint that is not quantised: --hf-checkpoint",
+            )
+        if is_lora:
+            raise InvalidArgument(
+                "adapters are no version of the model", fix="train all weights, or use another updater"
+            )
+        self.weight_version = 0
+        self.pushed: PushHandle | None = None
+        self._settings = Settings.of(args)
+        self._model = model
+        self._group = group
+        self._client = TrainerClient(
+            self._settings.server,
+            run=self._settings.run,
+            lane=self._settings.lane,
+            retry_seconds=self._settings.retry_seconds,
+        )
+        self._handles: Sequence[Any] | None = None
+        self._servers: dict[str, SglangServer] | None = None
+        self._fresh = False
+        self._ticket = ""
+        self._metrics: dict[str, float] = {}
+
+    def connect_rollout_engines(
+        self,
+        rollout_engines: Sequence[Any],
+        rollout_engine_lock: Any,
+        engine_gpu_counts: Sequence[int] | None = None,
+        engine_gpu_offsets: Sequence[int] | None = None,
+        engine_parallel_configs: Sequence[Mapping[str, object]] | None = None,
+    ) -> None:
+        """Take note of the engines: Ray's handles, of which the first rank asks where their servers are when it updates them.
+
+        The other arguments are for groups of GPUs, and not used.
+        """
+        self._handles, self._servers, self._fresh = rollout_engines, None, True
+
+    def disconnect_rollout_engines(self) -> None:
+        """Forget the engines."""
+        self._handles, self._servers, self._fresh = None, None, False
+
+    def is_rollout_engines_fresh(self) -> bool:
+        """Whether engines are known (Miles)."""
+        return self._fresh
+
+    def mark_engine_connection_stale(self) -> None:
+        """Want the engines named again (Miles)."""
+        self._fresh = False
+
+    def pop_metrics(self) -> dict[str, float]:
+        """The newest update's, on all ranks, once: the version's number and whether it is held, seconds until it could be pulled, seconds and
+        bytes of engines that fetched it, and seconds in which they stood still."""
+        found, self._metrics = self._metrics, {}
+        return found
+
+    def update_weights(self) -> None:
+        """Push this rank's shards, and take all engines to the version that the ranks make together. All ranks call it.
+
+        Engines serve until the last of them has its bytes; then they are paused, get them and go on.
+
+        Raises:
+            RanksFailed: on all ranks. A rank cannot push, the version could not be completed, or an engine has not taken it; says which, and why.
+                Engines that can go on do so, and none was touched before the version was complete.
+        """
+        self.weight_version += 1
+        ranks = ProcessGroup(self._group())
+        if not self._ticket:
+            self._ticket = exchange(ranks, "not all ranks can push their weights", self._begin)[0]
+        try:
+            self._metrics = exchange(ranks, f"update {self.weight_version} has failed", self._move)[0]
+        except RanksFailed:
+            self._ticket = ""
+            raise
+
+    def _begin(self) -> str:
+        """Find out whether this rank can push, before the first update and after one that failed: the others would wait for it. The first rank
+        registers the model if that has not been done.
+
+        Returns:
+            What makes the ranks' pushes one version, with the number of the update.
+        """
+        settings = self._settings
+        self._weights()
+        try:
+            self._client.model(settings.model)
+        except NotFound:  # or the first rank is registering it
+            if dist.get_rank(self._group()) == 0:
+                self._client.register_model(settings.model, settings.hf_dir, dtype=settings.dtype)
+        return Update.new().ticket
+
+    def _weights(self) -> dict[str, Any]:
+        return {f"model{number}": _shards(chunk) for number, chunk in enumerate(self._model)}
+
+    def _move(self) -> dict[str, float]:
+        """Push this rank's shards and, on the first rank, take the engines to the version; the metrics there."""
+        started = time.monotonic()
+        ranks = ProcessGroup(self._group())
+        ticket = f"{self._ticket}/{self.weight_version}"
+        self.pushed = handle = self._client.push(
+            self._settings.model,
+            self._weights(),
+            step=self.weight_version,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            request_id=ticket,
+            metadata={TICKET: ticket},
+        )
+        version = handle.wait(VersionState.READY)
+        # that it is ready says that no rank has failed to push
+        return {} if ranks.rank else self._bring(version, time.monotonic() - started)
+
+    def _bring(self, version: Version, push_seconds: float) -> dict[str, float]:
+        """Take the engines to a version, by the label that slime and Miles compare; the update's metrics."""
+        if self._servers is None:
+            self._servers = {url: self._server(url) for url in _urls(self._handles or ())}
+        done = update(self._servers, version.number, str(self.weight_version))
+        found = {
+            "version": version.number,
+            "held": float(bool(version.held)),
+            "push_seconds": push_seconds,
+            "prepare_seconds": done.prepare_seconds,
+            "pause_seconds": done.pause_seconds,
+            "engine_bytes": done.nbytes,
+        }
+        return {f"{NAME}/{name}": value for name, value in found.items()}
+
+    def _server(self, url: str) -> SglangServer:
+        settings = self._settings
+        return SglangServer(
+            url,
+            str(Addresses.of(settings.engine_server or settings.server)),
+            settings.model,
+            lane=settings.lane,
+            pause_mode=settings.pause_mode,
+            timeout=settings.timeout_seconds,
+        )
+
+
+def _trainer_actor() -> tuple[str, ModuleType]:
+    """The framework of this process, and the module whose class is the trainer actor: it has the name of the updater that is to be replaced."""
+    for framework in _FRAMEWORKS:
+        module = sys.modules.get(f"{framework}.backends.megatron_utils.actor")
+        if module is not None and hasattr(module, _REPLACED):
+            return framework, module
+    raise FailedPrecondition(
+        f"no {_REPLACED} of slime's or Miles's trainer actors is in this process",
+        fix="name weighbridge.integrations.slime.init by --custom-megatron-init-path, of slime 0.3.1 or newer, or Miles",
+    )
+
+
+def _shards(chunk: Any) -> Any:
+    """Megatron-core's own sharded state dict of a chunk, without what wraps it (DDP, Float16Module)."""
+    from megatron.core.transformer import utils
+
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    # stages with multi-token prediction do not find the group themselves
+    complete = getattr(utils, "ensure_metadata_has_dp_cp_group", lambda metadata: metadata)
+    return chunk.sharded_state_dict(metadata=complete(None))
+
+
+def _urls(engines: Sequence[Any]) -> list[str]:
+    """Where the servers of engines answer; a part of an engine that is on another node than its server has none."""
+    asked = [
+        engine.get_url.remote() if hasattr(engine, "get_url") else engine.get_topology_info.remote()
+        for engine in engines
+    ]
+    found = []
+    for said in ray.get(asked):
+        if isinstance(said, Mapping):  # Miles
+            found += [said["url"]] if said["node_rank"] == 0 else []
+        elif said is not None:
+            found.append(said)
+    return found

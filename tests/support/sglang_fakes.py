@@ -1,0 +1,143 @@
+"""Servers shaped like SGLang's, whose tensor-parallel ranks pull what they hold of a version from a real service.
+
+They answer as SGLang 0.5.23 with the plug-in does (`tests/engines/test_sglang_server.py`), and keep what each version has brought.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from torch import Tensor
+
+from weighbridge import EngineClient, TensorParallel
+from weighbridge.errors import WeighbridgeError
+from weighbridge.follow.wanted import Wanted
+
+Slices = dict[str, Tensor]
+
+
+class FakeSglang:
+    """One engine.
+
+    Attributes:
+        url: of its server.
+        calls: what it was asked for, in that order.
+        history: slices of each rank and the label, of each version that it has taken.
+        holds: bytes of its slices.
+        paused: whether it stands still.
+        refuse: what it is to refuse, by the version's number: ``prepare`` or ``apply``.
+    """
+
+    def __init__(self, tp: int) -> None:
+        self.url = ""
+        self.calls: list[str] = []
+        self.history: list[tuple[str, list[Slices], str]] = []
+        self.holds = 0
+        self.paused = False
+        self.refuse: dict[str, str] = {}
+        self._tp = tp
+        self._served = self._prepared = ""
+        self._slices: list[Slices] = []
+        self._error = ""
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """The status and content of an answer."""
+        self.calls.append(path if path != "/weights_checker" else body["action"].partition(" ")[0])
+        match path:
+            case "/server_info":
+                return 200, {"tp_size": self._tp}
+            case "/weights_checker":
+                return self._checker(body)
+            case "/pause_generation":
+                self.paused = True
+            case "/continue_generation":
+                self.paused = False
+            case "/begin_weight_update" | "/end_weight_update":
+                pass
+            case "/update_weights_from_tensor":
+                return self._apply(body)
+            case _:
+                return 404, {}
+        return _said(True, "")
+
+    def _checker(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        action, _, order = body["action"].partition(" ")
+        if action == "weighbridge.prepare":
+            self._prepare(Wanted.from_json(order or body["skip_tensor_list"][0]))
+        elif action == "weighbridge.discard":
+            self._prepared, self._slices = "", []
+        rank = {
+            "served": self._served, "prepared": self._prepared, "nbytes": self.holds // self._tp, "error": self._error
+        }  # fmt: skip
+        return _said(True, json.dumps({"ranks": [rank] * self._tp}))
+
+    def _prepare(self, wanted: Wanted) -> None:
+        self._prepared, self._error = "", ""
+        try:
+            if self.refuse.get(wanted.version) == "prepare":
+                raise WeighbridgeError("made up")
+            with EngineClient(wanted.server, retry_seconds=wanted.retry_seconds) as client:
+                self._slices = [
+                    {
+                        name: tensor.clone()
+                        for name, tensor in client.pull(
+                            wanted.model, int(wanted.version), layout=TensorParallel(self._tp, rank)
+                        )
+                    }
+                    for rank in range(self._tp)
+                ]
+        except WeighbridgeError as error:
+            self._error = str(error)
+            return
+        self.holds = sum(tensor.nbytes for rank in self._slices for tensor in rank.values())
+        self._prepared = str(wanted)
+
+    def _apply(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        [(text, _)] = pickle.loads(base64.b64decode(body["serialized_named_tensors"][-1]))
+        wanted = Wanted.from_json(text)
+        assert len(body["serialized_named_tensors"]) == self._tp
+        if not self.paused or str(wanted) != self._prepared or self.refuse.get(wanted.version) == "apply":
+            return _said(False, "made up")
+        self._served, self._prepared = self._prepared, ""
+        self.history.append((self._served, self._slices, body["weight_version"]))
+        return _said(True, "")
+
+
+def _said(success: bool, message: str) -> tuple[int, dict[str, Any]]:
+    return 200 if success else 400, {"success": success, "message": message}
+
+
+@contextmanager
+def fake_sglang(tp: int = 2) -> Iterator[FakeSglang]:
+    """An engine whose server answers until the end."""
+    engine = FakeSglang(tp)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            status, found = engine.answer(self.path, json.loads(self.rfile.read(length) or b"{}"))
+            text = json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_POST = do_GET
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        engine.url = f"http://127.0.0.1:{server.server_port}"
+        yield engine
+        server.shutdown()
+        thread.join()
