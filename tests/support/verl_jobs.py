@@ -34,7 +34,7 @@ class JobFailed(Exception):
 
 
 class VerlJob:
-    """A running job: `tests/frameworks/verl_cpu/verl_job.py`."""
+    """A running job of a framework, such as `tests/frameworks/verl_cpu/verl_job.py`."""
 
     def __init__(self, link: Connection[Any, Any], log: Path) -> None:
         self._link = link
@@ -51,14 +51,23 @@ class VerlJob:
             JobFailed: it has raised; has its words.
         """
         if not self._link.poll(seconds):
-            raise TimeoutError(f"verl did not answer within {seconds:g} s:\n{self._log.read_text()[-4000:]}")
+            raise TimeoutError(
+                f"{self._log.stem} did not answer within {seconds:g} s:\n{self._log.read_text()[-4000:]}"
+            )
         try:
             done, value = self._link.recv()
         except EOFError:
-            raise AssertionError(f"verl has ended:\n{self._log.read_text()[-4000:]}") from None
+            raise AssertionError(f"{self._log.stem} has ended:\n{self._log.read_text()[-4000:]}") from None
         if not done:
             raise JobFailed(value)
         return value
+
+    def outcome(self, seconds: float = 240) -> Any:
+        """As `answer`; what the job has raised is given, too."""
+        try:
+            return self.answer(seconds)
+        except JobFailed as failed:
+            return failed
 
     def ask(self, name: str, /, **arguments: Any) -> Any:
         """What a method of the job gives."""

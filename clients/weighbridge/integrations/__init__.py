@@ -9,8 +9,10 @@ May import: `_lazy`, `_clients` and folders below, and each the library that it 
 - `megatron_saving`: Megatron's save, with a push.
 - `verl`: checkpoint engine of verl.
 - `nemo_rl`: checkpoint engine of NeMo-RL.
+- `areal`: trainer and actors of AReaL.
 - `torch`: storage of torch.distributed.checkpoint.
 - `weight_updates`: updates of RL frameworks, which both sides know by a ticket.
+- `pausing`: pauses of engines' generation around an update.
 - `peft`: models that peft has given adapters.
 - `guarded_pushes`: pushes from hooks, which must not harm training.
 - `checkpoint_names`: what names of checkpoints say.
