@@ -89,9 +89,8 @@ class Holding:
         return tuple(sorted({*self.opened, *nonfinite} - self.approved))
 
 
-def with_approval(version: Version, entry: OpenEntry | None) -> Version:
-    """A version that is not in history yet, with what head.json says of its approval."""
-    approval = None if entry is None else entry.approval
+def with_approval(version: Version, approval: Approval | None) -> Version:
+    """A version as this process knows it, with what head.json says of its approval."""
     if approval is None:
         return version
     held = tuple(reason for reason in version.held if reason not in approval.reasons)

@@ -8,7 +8,7 @@ May import: `admission`, `catalog`, `models`, `plan`, `runtime`, `weighbridge_st
 - `intake`: what ranks and other replicas call.
 - `registry`: the sessions of this process.
 - `session`: owner of the state of one version.
-- `effect_runner`: effects carried out.
+- `effect_runner`: effects carried out, and what pushes share for that.
 - `effect_pools`: threads for effects.
 - `timers`: wake-ups of sessions.
 - `ended`: what is remembered of a push that has ended.
@@ -19,5 +19,5 @@ May import: `admission`, `catalog`, `models`, `plan`, `runtime`, `weighbridge_st
 - `mappings`: which process has which memory mapped.
 - `publisher`: what a push does in the store.
 - `replica_exchange`: what replicas tell each other by way of the store.
-- `handover`: a push as another replica takes it over.
+- `handover`: a push as it is handed over to another replica; `taking_over`: its takeover there.
 """

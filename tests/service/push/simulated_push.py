@@ -46,14 +46,13 @@ from weighbridge_service.push.machine.state import Limits, Moment, PushState
 from weighbridge_service.push.machine.transitions import step
 from weighbridge_storage.documents.entries import Approval, OpenEntry, VersionEntry
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import (
+from weighbridge_storage.head.head_changes import approve, publish
+from weighbridge_storage.head.open_versions import (
     Said,
-    approve,
     claim_version,
     give_up_abandoned,
     give_up_version,
     open_version,
-    publish,
     renew_version,
 )
 
@@ -352,7 +351,7 @@ class World:
             case do.NameMissing():
                 return on.TimedOut(("something",))
             case do.ProbeMemory():
-                return on.MemoryStillHeld() if push.held else on.MemoryReleased()
+                return on.MemoryStillMapped() if push.held else on.MemoryUnmapped()
             case do.TellReplicas():
                 here = state.declarations.here
                 self.told.setdefault(number, {}).update(here)
@@ -468,7 +467,7 @@ class World:
             elif isinstance(effect, do.NameMissing):
                 event = on.TimedOut(())
             elif isinstance(effect, do.ProbeMemory):
-                event = on.MemoryStillHeld()
+                event = on.MemoryStillMapped()
             else:
                 event = on.EffectFailed(effect, error)
         self.post(replica, push, event)
@@ -544,7 +543,7 @@ class World:
             self.begin(replica, entry)
         client = f"c{rank}" if self.dice.random() < 0.95 else "stranger"
         digest = f"d{rank}" if self.dice.random() < 0.95 else "other"
-        self.post(replica, replica.pushes[push.number], on.Declared(rank, client, digest))
+        self.post(replica, replica.pushes[push.number], on.RankDeclared(rank, client, digest))
 
     def deliver(self) -> None:
         """A rank pushes all its bytes: they get to all replicas that put files together."""
@@ -569,7 +568,7 @@ class World:
                 if not part.held:
                     self.post(replica, part, on.FilesFilled(frozenset(FILES)))
                 else:
-                    self.post(replica, part, on.MemoryHeld())
+                    self.post(replica, part, on.MemoryMapped())
             if home_of(agreed, rank) == replica.home:
                 self.post(replica, part, on.RankWhole(rank))
 
@@ -697,7 +696,7 @@ class World:
             on.SealAsked,
             on.RankWhole,
             on.ReplicaSaid,
-            on.MemoryHeld,
+            on.MemoryMapped,
         )  # by the data plane: true
         again = [e for e in everything if not isinstance(e, told)]
         event = self.dice.choice(
@@ -735,7 +734,7 @@ class World:
         self.begin(replica, entry)
         push = replica.pushes[entry.number]
         for rank in range(ranks):
-            self.post(replica, push, on.Declared(rank, f"c{rank}", f"d{rank}"))
+            self.post(replica, push, on.RankDeclared(rank, f"c{rank}", f"d{rank}"))
         self.answer_until(replica, push, Phase.FILLING)
         if self.dice.random() < 0.5:  # the store is away from here on: not even a claim may be there
             self.fault_rate = rate
@@ -756,7 +755,7 @@ class World:
             self.begin(replica, entry)
             push = replica.pushes[entry.number]
             parts.append((replica, push))
-            self.post(replica, push, on.Declared(rank, f"c{rank}", f"d{rank}"))
+            self.post(replica, push, on.RankDeclared(rank, f"c{rank}", f"d{rank}"))
         while any(push.state.phase is not Phase.FILLING for _, push in parts):
             self.advance(1.0)
             for replica, push in parts:

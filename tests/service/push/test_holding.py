@@ -35,7 +35,7 @@ def begun(entry: OpenEntry = OPENED, homes: tuple[int, ...] = (0,)) -> PushState
     opened = Version("acme/m", 1, VersionState.OPEN, ranks=len(homes))
     state = PushState.begin(opened, replicas[0], limits, None, 120.0, NOW, Holding.of(entry))
     elsewhere = [(r, Declaration(f"c{r}", "d", replicas[h])) for r, h in enumerate(homes) if h]
-    events: list[on.Event] = [on.Declared(0, "c0", "d")]
+    events: list[on.Event] = [on.RankDeclared(0, "c0", "d")]
     if elsewhere:
         events.append(on.HeardElsewhere(elsewhere))
     events += [on.Planned(planned(homes)), on.ImageGranted(), on.Claimed()]

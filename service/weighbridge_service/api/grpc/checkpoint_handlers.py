@@ -23,7 +23,7 @@ from weighbridge_service.plan.replica_checksums import ReplicaChecksum
 from weighbridge_service.push.machine.answers import Declared
 from weighbridge_service.push.pending import Pending
 from weighbridge_service.service import Weighbridge
-from weighbridge_storage.head.head_changes import Said
+from weighbridge_storage.head.open_versions import Said
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from weighbridge_service.plan.placed_ranges import PlacedRange
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE, Phase
 from weighbridge_service.push.machine.shown import aborted, version_of
 from weighbridge_service.push.machine.state import PushState
-from weighbridge_storage.head.head_changes import Said
+from weighbridge_storage.head.open_versions import Said
 
 _NAMED = 20
 """Lines that an error lists at most."""

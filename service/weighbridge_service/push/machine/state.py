@@ -71,7 +71,7 @@ class PushState:
         perhaps_unchanged: those that are uploaded only when they have digests: they may be the same in the version before.
         compared: whether the sample agrees.
         holding: why ``live`` passes it by, if it does.
-        memory_held_at: since when another process can still write to the image although everything is here; None if none can.
+        memory_mapped_at: since when another process can still write to the image although everything is here; None if none can.
         claimed: whether head.json records the agreement.
         told: ranks of whose declarations other replicas were told.
         complete_at: other replicas whose part is complete.
@@ -120,7 +120,7 @@ class PushState:
     perhaps_unchanged: frozenset[str] = frozenset()
     compared: bool = False
     holding: Holding = _NOT_HELD
-    memory_held_at: float | None = None
+    memory_mapped_at: float | None = None
     claimed: bool = False
     told: frozenset[int] = frozenset()
     complete_at: frozenset[int] = frozenset()

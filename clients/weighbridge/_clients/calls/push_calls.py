@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from weighbridge._clients.steps import Pause, Steps, call_method
+from weighbridge._clients.calls.steps import Pause, Steps, call_method
 from weighbridge._core.layouts import Layout
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference
