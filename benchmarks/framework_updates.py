@@ -39,8 +39,8 @@ def _of_areal(folder: Path, server: str, hf: Path, lane: str, rounds: int) -> Se
     engine = areal_jobs.Engine()
     try:
         with areal_jobs.areal_job(folder, server, MODEL, [engine], lane) as job:
-            job.ask("start", folder=str(hf), root=str(folder / "files"))
-            return job.ask("seconds", rounds=rounds)
+            job.ask("start", 600, folder=str(hf), root=str(folder / "files"))
+            return job.ask("seconds", 600, rounds=rounds)
     finally:
         engine.close()
 

@@ -108,14 +108,14 @@ class ArealJob:
         for rank in self.ranks:
             rank.begin(name, **arguments)
 
-    def answers(self) -> list[Any]:
+    def answers(self, seconds: float = 240) -> list[Any]:
         """What each rank answers to what was asked last: a value, or the `JobFailed` that says what it raised."""
-        return [rank.outcome() for rank in self.ranks]
+        return [rank.outcome(seconds) for rank in self.ranks]
 
-    def ask(self, name: str, /, **arguments: Any) -> list[Any]:
+    def ask(self, name: str, /, seconds: float = 240, **arguments: Any) -> list[Any]:
         """What a method gives on each rank; as `answers`."""
         self.begin(name, **arguments)
-        return self.answers()
+        return self.answers(seconds)
 
 
 @contextmanager
