@@ -15,7 +15,7 @@ May import: neither storage nor service. A folder imports only those listed befo
 - `_lane`: the local lane's client.
 - `_clients`: clients, pushes and pulls.
 - `aio`, `_lazy`, `relay`: the asyncio client; lazy tensors; step folders between machines.
-- `integrations`: Megatron, transformers, vLLM, SGLang.
+- `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
 - `follow`: the agent beside an engine.
 - `_cli`: the command line.
 """

@@ -98,9 +98,9 @@ def relay_command(
     server: str,
     as_json: bool,
 ) -> None:
-    """Relay step folders of safetensors files, without a common file system.
+    """Relay step folders between machines.
 
-    Beside the trainer, --from pushes the newest step, once its marker is there, as a version of MODEL. Beside the engines, --to writes
+    They need no common file system. Beside the trainer, --from pushes the newest step, once its marker is there, as a version of MODEL. Beside the engines, --to writes
     each version that a ref comes to name to a folder of the same step; its marker comes last, and the last few folders stay. One line a
     step. Either goes on where it was when it is started again.
     """

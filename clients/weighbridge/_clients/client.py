@@ -431,7 +431,8 @@ class Client:
             model: which model.
             version: its number; None if ``model`` names it, as ``acme/smol@17`` does.
             note: is kept with the approval.
-            by: who approves it; by default the address that the service sees.
+            by: who approves it, where the service has no policy; by default the address that it sees. Under a policy it is the caller's
+                identity.
 
         Returns:
             The version after that. One that was not held is as it was.

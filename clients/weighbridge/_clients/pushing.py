@@ -118,6 +118,8 @@ class Pusher:
                     model, number, layout, declared.shared, open_source, partial(self._is_visible, model)
                 )
                 source = open_source(assigned, chosen)
+                if declared.shifts:
+                    source = source.shifted(dict(declared.shifts))
                 casts = source.casts
                 lent = lend(connection.lane, header, chosen)
                 delivery = copy_out(lent, chosen, source, counts)

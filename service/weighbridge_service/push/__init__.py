@@ -18,6 +18,7 @@ May import: `admission`, `catalog`, `models`, `plan`, `runtime`, `weighbridge_st
 - `image_allocator`: images of versions, and memory ahead of them.
 - `mappings`: which process has which memory mapped.
 - `publisher`: what a push does in the store.
+- `replica_checksums`: what ranks hold under one box, compared.
 - `replica_exchange`: what replicas tell each other by way of the store.
 - `handover`: a push as it is handed over to another replica; `taking_over`: its takeover there.
 """

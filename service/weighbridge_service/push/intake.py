@@ -18,7 +18,6 @@ from weighbridge.errors import (
     VersionFailed,
 )
 from weighbridge_service.catalog.catalog import Catalog
-from weighbridge_service.plan.replica_checksums import ReplicaChecksum
 from weighbridge_service.push.effect_runner import Facilities
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.image_writer import MemoryGrant, Pieces
@@ -35,6 +34,7 @@ from weighbridge_service.push.machine.shown import aborted, why_lost
 from weighbridge_service.push.opener import Opener, check_text
 from weighbridge_service.push.pending import Pending, settled
 from weighbridge_service.push.registry import Push, Registry
+from weighbridge_service.push.replica_checksums import ReplicaChecksum
 from weighbridge_service.push.session import now
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.open_versions import still_open
@@ -86,6 +86,8 @@ class Intake:
         layout: Layout | None,
         space: TensorSpace,
         seconds: float,
+        *,
+        adds_shifts: bool = False,
     ) -> Pending[Declared]:
         """Say what a rank holds. The answer waits for the other ranks, for a few seconds at most.
 
@@ -98,9 +100,11 @@ class Intake:
             layout: the layout; None if the service is believed to know it.
             space: to which the names of its tensors belong.
             seconds: how long the caller waits.
+            adds_shifts: whether it adds constants to elements where it is told to.
 
         Raises:
             LayoutError: the layouts contradict the model or each other; the version has failed.
+            FailedPrecondition: the caller does not add constants, and there are some to add.
             DeadlineExceeded: not all ranks came within ``seconds``, and that is sooner than the caller would be told to ask again.
         """
         session = self.opener.find_or_join(name, number, client_id)
@@ -114,7 +118,7 @@ class Intake:
 
         def answer(agreed: bool) -> Declared:
             if agreed:
-                return to_push(found.result(), self.home, rank)
+                return to_push(found.result(), self.home, rank, adds_shifts=adds_shifts)
             if seconds < _LONG_POLL:
                 raise not_all_declared(session.state)
             return ask_again(session.state)

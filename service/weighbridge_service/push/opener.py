@@ -27,7 +27,7 @@ from weighbridge_service.admission.quotas import may_have
 from weighbridge_service.admission.refusals import Refusals
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.head_versions import invisible_version
-from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import alone_at
 from weighbridge_service.push.effect_pools import EffectPools
@@ -275,7 +275,7 @@ class Opener:
         begun = now()
         lease_left = (entry.until_ms - begun.unix_ms) / 1000
         opened = version_opened(model, entry)
-        known, holding = model.known_set, Holding.of(entry)
+        known, holding = model.known_set, HoldReasons.of(entry)
         state = PushState.begin(
             opened, self._home, self._limits, known, lease_left, begun, holding
         ).described(entry)

@@ -26,7 +26,6 @@ from weighbridge.errors import (
 )
 from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.plan.declarations import Agreement
-from weighbridge_service.plan.replica_checksums import ReplicaChecksum, ReplicaChecksums
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner
 from weighbridge_service.push.image_writer import ImageWriter, MemoryGrant
@@ -45,6 +44,7 @@ from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
 from weighbridge_service.push.pending import WaitingCalls, uncancelled
+from weighbridge_service.push.replica_checksums import ReplicaChecksum, ReplicaChecksums
 from weighbridge_service.push.timers import Timers
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.memory.images import Hold

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from weighbridge.errors import FailedPrecondition, ResourceExhausted
 from weighbridge_service.catalog.catalog import Catalog
-from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.plan.declarations import Agreement, Declarations, Home
 from weighbridge_service.push.effect_runner import Facilities
 from weighbridge_service.push.handover import HandedVersion
@@ -77,7 +77,7 @@ class TakingOver:
                     return
                 opened, agreed = version_opened(model, entry), version.agreed_by(home)
                 declared = Declarations.taken_over(opened, home, version.ranks, agreed)
-                holding = Holding.of(entry).with_elsewhere(version.number, version.nonfinite)
+                holding = HoldReasons.of(entry).with_elsewhere(version.number, version.nonfinite)
                 limits, ready_ms = self._facilities.limits, version.ready_ms
                 state = PushState.taken_over(
                     opened, declared, version.number, limits, ready_ms, now(), holding

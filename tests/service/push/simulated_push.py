@@ -26,7 +26,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.plan.declarations import (
     Agreement,
     Declaration,
@@ -440,14 +440,14 @@ class World:
                 self.post(replica, each, moved)
         self.taken_over.add((to, push.number, state.share_number))
 
-    def handed_over(self, state: PushState) -> Holding:
+    def handed_over(self, state: PushState) -> HoldReasons:
         """What a replica that takes a version over is told of why it is held."""
         entry = replace(
             OpenEntry(state.opened.number, "r0", 0, "r", 1, 0, 0, "", 0),
             held=state.holding.opened,
             allow_nonfinite=state.holding.allows_nonfinite,
         )
-        return Holding.of(entry).with_elsewhere(state.share_number or 0, state.holding.known)
+        return HoldReasons.of(entry).with_elsewhere(state.share_number or 0, state.holding.known)
 
     def answer(self, replica: Replica, push: Push, effect: do.Awaited, *, store_away: bool = False) -> None:
         """Answer an effect that is under way: as it should be, with a failure, or with one although it was done."""
@@ -523,7 +523,7 @@ class World:
             "acme/m", entry.number, VersionState.OPEN, ranks=entry.ranks, create_time_ms=entry.created_ms
         )
         left = (entry.until_ms - self.now.unix_ms) / 1000
-        known, holding = replica.known, Holding.of(entry)
+        known, holding = replica.known, HoldReasons.of(entry)
         state = PushState.begin(opened, replica.home, self.limits, known, left, self.now, holding)
         replica.pushes[entry.number] = push = Push(state)
         self.post(replica, push, on.Tick())

@@ -14,7 +14,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
@@ -53,7 +53,7 @@ def publish(state: PushState, entry: VersionEntry) -> Transition:
         image=state.image and not state.superseded,
         received_bytes=state.opened.tensor_bytes,
         opened=replace(state.opened, metadata=entry.metadata),
-        holding=Holding.stored(entry),
+        holding=HoldReasons.stored(entry),
         ready_ms=entry.ready_ms,
         verified_ms=entry.verified_ms,
         durable_ms=entry.durable_ms,
