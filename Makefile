@@ -23,6 +23,8 @@ VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed
+AREAL_VENV := .venv-areal
+AREAL_STAMP := $(AREAL_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
 # What the locks list, which are complete: nothing is looked up, and a file of another hash is refused.
@@ -120,6 +122,14 @@ $(TRL_STAMP): pyproject.toml requirements-vllm.txt tests/frameworks/requirements
 	@$(TRL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
 	@touch $@
 
+$(AREAL_STAMP): pyproject.toml tests/frameworks/requirements-areal.txt
+	@echo "== environment: $(AREAL_VENV) with AReaL on CPUs (2.0 GB)"
+	@$(PYTHON) -m venv $(AREAL_VENV)
+	@$(AREAL_VENV)/bin/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
+	@$(AREAL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --requirement tests/frameworks/requirements-areal.txt
+	@$(AREAL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
+	@touch $@
+
 demo: $(STAMP) ## train, push, pull and generate, on this machine
 	@$(BIN)/weighbridge demo $(ARGS)
 
@@ -184,8 +194,10 @@ test-sglang: $(STAMP) $(SGLANG_STAMP) ## test with real SGLang on CPUs; ARGS="-k
 TRL_PLACE = WEIGHBRIDGE_TRL_PYTHON=$$PWD/$(TRL_VENV)/bin/python
 VERL_PLACE = WEIGHBRIDGE_VERL_PYTHON=$$PWD/$(VERL_VENV)/bin/python WEIGHBRIDGE_VERL_SOURCE=$$PWD/$(VERL_VENV)/source/verl-$(VERL_VERSION)
 
-test-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) ## test the adapters to frameworks of reinforcement learning inside them, on CPUs
-	@$(VERL_PLACE) $(TRL_PLACE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
+AREAL_PLACE = WEIGHBRIDGE_AREAL_PYTHON=$$PWD/$(AREAL_VENV)/bin/python
+
+test-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) $(AREAL_STAMP) ## test the adapters to frameworks of reinforcement learning inside them, on CPUs
+	@$(VERL_PLACE) $(TRL_PLACE) $(AREAL_PLACE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
 
 # What benchmarks compare with and draw with; nothing else needs it.
 $(BENCH_STAMP): $(STAMP)
@@ -268,8 +280,8 @@ bench-first: $(STAMP) ## time the first pushes of a model next to its tenth; ARG
 bench-torch: $(STAMP) ## time pushes of torch state dicts next to Megatron's shards and torch's own copies and casts; ARGS="--gb 2 --ranks 1 2 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.torch_trainers $(ARGS)
 
-bench-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) ## time updates by the calls of verl, TRL and vLLM's trainers next to plain pushes of the same tensors; ARGS="--framework trl --gb 0.5 --json FILE"
-	@$(VERL_PLACE) $(TRL_PLACE) $(BIN)/python -W ignore -m benchmarks.framework_updates $(ARGS)
+bench-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) $(AREAL_STAMP) ## time updates by the calls of verl, TRL, vLLM's trainers and AReaL next to plain pushes of the same tensors; ARGS="--framework trl --gb 0.5 --json FILE"
+	@$(VERL_PLACE) $(TRL_PLACE) $(AREAL_PLACE) $(BIN)/python -W ignore -m benchmarks.framework_updates $(ARGS)
 
 bench-slime: $(STAMP) ## time updates of Megatron ranks by slime's calls next to plain pushes of the same shards; ARGS="--gb 0.5 --rounds 7 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.slime_updates $(ARGS)

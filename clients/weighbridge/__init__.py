@@ -1,7 +1,7 @@
 """Weighbridge moves model weights from the machines that train to the machines that serve.
 
 This package is all that trainers and engines install. Its public surface is ``__all__`` here, `weighbridge.errors`, `weighbridge.aio`,
-`weighbridge.follow` and `weighbridge.integrations`; `weighbridge.v1` is the wire contract. What begins with an underscore is private to
+`weighbridge.follow`, `weighbridge.relay` and `weighbridge.integrations`; `weighbridge.v1` is the wire contract. What begins with an underscore is private to
 this distribution and may change at any time. Names are imported when first used, so that ``import weighbridge`` costs nothing.
 
 May import: neither storage nor service. A folder imports only those listed before it:
@@ -14,7 +14,7 @@ May import: neither storage nor service. A folder imports only those listed befo
 - `_formats`: files and processes in which weights lie, as streams.
 - `_lane`: the local lane's client.
 - `_clients`: clients, pushes and pulls.
-- `aio`, `_lazy`: the asyncio client; lazy tensors.
+- `aio`, `_lazy`, `relay`: the asyncio client; lazy tensors; step folders between machines.
 - `follow`: the agent beside an engine.
 - `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
 - `_cli`: the command line.

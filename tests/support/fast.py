@@ -16,6 +16,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 HEAVY = {
     "benchmarks",
+    "tests.support.areal_jobs",
     "tests.support.family_maps",
     "tests.support.killable_service",
     "tests.support.lane_client",

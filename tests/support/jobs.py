@@ -49,6 +49,13 @@ class Job:
             raise JobFailed(value)
         return value
 
+    def outcome(self, seconds: float = 240) -> Any:
+        """As `answer`; what the job has raised is given, too."""
+        try:
+            return self.answer(seconds)
+        except JobFailed as failed:
+            return failed
+
     def ask(self, name: str, /, **arguments: Any) -> Any:
         """What a method of the job gives."""
         self.begin(name, **arguments)

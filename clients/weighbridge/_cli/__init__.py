@@ -13,6 +13,7 @@ comes at once.
 - `signing`: signatures of versions.
 - `removing`: deletion of versions and models, pushes that are given up.
 - `following`: an agent beside a running engine.
+- `relaying`: step folders between machines.
 - `serving`: the service, and the demonstration.
 - `identifying`: new tokens.
 - `examining`: doctor.
@@ -52,6 +53,7 @@ _MODULE_OF = {
     "tag": "tagging",
     "watch": "looking",
     "follow": "following",
+    "relay": "relaying",
     "verify": "looking",
     "approve": "gating",
     "sign": "signing",

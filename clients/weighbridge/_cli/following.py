@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import click
 from weighbridge._cli.looking import say_if_absent
 from weighbridge._cli.output import print_json
 from weighbridge._cli.parsing import WholeNumber
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end_tidily
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._core.text.sizes import readable_size
@@ -95,7 +94,7 @@ def follow_command(
     from weighbridge._clients.engine import EngineClient
     from weighbridge.follow.agent import Follower
 
-    signal.signal(signal.SIGTERM, _end_tidily)  # else the engine would stay paused
+    end_tidily()  # else the engine would stay paused
     trusts = trusted(required)
     engine = _engine(kind, url, model, engine_server or server, lane, pause_mode, engine_key)
     with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
@@ -108,10 +107,6 @@ def follow_command(
             else:
                 click.echo(_line(done))
     ctx.exit(1 if done is not None and done.error else 0)
-
-
-def _end_tidily(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _engine(

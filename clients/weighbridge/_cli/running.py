@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -49,3 +50,12 @@ def client_options(function: F) -> F:
     )
     as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, also for errors.")
     return server(as_json(function))
+
+
+def end_tidily() -> None:
+    """Let SIGTERM end the command as an error would: what it has begun is undone."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)

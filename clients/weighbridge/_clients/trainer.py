@@ -329,18 +329,20 @@ class TrainerClient(RestoringClient):
         run: str | None = None,
         request_id: str | None = None,
         cast: str = "allow",
+        hold_seal: bool = False,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Push the weights of a Hugging Face folder as a new version of a registered model.
 
         Args:
             model: ``namespace/name``, registered before.
-            hf_dir: a folder with safetensors files.
+            hf_dir: a folder with safetensors files. Which tensors are tied says its ``config.json``, or the model's own if it has none.
             step: recorded with the version.
             run: overrides the client's.
             request_id: what makes a repeated call find its version; unique by default.
             cast: ``allow`` casts floating-point tensors of another dtype than the model's as they are read, ``exact`` does so if the model's
                 is wider, ``never`` refuses them. The report says how many were cast.
+            hold_seal: as for `push_shards`.
             options: as for `push`.
 
         Raises:
@@ -350,10 +352,12 @@ class TrainerClient(RestoringClient):
         """
         check_options(options)
         config = Path(hf_dir) / "config.json"
-        weights = FolderWeights.read(Path(hf_dir), config.read_bytes() if config.is_file() else b"{}")
+        config_json = config.read_bytes() if config.is_file() else self.model_files(model)["config.json"]
+        weights = FolderWeights.read(Path(hf_dir), config_json)
         with self._tensors(model) as tensors:
             weights = weights.as_model_has_them(tensors, cast)
-            return self._push_weights(model, weights, step, run, request_id or str(uuid.uuid4()), options)
+            request_id = request_id or str(uuid.uuid4())
+            return self._push_weights(model, weights, step, run, request_id, options, hold_seal=hold_seal)
 
     def _push_weights(
         self,
@@ -363,10 +367,12 @@ class TrainerClient(RestoringClient):
         run: str | None,
         request_id: str,
         options: PushOptions,
+        *,
+        hold_seal: bool = False,
     ) -> PushHandle:
         return self.push_shards(
             model, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source, step=step, rank=0, world_size=1, run=run,
-            request_id=request_id, cast_from=weights.cast_from, **options,
+            request_id=request_id, hold_seal=hold_seal, cast_from=weights.cast_from, **options,
         )  # fmt: skip
 
     def push_shards(

@@ -11,8 +11,10 @@ May import: `follow`, `_lazy`, `_clients` and folders below, and each the librar
 - `nemo_rl`: checkpoint engine of NeMo-RL.
 - `trl`: weight transfer of TRL.
 - `slime`: updater of weights of slime and Miles.
+- `areal`: trainer and actors of AReaL.
 - `torch`: storage of torch.distributed.checkpoint.
 - `weight_updates`: updates of RL frameworks, which both sides know by a ticket.
+- `pausing`: pauses of engines' generation around an update.
 - `peft`: models that peft has given adapters.
 - `guarded_pushes`: pushes from hooks, which must not harm training.
 - `checkpoint_names`: what names of checkpoints say.

@@ -1,0 +1,19 @@
+"""Actor of AReaL with FSDP2 that pushes its shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal.engine.fsdp_engine import FSDPPPOActor
+
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge.integrations.areal.updates import UpdatesByWeighbridge
+
+
+class WeighbridgeFSDPActor(UpdatesByWeighbridge, FSDPPPOActor):  # type: ignore[misc]  # AReaL is seen as untyped
+    """AReaL's ``FSDPPPOActor``, with another `update_weights`."""
+
+    def hand_over(self, client: TrainerClient, model: str, **said: Any) -> PushHandle:
+        """Push the boxes of this rank's DTensors; nothing is gathered."""
+        return client.push_state_dict(model, self.model, **said)

@@ -1,0 +1,53 @@
+"""Trainer of AReaL whose actor hands its weights to the service: `PPOTrainer` with one method overridden."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from areal.trainer.rl_trainer import PPOTrainer
+from areal.utils.environ import is_single_controller
+
+from weighbridge.errors import InvalidArgument
+from weighbridge.integrations.areal.settings import Settings
+
+_ACTORS = {"fsdp": ("fsdp", "WeighbridgeFSDPActor"), "megatron": ("megatron", "WeighbridgeMegatronActor")}
+"""Module and class by AReaL's name of a backend."""
+
+
+class WeighbridgePPOTrainer(PPOTrainer):  # type: ignore[misc]  # AReaL is seen as untyped
+    """AReaL's `PPOTrainer`: the same arguments, configuration and methods."""
+
+    def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
+        """Make the actor; the reference and the teacher, which update nobody, are AReaL's own.
+
+        Raises:
+            InvalidArgument: settings are missing, or there is no actor for this backend.
+        """
+        if actor_config is not self.config.actor:
+            return super()._create_train_engine(actor_config, alloc)
+        settings = Settings.of(actor_config)
+        actor_class = actor_of(alloc.backend)
+        if is_single_controller():
+            for spec in actor_config.scheduling_spec:
+                settings.hand_on(spec.env_vars)
+            actor = actor_class.as_controller(actor_config, self.scheduler)
+        else:
+            actor = actor_class(config=actor_config)
+        actor.create_process_group(parallel_strategy=alloc.parallel)
+        return actor
+
+
+def actor_of(backend: str) -> Any:
+    """The class of actors of a backend, which is imported only then.
+
+    Raises:
+        InvalidArgument: there is none.
+    """
+    if backend not in _ACTORS:
+        raise InvalidArgument(
+            f"actors of AReaL's backend {backend!r} do not push to the service",
+            fix=f"use one of {', '.join(_ACTORS)}",
+        )
+    module, name = _ACTORS[backend]
+    return getattr(importlib.import_module(f"weighbridge.integrations.areal.{module}"), name)

@@ -1,0 +1,216 @@
+"""Folders that become versions: the newest complete step of a trainer is pushed, whenever it is another one than before."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge._core.resources import Version, VersionState
+from weighbridge._formats import hf_folder
+from weighbridge._formats.folder_weights import FolderWeights
+from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
+from weighbridge.relay.relayed import Relayed
+from weighbridge.relay.steps import STEPS, StepNames, contents
+
+log = logging.getLogger(__name__)
+
+CONTENTS = "weighbridge/folder"
+"""The key under which a version's metadata has the digest of the folder that it was read from."""
+_NEWEST = 32
+"""Among how many of the newest versions a folder is looked for that may have been pushed before."""
+_PAUSES = (1.0, 30.0)
+"""Seconds before a step that failed is tried again, at first and at the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A complete step, as it lies there."""
+
+    step: int
+    folder: Path
+    marker: Path
+    contents: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Pushed:
+    """The newest version that was read from a folder."""
+
+    step: int
+    contents: str
+    number: int
+    stored: bool
+
+
+class Outgoing:
+    """Pushes the steps of one folder as versions of one model.
+
+    The newest complete step counts. Steps that are no longer the newest when their turn comes are passed by; the newest one is pushed again if
+    its files or its marker are written again, and an older one if those after it are deleted, as by a trainer that goes back. What was pushed
+    last, the service knows, so that a new process goes on where another one has ended.
+
+    Args:
+        client: of the service.
+        model: ``namespace/name``.
+        root: the folder of all steps.
+        names: of the folders in it.
+        hf_dir: ``config.json`` and tokenizer, from which the model is registered by the tensors of the first step, if it is not.
+        cast: as for `TrainerClient.push_folder`.
+        poll_seconds: between two looks.
+    """
+
+    def __init__(
+        self,
+        client: TrainerClient,
+        model: str,
+        root: Path,
+        names: StepNames = STEPS,
+        *,
+        hf_dir: Path | None = None,
+        cast: str = "allow",
+        poll_seconds: float = 0.5,
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._root = root
+        self._names = names
+        self._hf_dir = hf_dir
+        self._cast = cast
+        self._poll_seconds = poll_seconds
+        self._asked = False
+        self._last: _Pushed | None = None
+        self._refused = ""
+
+    def run(self) -> Iterator[Relayed]:
+        """Relay for ever. Gives each step that was pushed, and each failure; a step that is refused is not tried again until it is another one."""
+        pause, longest = _PAUSES
+        while True:
+            found = self._due()
+            if found is None:
+                self._check_stored()
+                time.sleep(self._poll_seconds)
+                continue
+            started = time.monotonic()
+            try:
+                version = self._relay(found)
+            except WeighbridgeError as error:
+                if isinstance(error, InvalidArgument | DataLoss):
+                    self._refused = found.contents
+                yield Relayed(self._model, found.step, str(found.folder), error=str(error))
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+                continue
+            pause = _PAUSES[0]
+            if version is not None:
+                folder, seconds = str(found.folder), round(time.monotonic() - started, 3)
+                yield Relayed(self._model, found.step, folder, version.number, version.tensor_bytes, seconds)
+
+    def _due(self) -> _Found | None:
+        """The step that is to be pushed; None if there is none."""
+        step, last = self._names.newest_complete(self._root), self._last
+        if step is None:
+            return None
+        if last is not None and step < last.step and self._names.path(self._root, last.step).exists():
+            return None  # the newer one is being written again
+        folder, marker = self._names.path(self._root, step), self._names.marker_of(self._root, step)
+        try:
+            found = _Found(step, folder, marker, contents(folder, marker))
+        except FileNotFoundError:  # it is being removed
+            return None
+        known = (self._refused, "" if last is None else last.contents)
+        return None if found.contents in known else found
+
+    def _relay(self, found: _Found) -> Version | None:
+        """Push a step; None if it was pushed before. The version becomes visible only if the folder is still as it was when it was found."""
+        self._register(found)
+        if not self._asked:
+            self._last, self._asked = self._pushed_before(), True
+            return None
+        handle: PushHandle | None = None
+        try:
+            handle = self._client.push_folder(
+                self._model,
+                found.folder,
+                step=found.step,
+                cast=self._cast,
+                hold_seal=True,
+                metadata={CONTENTS: found.contents},
+            )
+            handle.report()
+            _check_same(found)
+            handle.seal()
+            version = handle.wait(VersionState.READY)
+        except (WeighbridgeError, OSError) as error:
+            if handle is not None:
+                with suppress(WeighbridgeError):  # it has failed already, or will by itself
+                    self._client.abort(self._model, handle.number, str(error))
+            _check_same(found)
+            if isinstance(error, WeighbridgeError):
+                raise
+            raise FailedPrecondition(f"{found.folder} cannot be read: {error.strerror}") from error
+        self._last = _Pushed(found.step, found.contents, version.number, version.state.stored)
+        return version
+
+    def _register(self, found: _Found) -> None:
+        """Register the model, if a folder was given and it is not registered."""
+        if self._hf_dir is None:
+            return
+        try:
+            self._client.model(self._model)
+        except NotFound:
+            files = hf_folder.side_files(self._hf_dir)
+            try:
+                weights = FolderWeights.read(found.folder, files["config.json"])
+            except (NotFound, OSError) as error:
+                _check_same(found)
+                raise FailedPrecondition(f"{found.folder} cannot be read: {error}") from error
+            self._client.register_files(self._model, files, "", weights.layout.tensors.values())
+        self._hf_dir = None
+
+    def _pushed_before(self) -> _Pushed | None:
+        """The newest version that was read from a folder; None if there is none."""
+        for version in self._client.versions(self._model, limit=_NEWEST):
+            if CONTENTS in version.metadata:
+                read = str(version.metadata[CONTENTS])
+                return _Pushed(version.step, read, version.number, version.state.stored)
+        return None
+
+    def _check_stored(self) -> None:
+        """Have the last step pushed again if its version was lost before it was in the store."""
+        last = self._last
+        if last is None or last.stored:
+            return
+        try:
+            state = self._client.version(self._model, last.number).state
+        except NotFound:
+            state = VersionState.FAILED
+        except WeighbridgeError as error:
+            log.debug("%s@%d cannot be asked for: %s", self._model, last.number, error)
+            return
+        if state.given_up:
+            log.warning("%s@%d was lost before it was in the store", self._model, last.number)
+            self._last = None
+        elif state.stored:
+            self._last = replace(last, stored=True)
+
+
+def _check_same(found: _Found) -> None:
+    """Raise FailedPrecondition unless a step's folder is as it was when it was found."""
+    try:
+        now = contents(found.folder, found.marker)
+    except FileNotFoundError as error:
+        raise FailedPrecondition(
+            f"step {found.step} was deleted while {found.folder} was read",
+            fix="nothing, if the trainer has written a newer one; else let it keep more steps",
+        ) from error
+    if now != found.contents:
+        raise FailedPrecondition(
+            f"step {found.step} was written again while {found.folder} was read",
+            fix="nothing: it is read once more",
+        )

@@ -1,0 +1,144 @@
+"""Places of step folders: each appears complete, is marked last, and goes as a whole; whatever ends the process between."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from weighbridge._formats.safetensors_files import has_weights
+from weighbridge.errors import FailedPrecondition, InvalidArgument
+from weighbridge.relay.steps import STEPS, StepNames
+
+_LABEL = ".weighbridge"
+"""File in each folder that is placed here: what its weights are."""
+_SCRATCH = ".weighbridge-"
+_LOCK = ".weighbridge.lock"
+
+
+@dataclass(frozen=True)
+class StepPlaces:
+    """A folder of step folders that one process fills. Others may lie in it; they are left alone.
+
+    Attributes:
+        root: the folder; it need not exist.
+        names: of the folders in it.
+        keep: how many of those that were placed here stay.
+
+    Raises:
+        InvalidArgument: none would stay.
+    """
+
+    root: Path
+    names: StepNames = STEPS
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise InvalidArgument(f"{self.keep} folders cannot be kept", fix="keep 1 or more")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the root, and clear away what a process that was killed has left in it.
+
+        Raises:
+            FailedPrecondition: another process holds it.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / _LOCK).open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise FailedPrecondition(
+                    f"another process places folders in {self.root}",
+                    fix="end it first, or name another folder",
+                ) from error
+            for left in self.root.glob(f"{_SCRATCH}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            yield
+
+    def label(self, step: int) -> str | None:
+        """What was placed as a step; None if nothing was, or it is not complete."""
+        if not self.names.marker_of(self.root, step).exists():
+            return None
+        with suppress(FileNotFoundError):
+            return (self.names.path(self.root, step) / _LABEL).read_text("utf-8")
+        return None
+
+    def put(self, step: int, label: str, write: Callable[[Path], None]) -> None:
+        """Place a step: its files are on the disk before its folder has its name, and its folder before it is marked.
+
+        Folders of later steps that were placed before are of what the trainer has gone back from, and are removed; so is what goes beyond
+        those that stay. Each loses its marker first.
+
+        Args:
+            step: the training step.
+            label: what its weights are.
+            write: fills a folder that does not exist yet.
+
+        Raises:
+            FailedPrecondition: there is a folder with weights that was not placed here.
+            OSError: the file system refuses.
+            Whatever ``write`` raises; what was there is left as it was.
+        """
+        target, marker = self.names.path(self.root, step), self.names.marker_of(self.root, step)
+        if target.exists() and not self._placed(step) and (marker.exists() or has_weights(target)):
+            raise FailedPrecondition(
+                f"{target} was not placed by weighbridge", fix="move it away, or name another folder"
+            )
+        scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=self.root))
+        try:
+            new = scratch / "new"
+            write(new)
+            (new / _LABEL).write_text(label, "utf-8")
+            for path in new.iterdir():
+                _flush(path)
+            _flush(new)
+            for later in self._steps():
+                if later > step:
+                    self._withdraw(later, scratch)
+            self._withdraw(step, scratch)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            new.rename(target)
+            _flush(target.parent)
+            _flush(self.root)
+            marker.touch()
+            _flush(marker)
+            _flush(marker.parent)
+            for old in self._steps()[self.keep :]:
+                self._withdraw(old, scratch)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _placed(self, step: int) -> bool:
+        return (self.names.path(self.root, step) / _LABEL).exists()
+
+    def _steps(self) -> list[int]:
+        """The steps that were placed here, the newest first."""
+        return [step for step in self.names.steps(self.root) if self._placed(step)]
+
+    def _withdraw(self, step: int, scratch: Path) -> None:
+        """Take a step's folder away, the marker first; whoever has files of it open keeps them."""
+        target, marker = self.names.path(self.root, step), self.names.marker_of(self.root, step)
+        if marker.exists():
+            marker.unlink()
+            _flush(marker.parent)
+        if target.exists():
+            target.rename(scratch / f"old-{step}")
+            if target.parent != self.root:
+                with suppress(OSError):  # it may hold what is not ours
+                    target.parent.rmdir()
+
+
+def _flush(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,39 @@
+"""Are AReaL's actors told of the service by their environment, and is what they cannot work with refused at the start?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weighbridge import InvalidArgument
+from weighbridge.integrations.areal.settings import Settings
+
+
+def config(**fields: Any) -> SimpleNamespace:
+    """Those fields of AReaL's ``PPOActorConfig`` that are read."""
+    said = {"experiment_name": "gsm8k", "trial_name": "t1", "path": "/models/q", "weight_update_mode": "disk"}
+    return SimpleNamespace(**said | fields)
+
+
+def test_settings_are_those_of_the_environment_and_go_on_to_workers(tmp_path: Path) -> None:
+    said = {"WEIGHBRIDGE_MODEL": "acme/policy", "WEIGHBRIDGE_SERVER": "10.0.0.1:50051"}
+    settings = Settings.of(config(path=str(tmp_path)), said)
+    assert (settings.source.model, settings.source.server, settings.run) == (
+        "acme/policy",
+        "10.0.0.1:50051",
+        "gsm8k/t1",
+    )
+    assert settings.hf_dir() == tmp_path
+    worker = {"WEIGHBRIDGE_SERVER": "here:50051"}
+    settings.hand_on(worker)
+    assert worker == {"WEIGHBRIDGE_MODEL": "acme/policy", "WEIGHBRIDGE_SERVER": "here:50051"}
+
+
+def test_a_model_that_is_not_named_and_updates_by_nccl_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="WEIGHBRIDGE_MODEL"):
+        Settings.of(config(), {})
+    with pytest.raises(InvalidArgument, match="wait for NCCL"):
+        Settings.of(config(weight_update_mode="xccl"), {"WEIGHBRIDGE_MODEL": "acme/policy"})

@@ -1,0 +1,302 @@
+"""Do steps that a trainer writes become versions, and versions folders, whatever happens to the folders meanwhile?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
+
+from tests.support.raw_clients import TinyModel, tiny_folder
+from tests.support.services import RunningService, running_service
+from weighbridge import EngineClient, FailedPrecondition, TrainerClient, VersionState
+from weighbridge._cli import commands
+from weighbridge.relay.incoming import Incoming
+from weighbridge.relay.outgoing import Outgoing
+from weighbridge.relay.places import StepPlaces
+from weighbridge.relay.relayed import Relayed
+from weighbridge_service.push import publisher
+
+MODEL = "tests/relayed"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> TinyModel:
+    return tiny_folder(tmp_path / "hf")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[RunningService]:
+    with running_service(tmp_path / "store") as service:
+        yield service
+
+
+@pytest.fixture
+def trainer(running: RunningService) -> Iterator[TrainerClient]:
+    with TrainerClient(running.address) as client:
+        yield client
+
+
+class Trainer:
+    """What writes steps: two files and an index, each under another name first, then the marker."""
+
+    def __init__(self, root: Path, source: TinyModel) -> None:
+        self.root = root
+        self._source = source
+
+    def save(self, step: int, value: float, *, marked: bool = True, leave_out: str = "") -> Path:
+        """Write a step whose elements all are one number."""
+        folder = self.root / f"step_{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = {
+            name: np.full(array.shape, value, np.float32) for name, array in self._source.arrays.items()
+        }
+        arrays.pop(leave_out, None)
+        names = sorted(arrays)
+        half = len(names) // 2
+        placed = {}
+        for number, part in enumerate((names[:half], names[half:]), 1):
+            file = f"model-{number:05}-of-00002.safetensors"
+            save_file({name: arrays[name] for name in part}, folder / "tmp.safetensors")
+            (folder / "tmp.safetensors").rename(folder / file)
+            placed |= dict.fromkeys(part, file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+        if marked:
+            (folder / "STABLE").touch()
+        return folder
+
+
+@pytest.fixture
+def steps(tmp_path: Path, source: TinyModel) -> Trainer:
+    return Trainer(tmp_path / "broadcasts", source)
+
+
+@pytest.fixture
+def relay(trainer: TrainerClient, steps: Trainer, source: TinyModel) -> Callable[..., Iterator[Relayed]]:
+    def start(client: TrainerClient = trainer) -> Iterator[Relayed]:
+        return Outgoing(client, MODEL, steps.root, hf_dir=source.folder, poll_seconds=0.02).run()
+
+    return start
+
+
+def value_of(client: EngineClient | TrainerClient, number: int, folder: Path) -> float:
+    """The number that all elements of a version are."""
+    with EngineClient(client.server) as engine:
+        engine.export(MODEL, number, folder / f"export-{number}")
+    return value_in(folder / f"export-{number}")
+
+
+def value_in(folder: Path) -> float:
+    arrays = [array for file in folder.glob("*.safetensors") for array in load_file(file).values()]
+    found = {float(value) for array in arrays for value in np.unique(array)}
+    assert len(found) == 1, f"{folder} mixes {found}"
+    return found.pop()
+
+
+def test_the_newest_complete_step_is_pushed_and_a_new_process_goes_on_from_there(
+    relay: Callable[..., Iterator[Relayed]], steps: Trainer, trainer: TrainerClient, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        steps.save(step, step)
+    steps.save(4, 4, marked=False)
+    going = relay()
+    first = next(going)
+    assert (first.step, first.version, first.error) == (3, 1, "")
+    assert first.folder == str(steps.root / "step_3")
+    assert value_of(trainer, 1, tmp_path) == 3.0
+
+    (steps.root / "step_4" / "STABLE").touch()
+    assert next(going).step == 4
+    steps.save(2, 2.5)  # out of order
+    again = relay()
+    steps.save(6, 6)
+    assert next(again).step == 6
+    assert [version.step for version in trainer.versions(MODEL)] == [6, 4, 3]
+    trainer.wait_for(MODEL, 3, VersionState.DURABLE, timeout=60)
+
+
+def test_a_step_that_is_written_again_and_one_that_is_gone_back_to_become_versions(
+    relay: Callable[..., Iterator[Relayed]], steps: Trainer, trainer: TrainerClient, tmp_path: Path
+) -> None:
+    going = relay()
+    steps.save(5, 5)
+    assert next(going).step == 5
+    steps.save(6, 6)
+    assert next(going).step == 6
+    steps.save(6, 6.5)
+    assert next(going).version == 3
+    assert value_of(trainer, 3, tmp_path) == 6.5
+
+    (steps.root / "step_6" / "STABLE").unlink()  # about to be written again: the older one does not count
+    steps.save(7, 7)
+    assert next(going).step == 7
+
+    shutil.rmtree(steps.root / "step_6")
+    shutil.rmtree(steps.root / "step_7")
+    gone_back = next(going)
+    assert (gone_back.step, gone_back.version) == (5, 5)
+    assert trainer.version(MODEL, "live").number == 5
+
+
+def test_a_step_that_contradicts_the_model_is_refused_once_and_the_next_one_is_pushed(
+    relay: Callable[..., Iterator[Relayed]], steps: Trainer, trainer: TrainerClient
+) -> None:
+    going = relay()
+    steps.save(1, 1)
+    assert not next(going).error
+    steps.save(2, 2, leave_out="model.norm.weight")
+    refused = next(going)
+    assert "model.norm.weight" in refused.error
+    steps.save(3, 3)
+    assert next(going).step == 3
+    (steps.root / "step_4").mkdir()
+    (steps.root / "step_4" / "STABLE").touch()
+    assert "no safetensors files" in next(going).error
+
+
+class Meddling(TrainerClient):
+    """A client during whose push something happens to the folder."""
+
+    meddle: Callable[[], Any]
+
+    def push_folder(self, model: str, hf_dir: str | Path, **said: Any) -> Any:
+        handle = super().push_folder(model, hf_dir, **said)
+        self.meddle()
+        return handle
+
+
+@pytest.mark.parametrize("how", ["deleted", "written again"])
+def test_a_step_that_is_deleted_or_written_again_while_it_is_read_becomes_no_version(
+    relay: Callable[..., Iterator[Relayed]],
+    running: RunningService,
+    steps: Trainer,
+    trainer: TrainerClient,
+    tmp_path: Path,
+    how: str,
+) -> None:
+    with Meddling(running.address) as client:
+        meddled: list[str] = []
+
+        def meddle() -> None:
+            if not meddled:
+                meddled.append(how)
+                if how == "deleted":
+                    shutil.rmtree(steps.root / "step_1")
+                else:
+                    steps.save(1, 1.5)
+
+        client.meddle = meddle
+        going = relay(client)
+        steps.save(1, 1)
+        failed = next(going)
+        assert f"step 1 was {how} while" in failed.error
+        assert trainer.versions(MODEL) == []
+        if how == "deleted":
+            steps.save(2, 1.5)
+        done = next(going)
+        assert (done.error, done.version) == ("", 2)
+        assert value_of(trainer, 2, tmp_path) == 1.5
+
+
+def test_a_version_that_is_lost_before_it_is_stored_is_pushed_again(
+    relay: Callable[..., Iterator[Relayed]],
+    steps: Trainer,
+    running: RunningService,
+    trainer: TrainerClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def away(*_: object) -> None:
+        raise OSError("the store is away")
+
+    first = RunningService(tmp_path / "store", drain_seconds=0.2)
+    with TrainerClient(f"{first.address},{running.address}") as client:
+        going = relay(client)
+        with monkeypatch.context() as patched:
+            patched.setattr(publisher, "write_weights", away)
+            steps.save(1, 1)
+            assert next(going).version == 1
+            first.stop()
+        again = next(going)
+    assert (again.step, again.version, again.error) == (1, 2, "")
+    trainer.wait_for(MODEL, 2, VersionState.DURABLE, timeout=60)
+
+
+def test_versions_become_folders_of_their_steps_bit_by_bit(
+    running: RunningService, trainer: TrainerClient, source: TinyModel, tmp_path: Path
+) -> None:
+    trainer.import_folder(MODEL, source.folder, step=4).wait(timeout=60)
+    root = tmp_path / "placed"
+    with EngineClient(running.address) as client:
+        going = Incoming(client, MODEL, StepPlaces(root, keep=2)).run()
+        placed = next(going)
+        assert (placed.step, placed.version, placed.error) == (4, 1, "")
+        found = load_file(root / "step_4" / "model.safetensors")
+        assert found.keys() == source.arrays.keys()
+        assert all(np.array_equal(found[name], array) for name, array in source.arrays.items())
+        assert (root / "step_4" / "config.json").read_bytes() == source.files["config.json"]
+        inode = os.stat(root / "step_4").st_ino
+
+        for step in (5, 6):
+            trainer.push_folder(MODEL, source.folder, step=step).wait(timeout=60)
+            assert next(going).step == step
+        assert [path.name for path in sorted(root.glob("step_*"))] == ["step_5", "step_6"]
+        assert inode not in {os.stat(path).st_ino for path in root.glob("step_*")}
+
+        with pytest.raises(FailedPrecondition, match="another process places"):
+            next(Incoming(client, MODEL, StepPlaces(root)).run())
+        going.close()  # type: ignore[attr-defined]
+        there = next(Incoming(client, MODEL, StepPlaces(root)).run())
+        assert (there.step, there.version, there.nbytes) == (6, 3, 0)
+
+
+def test_a_folder_in_the_way_is_told_and_the_next_version_is_placed(
+    running: RunningService, trainer: TrainerClient, source: TinyModel, tmp_path: Path
+) -> None:
+    trainer.import_folder(MODEL, source.folder, step=1).wait(timeout=60)
+    root = tmp_path / "placed"
+    shutil.copytree(source.folder, root / "step_1")
+    with EngineClient(running.address) as client:
+        going = Incoming(client, MODEL, StepPlaces(root), retry_seconds=0.01).run()
+        assert "step_1 was not placed by weighbridge" in next(going).error
+        trainer.push_folder(MODEL, source.folder, step=2).wait(timeout=60)
+        done = next(each for each in going if not each.error)
+        assert (done.step, done.version) == (2, 2)
+
+
+def test_the_command_relays_one_way_or_the_other(
+    running: RunningService, steps: Trainer, source: TinyModel, tmp_path: Path
+) -> None:
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(commands, ["relay", *arguments, "--server", running.address])
+
+    steps.save(12, 12)
+    assert run(MODEL).exit_code == 2
+    assert run(MODEL, "--from", str(steps.root), "--to", str(tmp_path)).exit_code == 2
+    unknown = run(MODEL, "--from", str(steps.root), "--count", "1")
+    assert unknown.exit_code == 1
+    assert "--config" in unknown.output
+
+    line = [MODEL, "--from", str(steps.root), "--config", str(source.folder), "--count", "1"]
+    sent = run(*line, "--run", "ppo")
+    assert sent.output.startswith(f"{MODEL}@1: {steps.root / 'step_12'}, "), sent.output
+    received = run(MODEL, "--to", str(tmp_path / "placed"), "--count", "1", "--json")
+    assert json.loads(received.output) | {"seconds": 0} == {
+        "model": MODEL,
+        "step": 12,
+        "folder": str(tmp_path / "placed" / "step_12"),
+        "version": 1,
+        "nbytes": sum(array.nbytes for array in source.arrays.values()),
+        "seconds": 0,
+        "error": "",
+    }
+    assert value_in(tmp_path / "placed" / "step_12") == 12.0
+    with EngineClient(running.address) as client:
+        assert client.version(MODEL, 1).run == "ppo"

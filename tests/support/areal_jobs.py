@@ -1,0 +1,162 @@
+"""Jobs of AReaL in an environment of its own, which `make test-frameworks` makes, and engines that answer as SGLang's servers do.
+
+``make test-frameworks`` names its Python in WEIGHBRIDGE_AREAL_PYTHON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.jobs import Job, running
+from tests.support.ports import reserved_port
+
+HERE = Path(__file__).parents[2] / "tests" / "frameworks" / "areal_cpu"
+PYTHON = Path(os.environ.get("WEIGHBRIDGE_AREAL_PYTHON") or "/nowhere")
+RANKS = 2
+
+needs_areal = pytest.mark.skipif(
+    not PYTHON.exists(), reason="AReaL has an environment of its own: make test-frameworks"
+)
+
+
+class Engine:
+    """An engine's server: what it was asked, and what it has loaded."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.generates = True
+        self.loaded_while_generating = False
+        self.refuses: set[str] = set()
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(200, {})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+                self._answer(*engine.answer(self.path, body))
+
+            def _answer(self, status: int, value: Any) -> None:
+                said = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(said)))
+                self.end_headers()
+                self.wfile.write(said)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.asked.append(path)
+        if path in self.refuses:
+            return 400, {"success": False, "message": "refused"}
+        if path == "/pause_generation":
+            self.generates = False
+        elif path == "/continue_generation":
+            self.generates = True
+        elif path == "/update_weights_from_disk":
+            self.loaded_while_generating |= self.generates
+            files = Path(body["model_path"]).glob("*.safetensors")
+            self.loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        return 200, {"success": True, "message": "", "num_paused_requests": 0}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of three words: AReaL wants one."""
+    words = models.WordLevel({"<unk>": 0, "<eos>": 1, "a": 2}, unk_token="<unk>")
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), unk_token="<unk>", eos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(folder)
+
+
+class ArealJob:
+    """The ranks of a job: `tests/frameworks/areal_cpu/areal_rank.py`."""
+
+    def __init__(self, ranks: list[Job]) -> None:
+        self.ranks = ranks
+
+    def begin(self, name: str, /, **arguments: Any) -> None:
+        """Ask all ranks for something; `answers` waits for it."""
+        for rank in self.ranks:
+            rank.begin(name, **arguments)
+
+    def answers(self, seconds: float = 240) -> list[Any]:
+        """What each rank answers to what was asked last: a value, or the `JobFailed` that says what it raised."""
+        return [rank.outcome(seconds) for rank in self.ranks]
+
+    def ask(self, name: str, /, seconds: float = 240, **arguments: Any) -> list[Any]:
+        """What a method gives on each rank; as `answers`."""
+        self.begin(name, **arguments)
+        return self.answers(seconds)
+
+
+@contextmanager
+def areal_job(
+    folder: Path, server: str, model: str, engines: Sequence[Engine], lane: str = "grpc"
+) -> Iterator[ArealJob]:
+    """A job that has not been asked anything yet; ended in the end.
+
+    Args:
+        folder: for logs.
+        server, model, lane: what its actors are told of the service.
+        engines: of its rollouts.
+    """
+    said = {
+        "WEIGHBRIDGE_SERVER": server,
+        "WEIGHBRIDGE_MODEL": model,
+        "WEIGHBRIDGE_LANE": lane,
+        "AREAL_LLM_SERVER_ADDRS": ",".join(engine.address for engine in engines),
+    }
+    port = str(reserved_port())
+    with ExitStack() as stack:
+        yield ArealJob([stack.enter_context(_rank(folder, rank, port, said)) for rank in range(RANKS)])
+
+
+@contextmanager
+def _rank(folder: Path, rank: int, port: str, said: Mapping[str, str]) -> Iterator[Job]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "RAY_"))}
+    environment |= {
+        "PYTHONPATH": str(HERE / "loggers"),
+        "AREAL_SPMD_MODE": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
+        **said,
+    }
+    with running([PYTHON, HERE / "areal_rank.py"], folder / f"AReaL-{rank}.log", environment) as job:
+        yield job
