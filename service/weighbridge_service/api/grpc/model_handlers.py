@@ -250,7 +250,7 @@ class ModelHandlers:
     def AddSignature(
         self, request: model_service_pb2.AddSignatureRequest, call: Call
     ) -> model_service_pb2.AddSignatureResponse:
-        added = self._signatures.add(request.model, request.number, request.content)
+        added = self._signatures.add(request.model, request.number, request.content, call.peer.name)
         return model_service_pb2.AddSignatureResponse(id=added)
 
     def GetRetention(

@@ -223,10 +223,12 @@ def _models_router(service: Weighbridge) -> APIRouter:
         return Response(found.content, media_type=SIGNATURE_TYPE)
 
     @router.post("/{namespace}/{name}/versions/{version}/signatures", tags=["signatures"])
-    def add_signature(namespace: Namespace, name: Name, version: Number, body: SignatureIn) -> SignatureOut:
+    def add_signature(
+        namespace: Namespace, name: Name, version: Number, body: SignatureIn, request: Request
+    ) -> SignatureOut:
         """Put a signature to a durable version. It must be about this version's files. Putting it again changes nothing."""
         content = body.content.encode()
-        service.signatures.add(f"{namespace}/{name}", version, content)
+        service.signatures.add(f"{namespace}/{name}", version, content, peer_of(request).name)
         return SignatureOut.of(Bundle.read(content).as_signature)
 
     @router.post("/{namespace}/{name}/versions/{version}/approve", tags=["versions"])
