@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,11 @@ from weighbridge_service.api.http import callers, hub_routes
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.catalog import stored_bytes as stored_module
 from weighbridge_service.exports import Exports
+from weighbridge_service.fsck.repair import check_store
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.documents.names import ModelName, ledger_key
+from weighbridge_storage.head.ledger import Amount, Ledger
+from weighbridge_storage.stores.local import LocalStore
 
 MODEL, OTHER = "acme/smol", "acme/other"
 A, B, OWNER = (Credentials(token=f"token-of-{name}") for name in ("a", "b", "owner"))
@@ -179,6 +184,24 @@ def test_what_a_namespace_holds_is_known_after_a_restart_and_without_the_ledger(
             push(running.address, source, 2, model=OTHER)
         with Client(running.address, credentials=A) as client:
             assert client.usage().quotas == (Quota("stored", "acme", size_of(source), stored),)
+
+
+def test_what_a_namespace_holds_is_counted_anew_once_a_head_was_rebuilt(
+    tmp_path: Path, source: TinyModel
+) -> None:
+    stored = size_of(source) + 1000
+    name = ModelName.parse(MODEL)
+    with service(tmp_path, stored=stored) as running:
+        register(running, source, MODEL)
+        push(running.address, source, 1)
+    with closing(LocalStore(tmp_path / "store")) as store:
+        # a head of many changes, of which nothing was left at the last of them
+        lost = Ledger({name.name: Amount(1_000_000, 0)}, unix_ms())
+        store.put(ledger_key(name.namespace), lost.to_json(), mode="overwrite")
+        store.delete(name.head_key)
+        assert all(model.ok for model in check_store(store, repair=True))
+    with service(tmp_path, stored=stored) as running, Client(running.address, credentials=A) as client:
+        assert client.usage().quotas == (Quota("stored", "acme", size_of(source), stored),)
 
 
 @pytest.mark.parametrize("models", [(MODEL, OTHER), (MODEL, MODEL)], ids=["two models", "one model"])
