@@ -125,7 +125,7 @@ class BulkListener:
         for method in service.methods:
             handler = getattr(handlers, method.name)
             if carries_weights(handler):
-                answer = (_taking if hasattr(handler, "streamed") else _giving)(handler, method)
+                answer = (_taking if hasattr(handler, "streamed") else _giving)(handler, method, self._audit)
                 found[method.name] = grpc.stream_stream_rpc_method_handler(self._behaviour(method, answer))
                 self._gate.paths.add(f"/{service.full_name}/{method.name}")
         return grpc.method_handlers_generic_handler(service.full_name, found)
@@ -178,7 +178,7 @@ def _gone(error: Exception) -> WeighbridgeError:
     return error if isinstance(error, WeighbridgeError) else Unavailable("the caller has gone")
 
 
-def _taking(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
+def _taking(handler: Callable[..., Any], method: MethodDescriptor, audit: Audit) -> _Answer:
     decode = pieces.decoder(GetMessageClass(method.input_type))
     verb = VERBS[method.containing_service.name][method.name]
 
@@ -186,7 +186,7 @@ def _taking(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
         for i, raw in enumerate(requests):
             message = decoded(decode, raw)
             if not i:  # it names the model for all that follow
-                check_allowed(call, verb, message)
+                check_allowed(call, verb, message, audit)
             yield message
             del raw, message
 
@@ -212,13 +212,13 @@ def _joined(requests: Iterator[bytes]) -> bytes:
     return b"".join(found)
 
 
-def _giving(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
+def _giving(handler: Callable[..., Any], method: MethodDescriptor, audit: Audit) -> _Answer:
     kind = GetMessageClass(method.input_type)
     verb = VERBS[method.containing_service.name][method.name]
 
     def answer(requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
         request = decoded(kind.FromString, _joined(requests))
-        check_allowed(call, verb, request)
+        check_allowed(call, verb, request, audit)
         with closing(handler(request, call)) as responses:
             for response in responses:
                 yield encoded(response)

@@ -247,7 +247,7 @@ class Methods:
         verb = VERBS[method.containing_service.name][method.name]
 
         def allowed(call: Call, request: T) -> T:
-            check_allowed(call, verb, request)
+            check_allowed(call, verb, request, self._audit)
             return request
 
         def decode_allowed(call: Call, raw: bytes) -> Any:

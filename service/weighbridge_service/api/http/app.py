@@ -403,6 +403,7 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
         },
     )
     app.state.access = service.access
+    app.state.audit = service.audit
     app.add_middleware(Recorder, service.audit)
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, HostNames.of(service.config.http_hosts), _DOCUMENTATION)

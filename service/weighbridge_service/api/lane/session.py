@@ -198,6 +198,7 @@ class LaneSession:
         peer = Peer(LOCAL, f"uid {self._user}", self._service.access.identify(self._evidence))
         try:
             authorize(peer, verb, model, ref)
+            self._service.audit.check(verb)
         except WeighbridgeError as error:
             result = error.reason
             raise
