@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -23,7 +24,7 @@ from tests.service.access.test_tls import https
 from tests.support.identities import identity, policy_file
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, is_done_within
 from weighbridge import (
     Client,
     Credentials,
@@ -38,6 +39,7 @@ from weighbridge._cli import commands
 from weighbridge._core import striping
 from weighbridge_service.access import access as access_module
 from weighbridge_service.access.identities import Evidence, Identity
+from weighbridge_service.admission import identity_quotas
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.http import callers, hub_routes
@@ -432,6 +434,39 @@ def test_a_stream_that_is_slowed_keeps_nothing_that_others_need(tmp_path: Path, 
                 push(running.address, source, step, shown=B)
                 assert_pulled(running, source, B)
             assert running.service.byte_budget.in_flight.nbytes[Direction.OUT] == 0
+
+
+def test_calls_of_who_is_refused_streams_without_end_are_put_off_and_those_of_others_are_not(
+    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity_quotas, "_REFUSALS_AT_ONCE", 1.0)
+    with service(tmp_path, 'streams = 1, bytes_per_second = "1MB"', bulk_port="auto") as running:
+        quotas = running.service.quotas.identities
+        quotas.clock = clock = Clock()
+        register(running, source, MODEL)
+        push(running.address, source, 1, shown=B)
+        with EngineClient(running.address, credentials=A, retry_seconds=0) as engine:
+
+            def refused() -> None:
+                with pytest.raises(ResourceExhausted, match="a has 1 stream"):
+                    list(engine.pull(MODEL))
+
+            with slow_stream(running):
+                a = next(each for each in running.service.access.limited() if each.name == "a")
+                refused()
+                assert quotas.put_off(a) == 0.0
+                refused()
+                frozen = clock.now
+                started = time.monotonic()
+                engine.models()
+                assert time.monotonic() - started > 0.9, "also what asks for no stream"
+                with EngineClient(running.address, credentials=B) as other:
+                    assert is_done_within(0.4, other.models)
+            # the place is free, but who was told to wait has to
+            clock.now = frozen
+            refused()
+            clock.now += 10**9
+            list(engine.pull(MODEL))
 
 
 def test_a_stream_more_than_the_identity_may_have_is_refused_with_a_time_and_comes_when_one_ends(

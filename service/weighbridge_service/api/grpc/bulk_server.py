@@ -22,6 +22,7 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument, Unavailable,
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.certificates import Certificates
+from weighbridge_service.access.identities import Identity
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.tickets import Tickets
@@ -94,6 +95,7 @@ class BulkListener:
         waits: MessageWaits,
         access: Access,
         audit: Audit,
+        check_put_off: Callable[[Identity], None],
     ) -> None:
         """Begin to answer those methods of the contract that carry weights.
 
@@ -104,7 +106,9 @@ class BulkListener:
             waits: ends waits for messages that take too long.
             access: knows who calls.
             audit: where it is written down how each call ends.
+            check_put_off: raises if a call of an identity is refused before anything of it is looked at.
         """
+        self._check_put_off = check_put_off
         self._waits = waits
         self._access = access
         self._audit = audit
@@ -138,6 +142,7 @@ class BulkListener:
             code = "OK"
             try:
                 self._threads.check()
+                self._check_put_off(call.peer.identity)
                 for response in answer(self._waited_for(requests, call), call):
                     call.check_standing()
                     yield response
