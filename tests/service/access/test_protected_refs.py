@@ -33,7 +33,7 @@ from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2
 from weighbridge_service.access import access as access_module
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_storage.head.head import REMEMBERED_REQUESTS
 
 MODEL = "acme/smol"
