@@ -96,11 +96,10 @@ class LaneSession:
         try:
             protocol.limit_sending(self._connection, _SEND_SECONDS)
             self._connection.settimeout(self._hello_seconds)
-            while (received := protocol.receive(self._connection, self._room, _MESSAGE_SECONDS)) is not None:
+            # clients have no descriptors to give: ours would be used up by those of messages that do not come to their end
+            while received := protocol.receive(self._connection, self._room, _MESSAGE_SECONDS, 0):
                 self._connection.settimeout(None)
-                raw, descriptors = received
-                protocol.close_all(descriptors)  # clients have nothing to give
-                self._answer(pb.LaneRequest.FromString(raw))
+                self._answer(pb.LaneRequest.FromString(received[0]))
         except (OSError, DecodeError, WeighbridgeError) as error:
             log.debug("a client of the local lane is gone: %s", error)
         finally:

@@ -227,6 +227,22 @@ def test_a_user_that_takes_all_places_it_can_leaves_some_to_others(
     assert len(told) == 1, "not a line for each"
 
 
+def test_descriptors_that_clients_send_are_not_taken(service: RunningService) -> None:
+    with RawLane(service.lane.path) as lane, RawLane(service.lane.path) as other:
+        reading, writing = os.pipe()
+        raw = pb.LaneRequest(hello=pb.LaneHello(client_id="me")).SerializeToString()
+        for byte in len(raw).to_bytes(4, "little"):
+            socket.send_fds(lane.socket, [bytes([byte])], [writing] * 100)
+        os.close(writing)
+        other.ask(pb.LaneRequest(hello=pb.LaneHello(client_id="other")))
+        with os.fdopen(reading, "rb") as pipe:
+            assert pipe.read() == b"", "while the rest of the message is still to come"
+        lane.socket.sendall(raw)
+        received = protocol.receive(lane.socket)
+        assert received is not None
+        assert pb.LaneResponse.FromString(received[0]).HasField("hello")
+
+
 def test_refusals_on_the_lane_come_no_faster_than_they_may_be_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
