@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import logging
@@ -9,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -23,7 +25,7 @@ from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.api.grpc.server import GrpcListener, GrpcServer
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.api.http.connections import connections
+from weighbridge_service.api.http.connections import Listener, connections
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.lane.server import LaneServer
 from weighbridge_service.exports.jobs import Exports
@@ -50,9 +52,36 @@ _SWITCH_SECONDS = 0.0005
 """How long a thread that computes in Python keeps the interpreter from others that ask for it. Digests ask about twice for each MiB:
 with Python's own 5 ms, one such thread made them take 12 s/GB instead of 0.3."""
 _BACKLOG = 4096
-_ACCEPTED_AT_ONCE = 64
-"""Connections that asyncio accepts before it looks at any of them: each takes a descriptor, also one that is refused then."""
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,200}")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, whose connections are accepted by a listener.
+
+    Args:
+        config: of uvicorn.
+        listener: accepts them.
+        tls: what each begins with; None without.
+    """
+
+    def __init__(self, config: uvicorn.Config, listener: Listener, tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._listener = listener
+        self._tls = tls
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer, and to accept."""
+        await super().startup(sockets)
+        self._accepting = asyncio.create_task(self._listener.accept(self._speak, self._tls))
+
+    def _speak(self, leave: Callable[[], None]) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        connection: Any = kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        connection.leave = leave
+        found: asyncio.Protocol = connection
+        return found
 
 
 class HttpServer:
@@ -80,7 +109,6 @@ class HttpServer:
         request_seconds: float = _REQUEST_SECONDS,
         certificates: Certificates | None = None,
     ) -> None:
-        self._most = most
         self._certificates = certificates
         self._request_seconds = request_seconds
         host, port = _host_and_port(address)
@@ -99,6 +127,7 @@ class HttpServer:
                 f"the HTTP address {address} cannot be bound: {error.strerror}",
                 fix="is another service running? name another --http",
             ) from error
+        self._listener = Listener(self._socket, most, request_seconds)
         scheme = "http" if certificates is None else "https"
         self.address = _with_port(address, self._socket.getsockname()[1])
         self.url = f"{scheme}://{self.address}"
@@ -110,8 +139,7 @@ class HttpServer:
         certificates = self._certificates
         config = uvicorn.Config(
             app,
-            http=connections(self._most, self._request_seconds),
-            backlog=_ACCEPTED_AT_ONCE,
+            http=connections(self._request_seconds),
             lifespan="off",
             ws="none",
             log_config=None,
@@ -119,21 +147,21 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,  # whoever comes from this machine could say that it comes from elsewhere
             timeout_graceful_shutdown=_HTTP_GRACE_SECONDS,
-            ssl_context_factory=None if certificates is None else lambda *_: certificates.for_http(),
         )
-        server = uvicorn.Server(config)
+        tls = None if certificates is None else certificates.for_http()
+        server = _Server(config, self._listener, tls)
         # not in the main thread: there uvicorn would put its own signal handlers in place of ours
-        thread = threading.Thread(target=server.run, args=([self._socket],), name="http", daemon=True)
+        thread = threading.Thread(target=server.run, args=([],), name="http", daemon=True)
         thread.start()
         while thread.is_alive() and not server.started:
             time.sleep(0.01)
-        self._socket.listen(_BACKLOG)  # uvicorn has made it as short as what it accepts at once
         self._server, self._thread = server, thread
 
     def stop(self) -> None:
         """Let running requests end, for a few seconds, then stop."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
+            self._listener.stop()
             self._thread.join()
         self._socket.close()
 

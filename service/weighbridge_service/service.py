@@ -189,7 +189,7 @@ class Weighbridge:
             self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files
         )
         self.gates = Gates(self.catalog, registry.approved)
-        self.refs = Refs(self.catalog)
+        self.refs = Refs(self.catalog, self.access.named)
         self.signatures = Signatures(self.catalog)
         self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
 

@@ -442,6 +442,27 @@ def test_a_damaged_signature_counts_as_none(tmp_path: Path) -> None:
             client.check_signed(MODEL, 1, required=[Trusted.of_file(keys.public)])
 
 
+def test_a_signature_of_an_unknown_kind_is_listed_beside_the_others_and_hinders_none(tmp_path: Path) -> None:
+    keys = new_key(tmp_path)
+    with running_service(tmp_path / "store") as running, TrainerClient(running.address) as client:
+        client.import_folder(MODEL, tiny_folder(tmp_path / "hf").folder, step=1).wait(timeout=60)
+        unknown = b'{"mediaType": "application/vnd.dev.sigstore.bundle.v9+json"}'
+        digest = hashlib.sha256(unknown).hexdigest()
+        folder = tmp_path / "store" / signatures_prefix(ModelName.parse(MODEL), 1)
+        folder.mkdir(parents=True)
+        (folder / f"{digest}.sig").write_bytes(unknown)
+        made = client.sign(MODEL, 1, signer=Signer(keys.key))
+        assert client.check_signed(MODEL, 1, required=[Trusted.of_file(keys.public)])
+        expected = sorted([(digest, "unknown", ""), (made.id, "key", made.signer)])
+        exports = Exports(running.service)
+        web = TestClient(create_app(running.service, exports, running.metrics, running.health))
+        listed = web.get(f"/v1/models/{MODEL}/versions/1/signatures").json()["signatures"]
+        exports.close()
+        assert [(each["id"], each["method"], each["signer"]) for each in listed] == expected
+        told = CliRunner().invoke(commands, ["signatures", VERSION, "--server", running.address, "--json"])
+        assert [(each["id"], each["method"], each["signer"]) for each in json.loads(told.stdout)] == expected
+
+
 def test_only_who_may_sign_puts_signatures_to_a_version(tmp_path: Path) -> None:
     keys = new_key(tmp_path)
     policy = policy_file(

@@ -106,7 +106,7 @@ def sign_command(
 @client_options
 def signatures_command(reference: Reference, out: Path | None, server: str, as_json: bool) -> None:
     """List the signatures of a version. Nothing is verified: weighbridge verify --signature does that."""
-    from weighbridge._signing.bundle import Bundle
+    from weighbridge._signing.bundle import signed_by
     from weighbridge._signing.exporting import write_signature_files
 
     with _connect(server) as client:
@@ -114,8 +114,8 @@ def signatures_command(reference: Reference, out: Path | None, server: str, as_j
     paths = [] if out is None else write_signature_files(out, found)
     rows: list[dict[str, Any]] = []
     for each, path in itertools.zip_longest(found, paths):
-        bundle = Bundle.read(each.content)
-        row = {"id": each.id, "method": bundle.method, "signer": bundle.signer}
+        method, signer = signed_by(each.content)
+        row = {"id": each.id, "method": method, "signer": signer}
         rows.append(row | ({"file": str(path)} if path else {}))
     if as_json:
         print_json(rows)

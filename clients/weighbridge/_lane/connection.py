@@ -172,7 +172,11 @@ class LaneConnection:
         try:
             while (received := protocol.receive(self._socket)) is not None:
                 raw, descriptors = received
-                response = pb.LaneResponse.FromString(raw)
+                try:
+                    response = pb.LaneResponse.FromString(raw)
+                except DecodeError:
+                    protocol.close_all(descriptors)
+                    raise
                 if response.HasField("recall"):
                     self._on_recall(response.recall.key)
                 with self._lock:

@@ -67,7 +67,10 @@ class Room(Protocol):
 
 
 def receive(
-    connection: socket.socket, room: Room | None = None, seconds: float | None = None
+    connection: socket.socket,
+    room: Room | None = None,
+    seconds: float | None = None,
+    most_descriptors: int = MAX_DESCRIPTORS,
 ) -> tuple[bytes, list[int]] | None:
     """The next message and its descriptors, which the caller closes; None if the other side has closed the connection.
 
@@ -75,6 +78,7 @@ def receive(
         connection: a stream socket.
         room: for messages of more than 64 KiB.
         seconds: in which a message that has begun must come; as the socket's own time limit says if None.
+        most_descriptors: that are taken at one time; the kernel closes others.
 
     Raises:
         Unavailable: the message is too long, or breaks off.
@@ -86,7 +90,7 @@ def receive(
         head = b""
         while len(head) < _LENGTH.size:
             part, found, _, _ = socket.recv_fds(
-                connection, _LENGTH.size - len(head), MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                connection, _LENGTH.size - len(head), most_descriptors, socket.MSG_CMSG_CLOEXEC
             )
             descriptors += found
             if not part:

@@ -21,6 +21,8 @@ MAX_BYTES = 1_000_000
 """Largest signature that is taken: one about some 5,000 files."""
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
+UNKNOWN = "unknown"
+"""In place of `Bundle.method`."""
 _KEY_ID = re.compile(r"[0-9a-f]{64}")
 
 
@@ -85,6 +87,17 @@ class Bundle:
     def as_signature(self) -> Signature:
         """As it is stored."""
         return Signature(self.id, self.content)
+
+
+def signed_by(content: bytes) -> tuple[str, str]:
+    """`Bundle.method` and `Bundle.signer` of a signature that is stored; `UNKNOWN` and nothing of what is no bundle of a kind that is known here:
+    a later release may have put it there, or whoever can write to the store.
+    """
+    try:
+        bundle = Bundle.read(content)
+    except InvalidArgument:
+        return UNKNOWN, ""
+    return bundle.method, bundle.signer
 
 
 def _signer(material: Any) -> tuple[str, tuple[bytes, ...]]:

@@ -118,6 +118,13 @@ class Access:
             )
         return Identity.nobody("the call shows no token")
 
+    def named(self, name: str) -> Identity | None:
+        """The identity that the policy has under a name; None if there is none."""
+        self._read_if_changed()
+        policy = self._known.policy
+        entries = () if policy is None else policy.entries
+        return next((entry.identity for entry in entries if entry.identity.name == name), None)
+
     def limited(self) -> tuple[Identity, ...]:
         """Identities of the policy that have limits."""
         self._read_if_changed()

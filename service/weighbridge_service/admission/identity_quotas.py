@@ -1,7 +1,8 @@
 """Quotas of identities, by the limits that the policy gives them: streams, bytes a second, versions an hour.
 
 They are those of this process. What is decided is decided by values (`Places`, `buckets.Bucket`, `seconds_until_next`). Streams that are
-slowed wait before they take anything that others could need.
+slowed wait before they take anything that others could need. Whoever is refused streams and asks again without a pause is slowed as well: each
+refusal takes time of the service that others could need.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from weighbridge_service.admission.quotas import RETRY_SECONDS
 _HOUR = 3600.0
 _KEPT_SECONDS = 5.0
 """How long a place is kept for a part of a stream whose first part has begun: the others follow at once."""
+_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 20.0, 100.0
+"""Refusals of streams that cost an identity nothing. Clients that wait for the time that they are told make one a second each."""
 _SLACK_SECONDS = 0.005
 """A stream that is ahead of its rate by less than this goes on: sleeps as short as a message cost more than they even out."""
 
@@ -90,6 +93,7 @@ class _Used:
 
     places: Places = field(default_factory=Places)
     bucket: Bucket | None = None
+    refusals: Bucket | None = None
     opened: deque[float] = field(default_factory=deque)
 
 
@@ -203,12 +207,10 @@ class IdentityQuotas:
             begun = used.places.begun(asked, limit, self.clock(), whole=whole)
             if begun is not None:
                 used.places = begun[0]
+            else:
+                self._note_refusal(used)
         if begun is None:
-            raise ResourceExhausted(
-                f"{identity.name} has {counted(limit, 'stream')} of weights, and may have no more at one time",
-                fix="wait until one ends, or let the service's policy give it more `streams`",
-                retry_after=RETRY_SECONDS,
-            )
+            raise _no_more_streams(identity, limit)
         streaming = Streaming(self, identity, begun[1])
         try:
             yield streaming
@@ -216,6 +218,19 @@ class IdentityQuotas:
             streaming.end()
             with self._lock:
                 used.places = used.places.ended()
+
+    def put_off(self, identity: Identity) -> float:
+        """Seconds for which a call of an identity is put off, as it was refused too many streams lately; 0 for nearly everybody."""
+        if identity.limits.streams is None:
+            return 0.0
+        with self._lock:
+            refused_too_often = self._refusals_of(self._of(identity)).level < 0.0
+        return RETRY_SECONDS if refused_too_often else 0.0
+
+    def check_put_off(self, identity: Identity) -> None:
+        """Raise ResourceExhausted if a stream of an identity is not even looked at, as `put_off` says."""
+        if identity.limits.streams is not None and self.put_off(identity):
+            raise _no_more_streams(identity, identity.limits.streams)
 
     def delay(self, identity: Identity, nbytes: int) -> float:
         """As `Streaming.delay`."""
@@ -283,8 +298,27 @@ class IdentityQuotas:
         """The lock is held."""
         return self._used.setdefault(identity.name, _Used())
 
+    def _refusals_of(self, used: _Used) -> Bucket:
+        now = self.clock()
+        bucket = used.refusals or Bucket(_REFUSALS_AT_ONCE, now)
+        return bucket.filled(now, _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
+
+    def _note_refusal(self, used: _Used) -> None:
+        """The lock is held."""
+        bucket = self._refusals_of(used)
+        # of many that were begun together no more than a second's worth: then it is looked at again what the identity has
+        used.refusals = bucket.without(1) if bucket.level > -_REFUSALS_A_SECOND else bucket
+
     def _filled(self, identity: Identity, rate: int) -> Bucket:
         """The bucket of an identity now, which holds the bytes of a second. The lock is held."""
         now = self.clock()
         bucket = self._of(identity).bucket or Bucket(rate, now)
         return bucket.filled(now, rate, rate)
+
+
+def _no_more_streams(identity: Identity, limit: int) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"{identity.name} has {counted(limit, 'stream')} of weights, and may have no more at one time",
+        fix="wait until one ends, or let the service's policy give it more `streams`",
+        retry_after=RETRY_SECONDS,
+    )

@@ -6,6 +6,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import Callable
+from functools import partial
 
 from weighbridge._core.resources import (
     REQUEST_DELETE,
@@ -18,6 +19,8 @@ from weighbridge._core.resources import (
     Version,
 )
 from weighbridge.errors import FailedPrecondition
+from weighbridge_service.access.identities import Identity
+from weighbridge_service.access.scopes import Verb
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import RequestEntry
@@ -27,6 +30,7 @@ from weighbridge_storage.head.history import History
 from weighbridge_storage.head.ref_requests import (
     LIFETIME_MS,
     Asker,
+    Standing,
     approve_request,
     ask,
     expire,
@@ -48,10 +52,12 @@ class Refs:
 
     Args:
         catalog: which models there are.
+        named: the identity that the policy has under a name now; None if there is none.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, named: Callable[[str], Identity | None]) -> None:
         self._catalog = catalog
+        self._named = named
 
     def move(
         self, name: str, ref: str, version: str, asker: Asker, *, request_id: str = "", note: str = ""
@@ -85,9 +91,13 @@ class Refs:
 
     def approve(self, name: str, ref: str, request_id: str, asker: Asker, *, note: str = "") -> RefRequest:
         """Approve a request; the last approval that it takes carries it out. Raises as `approve_request`."""
+        model = ModelName.parse(name)
+        standing = self._standing(model, ref)
         return self._change(
-            ModelName.parse(name),
-            lambda history: approve_request(history, ref, request_id, asker, now_ms=unix_ms(), note=note),
+            model,
+            lambda history: approve_request(
+                history, ref, request_id, asker, standing, now_ms=unix_ms(), note=note
+            ),
             f"approved by {asker.name}",
         )
 
@@ -131,7 +141,7 @@ class Refs:
         """Requests to change protected refs: those that are pending, and the last ones that have ended, in the order of asking. Raises NotFound."""
         model = ModelName.parse(name)
         head = expire(self._catalog.head(model), unix_ms())
-        return tuple(_shown(model, head, each) for each in head.requests)
+        return tuple(self._shown(model, head, each) for each in head.requests)
 
     def _ask(self, model: ModelName, wanted: RequestEntry, asker: Asker, *, may_wait: bool) -> RefRequest:
         return self._change(
@@ -143,7 +153,7 @@ class Refs:
     def _change(self, model: ModelName, change: _Change, what: str) -> RefRequest:
         def shown(history: History) -> tuple[Head, RefRequest]:
             after, entry = change(history)
-            return after, _shown(model, after, entry)
+            return after, self._shown(model, after, entry)
 
         request = self._catalog.heads.edit(model, shown)
         log.info(
@@ -157,6 +167,33 @@ class Refs:
         )
         self._catalog.changes.notify(model)
         return request
+
+    def _standing(self, model: ModelName, ref: str) -> Standing:
+        def may(verb: Verb, name: str) -> bool:
+            identity = self._named(name)
+            return identity is not None and identity.names(verb, str(model), ref)
+
+        return Standing(partial(may, Verb.TAG), partial(may, Verb.APPROVE))
+
+    def _shown(self, model: ModelName, head: Head, entry: RequestEntry) -> RefRequest:
+        """A request as clients see it."""
+        return RefRequest(
+            model=str(model),
+            ref=entry.ref,
+            action=entry.action,
+            state=entry.state,
+            version=entry.version,
+            request_id=entry.request_id,
+            by=entry.by,
+            note=entry.note,
+            ask_time_ms=entry.asked_ms,
+            expire_time_ms=entry.until_ms,
+            close_time_ms=entry.closed_ms,
+            closed_by=entry.closed_by,
+            previous=entry.previous,
+            approvals=tuple(RefApproval(each.by, each.approved_ms, each.note) for each in entry.approvals),
+            missing=missing(head, entry, self._standing(model, entry.ref)),
+        )
 
 
 def _wanted(
@@ -178,24 +215,3 @@ def _wanted(
 
 def _protections(head: Head) -> tuple[Protection, ...]:
     return tuple(Protection(ref, each.approvals) for ref, each in sorted(head.protected.items()))
-
-
-def _shown(model: ModelName, head: Head, entry: RequestEntry) -> RefRequest:
-    """A request as clients see it."""
-    return RefRequest(
-        model=str(model),
-        ref=entry.ref,
-        action=entry.action,
-        state=entry.state,
-        version=entry.version,
-        request_id=entry.request_id,
-        by=entry.by,
-        note=entry.note,
-        ask_time_ms=entry.asked_ms,
-        expire_time_ms=entry.until_ms,
-        close_time_ms=entry.closed_ms,
-        closed_by=entry.closed_by,
-        previous=entry.previous,
-        approvals=tuple(RefApproval(each.by, each.approved_ms, each.note) for each in entry.approvals),
-        missing=missing(head, entry),
-    )

@@ -67,19 +67,20 @@ class Signatures:
                 return each
         raise NotFound(f"{name}@{number} has no signature {signature[:64]!r}")
 
-    def add(self, name: str, number: int, content: bytes) -> str:
+    def add(self, name: str, number: int, content: bytes, by: str = "") -> str:
         """Put a signature to a version; its id.
 
         Args:
             name: the model.
             number: which version.
             content: the signature, as a bundle's JSON text.
+            by: the identity that puts it there; empty if there is none to be told from others.
 
         Raises:
             NotFound: no such model or version.
             FailedPrecondition: it is not durable yet, or was taken out of history.
             InvalidArgument: the content is too large, no signature, or not about this version.
-            ResourceExhausted: the version has as many as one may have.
+            ResourceExhausted: the version has as many as one may have, or as many by this identity.
         """
         bundle = Bundle.read(content)
         model = ModelName.parse(name)
@@ -95,6 +96,6 @@ class Signatures:
                     fix="sign the version's own files: weighbridge sign, or model_signing in the folder of a download",
                 )
             with self._adding:  # each counts those before it
-                added = write_signature(self._catalog.store, model, number, content)
+                added = write_signature(self._catalog.store, model, number, content, by)
         log.info("%s was signed by %s %s: %s", found, bundle.method, bundle.signer[:16], added[:12])
         return added

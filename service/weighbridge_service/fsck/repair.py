@@ -32,6 +32,7 @@ from weighbridge_storage.documents.names import (
     ModelName,
     blocks_key,
     first_version_of,
+    ledger_key,
     version_key,
 )
 from weighbridge_storage.head.head import Head
@@ -214,6 +215,8 @@ class _Repair:
         if survey.head is None and survey.text is not None:
             kept = f"{self._model.prefix}head.damaged-{self._now_ms}.json"
             self._store.put(kept, survey.text, mode="overwrite")
+        # it goes by generations, which may begin anew with this head: services count what there is
+        self._store.delete(ledger_key(self._model.namespace))
         mode: PutMode = "create" if survey.etag is None else IfMatch(survey.etag)
         try:
             self._store.put(self._model.head_key, after.to_json(), mode=mode)

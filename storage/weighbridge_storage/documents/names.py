@@ -5,6 +5,7 @@ Whatever passes these checks is safe as one component of a path, of a URL and of
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ _TWO_PARTS = re.compile(r"[^/]*/[^/]*")
 _REF = re.compile(REF_PATTERN)
 _REQUEST = re.compile(REQUEST_PATTERN)
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_GIVER_DIGITS = 16
 
 
 def shown(value: object) -> str:
@@ -159,6 +161,22 @@ def digest_of_signature(key: str) -> str | None:
     """The digest in the key of a signature; None of other keys."""
     digest = key.rpartition("/")[2].removesuffix(".sig")
     return digest if key.endswith(f"/{digest}.sig") and _is(_SHA256, digest) else None
+
+
+def signature_giver_key(model: ModelName, number: int, digest: str, by: str) -> str:
+    """Key of the note that says who has put a signature to a version, e.g. ``models/acme/smol/signatures/000000000017/<digest>.by-<digits>``.
+
+    Args:
+        model: whose version is signed.
+        number: which version.
+        digest: as in `signature_key`.
+        by: name of an identity, which the key holds as the first 16 hex digits of its SHA-256.
+
+    Raises:
+        InvalidArgument: as `signature_key`.
+    """
+    giver = hashlib.sha256(by.encode()).hexdigest()[:_GIVER_DIGITS]
+    return f"{signature_key(model, number, digest).removesuffix('.sig')}.by-{giver}"
 
 
 def numbered_key(model: ModelName, key: str) -> tuple[str, int] | None:

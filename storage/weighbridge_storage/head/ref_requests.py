@@ -2,13 +2,14 @@
 
 A protected ref is changed for those alone of whose scopes one names it. If that takes approvals, the change is a request, of which there
 is one at a time for each ref: a newer one supersedes it. An approval names the request that it answers, so one that is repeated or late
-approves nothing else. The last approval that it takes carries the request out, in the same write of the head.
+approves nothing else. The last approval that it takes carries the request out, in the same write of the head. What counts is who may then: a scope
+that was taken away since takes the request and the approvals along that were made by it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -66,6 +67,19 @@ class Asker:
     proven: bool
     names_ref: bool
     scope: str
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Who may take part in changes of a ref now, whatever they might when they did.
+
+    Attributes:
+        asks: whether an identity of this name may ask for one.
+        approves: whether it may approve one.
+    """
+
+    asks: Callable[[str], bool]
+    approves: Callable[[str], bool]
 
 
 def request_name(key: str, by: str, nonce: str) -> str:
@@ -140,16 +154,32 @@ def ask(
 
 
 def approve_request(
-    history: History, ref: str, request_id: str, asker: Asker, *, now_ms: int, note: str = ""
+    history: History,
+    ref: str,
+    request_id: str,
+    asker: Asker,
+    standing: Standing,
+    *,
+    now_ms: int,
+    note: str = "",
 ) -> tuple[Head, RequestEntry]:
-    """Approve a request. With the last approval that it takes it is carried out. Approving it again changes nothing.
+    """Approve a request. With the last approval that it takes it is carried out. Approving it again adds none.
+
+    Args:
+        history: before.
+        ref: which one it would change.
+        request_id: of the request.
+        asker: who approves.
+        standing: who may ask for this and approve it now.
+        now_ms: in milliseconds since 1970 UTC.
+        note: why.
 
     Returns:
         The head after that, and the request as it stands: done or pending.
 
     Raises:
         PermissionDenied: ``asker`` has asked for it, or has no scope that names the ref.
-        FailedPrecondition: it was withdrawn, superseded, or has expired; or nobody knows who approves.
+        FailedPrecondition: it was withdrawn, superseded, or has expired; or nobody knows who approves; or who has asked may not any longer.
         NotFound: there is no such request for this ref, or what it names is gone.
     """
     history = history.under(expire(history.head, now_ms))
@@ -165,10 +195,15 @@ def approve_request(
         return head, there
     if not there.pending:
         _ended(head, there)
-    if any(each.by == asker.name for each in there.approvals):
-        return head, there
-    approved = replace(there, approvals=(*there.approvals, RefApproval(asker.name, now_ms, note)))
-    if missing(head, approved):
+    if not standing.asks(there.by):
+        raise FailedPrecondition(
+            f"{there.by} has asked for this, and has no scope any longer that names the ref {ref}",
+            fix="let somebody ask for it who has one: weighbridge tag MODEL@VERSION REF",
+        )
+    approved = there
+    if not any(each.by == asker.name for each in there.approvals):
+        approved = replace(there, approvals=(*there.approvals, RefApproval(asker.name, now_ms, note)))
+    if missing(head, approved, standing):
         return _with(head, approved), approved
     done = replace(_closed(approved, REQUEST_DONE, asker.name, now_ms), previous=head.ref_numbers.get(ref, 0))
     return _effect(history.under(_with(head, done)), there), done
@@ -239,12 +274,12 @@ def expire(head: Head, now_ms: int) -> Head:
     return head
 
 
-def missing(head: Head, request: RequestEntry) -> int:
-    """How many more approvals a request takes; 0 if it does not wait for any."""
+def missing(head: Head, request: RequestEntry, standing: Standing) -> int:
+    """How many more approvals a request takes, of those who may approve it now; 0 if it does not wait for any."""
     protection = head.protected.get(request.ref)
     if protection is None or not request.pending:
         return 0
-    return max(protection.approvals - len(request.approvals), 0)
+    return max(protection.approvals - sum(standing.approves(each.by) for each in request.approvals), 0)
 
 
 def _effect(history: History, request: RequestEntry) -> Head:

@@ -17,7 +17,7 @@ import xxhash
 from weighbridge._core.metadata import MetadataValue
 from weighbridge._core.resources import HELD_NONFINITE
 from weighbridge._formats.safetensors_files import INDEX_FILE, FilesLayout
-from weighbridge.errors import NotFound
+from weighbridge.errors import Conflict, DataLoss, NotFound
 from weighbridge_storage.documents import strict_json
 from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
 from weighbridge_storage.documents.names import (
@@ -32,7 +32,7 @@ from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import publish
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
-from weighbridge_storage.stores.objects import ByteArray, ObjectStore
+from weighbridge_storage.stores.objects import ByteArray, IfMatch, ObjectStore
 from weighbridge_storage.versions.digests import FileDigests, digest_bytes
 from weighbridge_storage.versions.manifest import (
     FEATURES,
@@ -205,7 +205,10 @@ def write_side_files(
 def write_manifest(
     store: ObjectStore, model: ModelName, entry: OpenEntry, written: Written, layouts: str = ""
 ) -> Manifest:
-    """Write a version's manifest, after all its files. Whoever writes it, with the same files, writes the same.
+    """Write a version's manifest, after all its files; the one that is there then.
+
+    The first that is written of these files stays as it is: replicas that publish a version together may be of different releases or make
+    different digests, and one that comes late must not replace what may have been signed by then.
 
     Args:
         store: where to.
@@ -213,6 +216,10 @@ def write_manifest(
         entry: the version as it was opened.
         written: its files.
         layouts: digest of the layouts of all ranks; empty if it is not known.
+
+    Raises:
+        FailedPrecondition: one is there that requires a feature that is lacking here.
+        Conflict: others were faster all the time.
     """
     nonfinite = not entry.allow_nonfinite and any(tensor.nonfinite for tensor in written.tensors.values())
     manifest = Manifest(
@@ -229,8 +236,29 @@ def write_manifest(
         held=tuple(sorted({*entry.held, HELD_NONFINITE})) if nonfinite else entry.held,
         provenance=provenance_of(entry, layouts),
     )
-    store.put(version_key(model, entry.number, MANIFEST_FILE), manifest.to_json(), mode="overwrite")
+    key = version_key(model, entry.number, MANIFEST_FILE)
+    try:
+        store.put(key, manifest.to_json(), mode="create")
+        return manifest
+    except Conflict:
+        there, etag = store.get(key)
+    try:
+        found = Manifest.from_json(there, key)
+        if _same_files(found, manifest):
+            return found
+    except DataLoss:
+        pass  # what an attempt that broke off has left
+    store.put(key, manifest.to_json(), mode=IfMatch(etag))
     return manifest
+
+
+def _same_files(one: Manifest, other: Manifest) -> bool:
+    """Whether two manifests are of the same version and the same bytes."""
+    return (
+        (one.model, one.version) == (other.model, other.version)
+        and one.files.keys() == other.files.keys()
+        and all(one.files[name].same_content(file) for name, file in other.files.items())
+    )
 
 
 def provenance_of(entry: OpenEntry, layouts: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from weighbridge._core.resources import VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.push_sources import ShardSource, StagingPool, StreamSource, TensorSource
 from weighbridge._lane import protocol
+from weighbridge._lane.connection import LaneConnection
 from weighbridge._lane.plans import placed_copies
 from weighbridge.errors import (
     DataLoss,
@@ -676,6 +678,34 @@ def test_garbage_on_the_socket_ends_that_connection_and_no_other(
             assert hostile.recv(1) == b""
     eventually(lambda: service.lane.clients == 1)
     assert trainer.push_folder(MODEL, sources[1].folder).report(20).lane == "local"
+
+
+def test_descriptors_of_an_answer_that_is_no_message_are_closed(tmp_path: Path) -> None:
+    path = tmp_path / "lane.sock"
+    reading, writing = os.pipe()
+
+    def serve(listening: socket.socket) -> None:
+        with listening.accept()[0] as client:
+            received = protocol.receive(client)
+            assert received is not None
+            hello = pb.LaneResponse(id=pb.LaneRequest.FromString(received[0]).id)
+            hello.hello.service_id = "one"
+            protocol.send(client, hello)
+            socket.send_fds(client, [struct.pack("<I", 1)], [writing])
+            os.close(writing)
+            client.sendall(b"\xff")
+            client.recv(1)
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        serving = threading.Thread(target=serve, args=(listening,))
+        serving.start()
+        connection = LaneConnection(str(path), True, "one", CLIENT_ID, "", lambda _: None, lambda _: None)
+        serving.join(20)
+        eventually(lambda: connection.ended)
+    with os.fdopen(reading, "rb") as pipe:
+        assert pipe.read() == b""  # which waits as long as anybody has the other end
 
 
 def test_a_plan_that_leads_beyond_the_memory_is_refused() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import numpy as np
 import pytest
 
@@ -27,9 +28,12 @@ from weighbridge import (
     PermissionDenied,
     TrainerClient,
     Unauthenticated,
+    Unavailable,
 )
 from weighbridge._cli import main
 from weighbridge_service.access import access as access_module
+from weighbridge_service.access.audit import Audit
+from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.grpc import call as call_module
 from weighbridge_service.api.grpc import methods as methods_module
 
@@ -192,6 +196,71 @@ def test_nothing_secret_is_written_down(running: RunningService) -> None:
     assert entries(running, result="UNAUTHENTICATED")
     assert "secret" not in text
     assert "token-of" not in text
+
+
+def test_what_cannot_be_written_down_is_refused_before_it_is_done(tmp_path: Path, source: TinyModel) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    policy = policy_file(
+        tmp_path,
+        identity("root", ["admin"], token="token-of-root", users=[os.getuid()]),
+        identity("engine", [f"look:{MODEL}"], token="token-of-engine"),
+    )
+    root = Credentials(token="token-of-root")
+    with (
+        running_service(
+            tmp_path / "store",
+            policy=policy,
+            audit=logs / "audit.jsonl",
+            local_socket=str(tmp_path / "lane.sock"),
+            bulk_port="auto",
+        ) as service,
+        https(service) as url,
+        TrainerClient(service.address, credentials=root, retry_seconds=0.2) as trainer,
+    ):
+        trainer.import_folder(MODEL, source.folder, step=1).wait(timeout=60)
+        trainer.set_ref(MODEL, "prod", 1)
+        logs.rename(tmp_path / "gone")
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="audit log cannot be written: No such file or directory"):
+                trainer.delete_ref(MODEL, "prod")
+            answer = httpx.delete(
+                f"{url}/v1/models/{MODEL}/refs/prod", headers={"authorization": "Bearer token-of-root"}
+            )
+            assert (answer.status_code, "audit log" in answer.text) == (503, True)
+            for lane in ("local", "grpc"):
+                with (
+                    EngineClient(service.address, lane=lane, credentials=root, retry_seconds=0.2) as engine,
+                    pytest.raises(Unavailable, match="audit log"),
+                ):
+                    list(engine.pull(MODEL))
+            with (
+                Client(service.address, credentials=ENGINE) as engine,
+                pytest.raises(PermissionDenied),
+            ):
+                engine.delete_ref(MODEL, "prod")
+            assert trainer.refs(MODEL)["prod"] == 1, "who looks is answered, and sees that nothing was done"
+        logs.mkdir()
+        trainer.delete_ref(MODEL, "prod")
+        lines = [json.loads(line) for line in (logs / "audit.jsonl").read_text().splitlines()]
+        assert [each["result"] for each in lines if each["identity"] == "engine"] == ["PERMISSION_DENIED"] * 2
+        assert (lines[-1]["action"], lines[-1]["result"]) == ("DeleteRef", "OK")
+
+
+def test_a_full_disk_loses_no_line_and_lets_nothing_be_done(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.symlink_to("/dev/full")
+    audit = Audit(path)
+    said = {"face": "grpc", "host": "h", "identity": "me", "model": MODEL, "ref": "", "result": "OK"}
+    audit.record(action="SetRef", verb=Verb.TAG, **said)  # of what was under way
+    with pytest.raises(Unavailable, match="audit log cannot be written: No space left"):
+        audit.check(Verb.TAG)
+    audit.check(Verb.LOOK)
+    path.unlink()
+    audit.check(Verb.TAG)
+    audit.record(action="DeleteRef", verb=Verb.TAG, **said)
+    assert [json.loads(line)["action"] for line in path.read_text().splitlines()] == ["SetRef", "DeleteRef"]
+    audit.close()
 
 
 def test_a_stream_ends_with_its_token_and_goes_on_with_the_next_one(

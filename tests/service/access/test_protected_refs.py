@@ -31,6 +31,7 @@ from weighbridge import (
 from weighbridge._cli import commands
 from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2
+from weighbridge_service.access import access as access_module
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_storage.head.head import REMEMBERED_REQUESTS
@@ -64,6 +65,7 @@ class Fleet:
     two: RunningService
     web: TestClient
     audit: Path
+    policy: Path
 
     def http(self, name: str, method: str, path: str, body: Any = None) -> Any:
         headers = {"authorization": f"Bearer {token(name)}"}
@@ -103,7 +105,7 @@ def fleet(tmp_path: Path, source: TinyModel) -> Iterator[Fleet]:
             trainer.protect_ref(MODEL, "prod", approvals=1)
         exports = Exports(one.service)
         app = create_app(one.service, exports, one.metrics, one.health)
-        yield Fleet(one, two, TestClient(app, raise_server_exceptions=False), audit)
+        yield Fleet(one, two, TestClient(app, raise_server_exceptions=False), audit, policy)
         exports.close()
 
 
@@ -183,6 +185,36 @@ def test_only_a_scope_that_names_the_ref_approves(fleet: Fleet, name: str) -> No
     assert fleet.http(name, "POST", path, {}).status_code == 403
     assert fleet.http(name, "DELETE", f"/prod/requests/{request.request_id}").status_code == 403
     assert fleet.refs()["prod"] == 1
+
+
+def test_an_approval_counts_no_longer_than_its_giver_may_approve(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access_module, "_LOOK_SECONDS", 0.0)
+    fleet.http("boss", "PUT", "/prod/protection", {"approvals": 2})
+    request = asked(fleet)
+    assert approve(fleet, "bob", request).missing == 1
+    policy = fleet.policy.read_text()
+
+    def missing() -> int:
+        (there,) = [
+            each for each in fleet.http("ann", "GET", "").json()["requests"] if each["state"] == "pending"
+        ]
+        return int(there["missing"])
+
+    fleet.policy.write_text(policy.replace('"approve:acme/*@prod"', f'"pull:{MODEL}"'))
+    assert missing() == 2
+    assert approve(fleet, "cid", request).missing == 1
+    assert fleet.refs()["prod"] == 1
+    # nor is anything done that was asked for by somebody who may not ask any longer
+    fleet.policy.write_text(
+        policy.replace(f'"tag:{MODEL}@prod", "approve:{MODEL}@prod"', f'"look:{MODEL}"', 1)
+    )
+    with pytest.raises(FailedPrecondition, match="ann has asked for this, and has no scope any longer"):
+        approve(fleet, "cid", request)
+    fleet.policy.write_text(policy)
+    assert approve(fleet, "cid", request).state == "done", "each counts again"
+    assert fleet.refs()["prod"] == 2
 
 
 def test_whoever_shows_nothing_is_nobodys_second_identity(fleet: Fleet) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.service.access.test_tls import https
 from tests.support.identities import identity, policy_file
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, is_done_within
 from weighbridge import (
     Client,
     Credentials,
@@ -39,11 +40,17 @@ from weighbridge._core import striping
 from weighbridge_service.access import access as access_module
 from weighbridge_service.access.identities import Evidence, Identity
 from weighbridge_service.access.peer import Peer
+from weighbridge_service.admission import identity_quotas
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.api.http import callers, hub_routes
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.catalog import stored_bytes as stored_module
 from weighbridge_service.exports.jobs import Exports
+from weighbridge_service.fsck.repair import check_store
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_storage.documents.names import ModelName, ledger_key
+from weighbridge_storage.head.ledger import Amount, Ledger
+from weighbridge_storage.stores.local import LocalStore
 
 MODEL, OTHER = "acme/smol", "acme/other"
 A, B, OWNER = (Credentials(token=f"token-of-{name}") for name in ("a", "b", "owner"))
@@ -179,6 +186,24 @@ def test_what_a_namespace_holds_is_known_after_a_restart_and_without_the_ledger(
             push(running.address, source, 2, model=OTHER)
         with Client(running.address, credentials=A) as client:
             assert client.usage().quotas == (Quota("stored", "acme", size_of(source), stored),)
+
+
+def test_what_a_namespace_holds_is_counted_anew_once_a_head_was_rebuilt(
+    tmp_path: Path, source: TinyModel
+) -> None:
+    stored = size_of(source) + 1000
+    name = ModelName.parse(MODEL)
+    with service(tmp_path, stored=stored) as running:
+        register(running, source, MODEL)
+        push(running.address, source, 1)
+    with closing(LocalStore(tmp_path / "store")) as store:
+        # a head of many changes, of which nothing was left at the last of them
+        lost = Ledger({name.name: Amount(1_000_000, 0)}, unix_ms())
+        store.put(ledger_key(name.namespace), lost.to_json(), mode="overwrite")
+        store.delete(name.head_key)
+        assert all(model.ok for model in check_store(store, repair=True))
+    with service(tmp_path, stored=stored) as running, Client(running.address, credentials=A) as client:
+        assert client.usage().quotas == (Quota("stored", "acme", size_of(source), stored),)
 
 
 @pytest.mark.parametrize("models", [(MODEL, OTHER), (MODEL, MODEL)], ids=["two models", "one model"])
@@ -409,6 +434,39 @@ def test_a_stream_that_is_slowed_keeps_nothing_that_others_need(tmp_path: Path, 
                 push(running.address, source, step, shown=B)
                 assert_pulled(running, source, B)
             assert running.service.byte_budget.in_flight.nbytes[Direction.OUT] == 0
+
+
+def test_calls_of_who_is_refused_streams_without_end_are_put_off_and_those_of_others_are_not(
+    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity_quotas, "_REFUSALS_AT_ONCE", 1.0)
+    with service(tmp_path, 'streams = 1, bytes_per_second = "1MB"', bulk_port="auto") as running:
+        quotas = running.service.quotas.identities
+        quotas.clock = clock = Clock()
+        register(running, source, MODEL)
+        push(running.address, source, 1, shown=B)
+        with EngineClient(running.address, credentials=A, retry_seconds=0) as engine:
+
+            def refused() -> None:
+                with pytest.raises(ResourceExhausted, match="a has 1 stream"):
+                    list(engine.pull(MODEL))
+
+            with slow_stream(running):
+                a = next(each for each in running.service.access.limited() if each.name == "a")
+                refused()
+                assert quotas.put_off(a) == 0.0
+                refused()
+                frozen = clock.now
+                started = time.monotonic()
+                engine.models()
+                assert time.monotonic() - started > 0.9, "also what asks for no stream"
+                with EngineClient(running.address, credentials=B) as other:
+                    assert is_done_within(0.4, other.models)
+            # the place is free, but who was told to wait has to
+            clock.now = frozen
+            refused()
+            clock.now += 10**9
+            list(engine.pull(MODEL))
 
 
 def test_a_stream_more_than_the_identity_may_have_is_refused_with_a_time_and_comes_when_one_ends(

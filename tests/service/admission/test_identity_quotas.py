@@ -132,6 +132,31 @@ def test_there_are_as_many_streams_as_the_identity_may_have_and_a_place_is_free_
     assert quotas.use_of(a).streams == 0
 
 
+def test_who_is_refused_streams_without_end_is_put_off_and_nobody_else_is() -> None:
+    clock = Clock()
+    quotas, a, b = IdentityQuotas(clock), somebody("a", streams=1), somebody("b", streams=1)
+
+    def refused(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(ResourceExhausted), quotas.streaming(a):
+                pass
+
+    with quotas.streaming(a):
+        refused(100)
+        assert quotas.put_off(a) == 0.0
+        refused(1000)
+        assert quotas.put_off(a) == 1.0
+    with pytest.raises(ResourceExhausted, match="a has 1 stream") as told:
+        quotas.check_put_off(a)
+    assert told.value.retry_after
+    for other in (b, EVERYBODY, somebody("c")):
+        assert quotas.put_off(other) == 0.0
+        quotas.check_put_off(other)
+    clock.now += 1.1
+    quotas.check_put_off(a)
+    assert quotas.put_off(a) == 0.0
+
+
 def test_the_first_part_of_a_stream_keeps_places_for_the_others() -> None:
     there, asked = Places(), [Striping(3, index) for index in range(3)]
     begun = there.begun(asked[0], limit=4, now=0.0, whole=True)

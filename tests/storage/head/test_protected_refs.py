@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from weighbridge_storage.head.ref_requests import (
     LIFETIME_MS,
     MAX_PROTECTED,
     Asker,
+    Standing,
     approve_request,
     ask,
     expire,
@@ -43,10 +44,17 @@ from weighbridge_storage.head.retention import decide, retire
 
 VERSIONS = {number: VersionEntry(number, number, "r", 5, 10, 1, "", "claim") for number in range(1, 6)}
 SCOPE = "tag:acme/smol@prod"
+PEOPLE = ("ann", "bob", "cid")
 
 
 def who(name: str, *, names_ref: bool = True, proven: bool = True) -> Asker:
     return Asker(name, proven, names_ref, SCOPE)
+
+
+def standing(
+    asks: Collection[str] = (*PEOPLE, "dan", "root"), approves: Collection[str] = (*PEOPLE, "dan", "root")
+) -> Standing:
+    return Standing(asks.__contains__, approves.__contains__)
 
 
 def of(head: Head) -> History:
@@ -71,7 +79,7 @@ def asked(head: Head, request_id: str, by: str, version: int = 0, **said: Any) -
 
 
 def approved(head: Head, request_id: str, by: str, *, at: int = 20) -> Head:
-    return approve_request(of(head), "prod", request_id, who(by), now_ms=at)[0]
+    return approve_request(of(head), "prod", request_id, who(by), standing(), now_ms=at)[0]
 
 
 def state_of(head: Head, request_id: str) -> str:
@@ -81,9 +89,6 @@ def state_of(head: Head, request_id: str) -> str:
 def written(head: Head) -> Head:
     """The head as somebody reads it who has not written it."""
     return Head.from_json(head.to_json())
-
-
-PEOPLE = ("ann", "bob", "cid")
 
 
 class Requests(RuleBasedStateMachine):
@@ -98,6 +103,7 @@ class Requests(RuleBasedStateMachine):
         self.named = 1
         self.pending: tuple[str, int] | None = None
         self.yes: set[str] = set()
+        self.asks, self.approves = set(PEOPLE), set(PEOPLE)
 
     def _over(self) -> None:
         self.pending, self.yes = None, set()
@@ -125,17 +131,24 @@ class Requests(RuleBasedStateMachine):
         asked_by, version = self.asked[request_id]
         live = self.pending is not None and self.pending[0] == request_id
         try:
-            self.head, found = approve_request(of(self.head), "prod", request_id, who(by), now_ms=self.now)
+            self.head, found = approve_request(
+                of(self.head),
+                "prod",
+                request_id,
+                who(by, names_ref=by in self.approves),
+                standing(self.asks, self.approves),
+                now_ms=self.now,
+            )
         except PermissionDenied:
-            assert by == asked_by
+            assert by == asked_by or by not in self.approves
             return
         except FailedPrecondition:
-            assert not live
+            assert not live or asked_by not in self.asks
             return
         assert by != asked_by
         if live:
             self.yes.add(by)
-            enough = len(self.yes) >= self.approvals
+            enough = len(self.yes & self.approves) >= self.approvals
             assert found.state == ("done" if enough else "pending")
             if enough:
                 self.named = version
@@ -148,6 +161,10 @@ class Requests(RuleBasedStateMachine):
         if self.pending is not None:
             self.head, _ = withdraw_request(self.head, "prod", self.pending[0], who(by), now_ms=self.now)
             self._over()
+
+    @rule(scopes=st.sampled_from(["asks", "approves"]), by=st.sampled_from(PEOPLE))
+    def take_a_scope_away_or_give_it_back(self, scopes: str, by: str) -> None:
+        getattr(self, scopes).symmetric_difference_update({by})
 
     @rule(days=st.integers(0, 5))
     def wait(self, days: int) -> None:
@@ -183,12 +200,26 @@ def test_who_asks_cannot_approve_and_two_approvals_are_those_of_two() -> None:
     head = approved(approved(head, "q", "bob"), "q", "bob")
     assert (state_of(head, "q"), head.ref_numbers["prod"]) == ("pending", 1)
     [pending] = [each for each in head.requests if each.pending]
-    assert missing(head, pending) == 1
+    assert missing(head, pending, standing()) == 1
     head = approved(head, "q", "cid", at=30)
     assert head.ref_numbers["prod"] == 3
     done = head.requests[-1]
     assert (done.by, done.previous, done.closed_by, done.closed_ms) == ("ann", 1, "cid", 30)
     assert [(each.by, each.approved_ms) for each in done.approvals] == [("bob", 20), ("cid", 30)]
+
+
+def test_what_counts_is_who_may_approve_and_ask_when_the_ref_moves() -> None:
+    head = approved(asked(protected(2), "q", "ann", 3), "q", "bob")
+    without_bob = standing(approves=("cid", "root"))
+    head, found = approve_request(of(head), "prod", "q", who("cid"), without_bob, now_ms=30)
+    assert (found.state, missing(head, found, without_bob), head.ref_numbers["prod"]) == ("pending", 1, 1)
+    with pytest.raises(FailedPrecondition, match="ann has asked for this, and has no scope any longer"):
+        approve_request(of(head), "prod", "q", who("root"), standing(asks=("root",)), now_ms=30)
+    after, found = approve_request(of(head), "prod", "q", who("root"), without_bob, now_ms=30)
+    assert (found.state, after.ref_numbers["prod"]) == ("done", 3)
+    # of who may again, the approval counts again, and is not given twice
+    after, found = approve_request(of(head), "prod", "q", who("cid"), standing(), now_ms=30)
+    assert (found.state, len(found.approvals), after.ref_numbers["prod"]) == ("done", 2, 3)
 
 
 def test_an_approval_of_what_was_superseded_approves_nothing_and_says_what_is_asked_now() -> None:
@@ -225,7 +256,7 @@ def test_a_name_stands_for_one_request() -> None:
         with pytest.raises(AlreadyExists):
             ask(of(head), other, who(other.by))
     with pytest.raises(NotFound):
-        approve_request(of(head), "other", "q", who("bob"), now_ms=20)
+        approve_request(of(head), "other", "q", who("bob"), standing(), now_ms=20)
 
 
 def test_a_request_expires_and_cannot_be_approved_from_then_on() -> None:
@@ -241,7 +272,7 @@ ACTS: list[Callable[[Head, Asker], object]] = [
     lambda head, asker: ask(of(head), wanted("n", asker.name, 2), asker),
     lambda head, asker: ask(of(head), wanted("n", asker.name), asker),
     lambda head, asker: ask(of(head), wanted("n", asker.name, action="unprotect"), asker),
-    lambda head, asker: approve_request(of(head), "prod", "q", asker, now_ms=20),
+    lambda head, asker: approve_request(of(head), "prod", "q", asker, standing(), now_ms=20),
     lambda head, asker: withdraw_request(head, "prod", "q", asker, now_ms=20),
 ]
 
@@ -294,7 +325,7 @@ def test_a_ref_can_be_protected_before_there_is_one() -> None:
     head = replace(head, next_version=9, recent=VERSIONS, refs={"latest": Ref(5)})
     head = asked(head, "q", "ann", 2, ref="main")
     assert "main" not in head.refs
-    head, _ = approve_request(of(head), "main", "q", who("bob"), now_ms=20)
+    head, _ = approve_request(of(head), "main", "q", who("bob"), standing(), now_ms=20)
     assert (head.ref_numbers["main"], head.requests[-1].previous) == (2, 0)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
 import re
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from weighbridge._core.dtypes import from_safetensors
 from weighbridge._formats.safetensors_files import layout_of_files
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument
 from weighbridge_storage.documents.entries import OpenEntry
-from weighbridge_storage.documents.names import ModelName, version_prefix
+from weighbridge_storage.documents.names import ModelName, version_key, version_prefix
 from weighbridge_storage.stores.local import LocalStore
+from weighbridge_storage.stores.objects import ObjectStore
 from weighbridge_storage.versions.digests import digest_bytes, digest_file
 from weighbridge_storage.versions.manifest import FileEntry, Manifest, TensorEntry
 from weighbridge_storage.versions.writing import (
@@ -281,6 +284,32 @@ def test_another_format_is_refused_with_the_program_to_use(tmp_path: Path, numbe
     with pytest.raises(FailedPrecondition, match=f"format {number}") as caught:
         Manifest.from_json(text_of(document))
     assert caught.value.fix == fix
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_is_not_replaced_by_another_one_of_the_same_files(store: ObjectStore) -> None:
+    name = ModelName("acme", "smol")
+    entry, content = OpenEntry(17, "r", 300, "r1", 1, 1_767_225_600_000, 0, "", 2), b'{"a": 1}'
+    plain = digest_bytes(content)
+    key = version_key(name, 17, "weighbridge.json")
+
+    def write(file: FileEntry, layouts: str = "") -> Manifest:
+        return write_manifest(store, name, entry, Written({"config.json": file}, {}), layouts)
+
+    first = write(replace(plain, sha256=""))
+    text, _ = store.get(key)
+    # of a replica that makes other digests, or knows more of the version
+    late = write(replace(plain, sha256=hashlib.sha256(content).hexdigest()), "layouts")
+    assert late == first
+    assert store.get(key)[0] == text
+    # what is of other files, or damaged, was left by an attempt that came to nothing
+    for left in (replace(first, files={"other.json": plain}).to_json(), text[:-9]):
+        store.put(key, left, mode="overwrite")
+        written = write(plain)
+        assert Manifest.from_json(store.get(key)[0]) == written
+        assert written.files == {"config.json": plain}
 
 
 # -- what the documentation says -------------------------------------------------------------------------------------

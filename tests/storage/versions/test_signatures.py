@@ -15,6 +15,7 @@ from weighbridge_service.fsck.repair import check_store
 from weighbridge_storage.documents.names import ModelName, signatures_prefix
 from weighbridge_storage.stores.objects import ObjectStore
 from weighbridge_storage.versions.signatures import (
+    MOST_OF_ONE,
     MOST_SIGNATURES,
     read_signatures,
     signature_ids,
@@ -60,6 +61,19 @@ def test_a_version_has_so_many_signatures_and_no_more(store: ObjectStore) -> Non
     assert len(signature_ids(store, NAME, 17)) == MOST_SIGNATURES
 
 
+def test_one_identity_leaves_places_for_the_signatures_of_others(store: ObjectStore) -> None:
+    for number in range(MOST_OF_ONE):
+        write_signature(store, NAME, 17, b"%d of ann" % number, "ann")
+    with pytest.raises(ResourceExhausted, match="ann has put 4 signatures"):
+        write_signature(store, NAME, 17, b"one more", "ann")
+    write_signature(store, NAME, 17, b"of bob", "bob")
+    assert write_signature(store, NAME, 17, b"of bob", "ann") == digest(b"of bob"), "it is there already"
+    assert write_signature(store, NAME, 17, b"0 of ann", "ann") == digest(b"0 of ann")
+    assert len(read_signatures(store, NAME, 17)) == MOST_OF_ONE + 1
+    write_signature(store, NAME, 18, b"one more", "ann")
+    assert len(read_signatures(store, NAME, 18)) == 1, "each version has places of its own"
+
+
 def test_signatures_go_with_their_version_and_fsck_knows_them(tmp_path: Path) -> None:
     with running_service(tmp_path / "store", grace_seconds=1.0, collect_every=0) as running:
         store = running.service.catalog.store
@@ -69,7 +83,7 @@ def test_signatures_go_with_their_version_and_fsck_knows_them(tmp_path: Path) ->
                     timeout=60
                 )
             for number in (1, 2):
-                write_signature(store, NAME, number, b"a signature")
+                write_signature(store, NAME, number, b"a signature", "ann")
             assert [checked for model in check_store(store) for checked in model.findings] == []
             trainer.collect(str(NAME))
             assert len(signature_ids(store, NAME, 1)) == 1, "of a version that is kept"

@@ -67,14 +67,17 @@ VERBS = {
 """By service and method of the contract."""
 
 
-def check_allowed(call: Call, verb: Verb, request: Any) -> None:
-    """Raise if a caller may not do what a request asks for; see `authorize`. Of what it names, the call notes what decides."""
+def check_allowed(call: Call, verb: Verb, request: Any, audit: Audit) -> None:
+    """Raise if a caller may not do what a request asks for, or that cannot be written down; see `authorize` and `Audit.check`. Of what it names,
+    the call notes what decides.
+    """
     allowed: list[tuple[str, str]] = []
     for each in named(request):
         call.named = (each,)
         authorize(call.peer, verb, *each)
         allowed.append(each)
     call.named = tuple(allowed)
+    audit.check(verb)
 
 
 def record(audit: Audit, call: Call, method: MethodDescriptor, code: str) -> None:

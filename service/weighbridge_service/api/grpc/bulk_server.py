@@ -22,6 +22,7 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument, Unavailable,
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.certificates import Certificates
+from weighbridge_service.access.identities import Identity
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.tickets import Tickets
@@ -94,6 +95,7 @@ class BulkListener:
         waits: MessageWaits,
         access: Access,
         audit: Audit,
+        check_put_off: Callable[[Identity], None],
     ) -> None:
         """Begin to answer those methods of the contract that carry weights.
 
@@ -104,7 +106,9 @@ class BulkListener:
             waits: ends waits for messages that take too long.
             access: knows who calls.
             audit: where it is written down how each call ends.
+            check_put_off: raises if a call of an identity is refused before anything of it is looked at.
         """
+        self._check_put_off = check_put_off
         self._waits = waits
         self._access = access
         self._audit = audit
@@ -125,7 +129,7 @@ class BulkListener:
         for method in service.methods:
             handler = getattr(handlers, method.name)
             if carries_weights(handler):
-                answer = (_taking if hasattr(handler, "streamed") else _giving)(handler, method)
+                answer = (_taking if hasattr(handler, "streamed") else _giving)(handler, method, self._audit)
                 found[method.name] = grpc.stream_stream_rpc_method_handler(self._behaviour(method, answer))
                 self._gate.paths.add(f"/{service.full_name}/{method.name}")
         return grpc.method_handlers_generic_handler(service.full_name, found)
@@ -138,6 +142,7 @@ class BulkListener:
             code = "OK"
             try:
                 self._threads.check()
+                self._check_put_off(call.peer.identity)
                 for response in answer(self._waited_for(requests, call), call):
                     call.check_standing()
                     yield response
@@ -178,7 +183,7 @@ def _gone(error: Exception) -> WeighbridgeError:
     return error if isinstance(error, WeighbridgeError) else Unavailable("the caller has gone")
 
 
-def _taking(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
+def _taking(handler: Callable[..., Any], method: MethodDescriptor, audit: Audit) -> _Answer:
     decode = pieces.decoder(GetMessageClass(method.input_type))
     verb = VERBS[method.containing_service.name][method.name]
 
@@ -186,7 +191,7 @@ def _taking(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
         for i, raw in enumerate(requests):
             message = decoded(decode, raw)
             if not i:  # it names the model for all that follow
-                check_allowed(call, verb, message)
+                check_allowed(call, verb, message, audit)
             yield message
             del raw, message
 
@@ -212,13 +217,13 @@ def _joined(requests: Iterator[bytes]) -> bytes:
     return b"".join(found)
 
 
-def _giving(handler: Callable[..., Any], method: MethodDescriptor) -> _Answer:
+def _giving(handler: Callable[..., Any], method: MethodDescriptor, audit: Audit) -> _Answer:
     kind = GetMessageClass(method.input_type)
     verb = VERBS[method.containing_service.name][method.name]
 
     def answer(requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
         request = decoded(kind.FromString, _joined(requests))
-        check_allowed(call, verb, request)
+        check_allowed(call, verb, request, audit)
         with closing(handler(request, call)) as responses:
             for response in responses:
                 yield encoded(response)

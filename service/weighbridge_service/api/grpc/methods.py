@@ -27,6 +27,7 @@ from weighbridge._transport import pieces
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.audit import Audit
+from weighbridge_service.access.identities import Identity
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.quotas import HostQuota
@@ -115,6 +116,7 @@ class Methods:
         waits: ends waits for messages that take too long.
         access: knows who calls.
         audit: where it is written down how each call ends.
+        put_off: seconds for which a call of an identity waits before anything of it is looked at.
     """
 
     def __init__(
@@ -128,8 +130,10 @@ class Methods:
         waits: MessageWaits,
         access: Access,
         audit: Audit,
+        put_off: Callable[[Identity], float],
     ) -> None:
         self._loop = loop
+        self._put_off = put_off
         self._access = access
         self._audit = audit
         self._quick = quick
@@ -190,6 +194,8 @@ class Methods:
                 self._rates.count(call.peer.host)
                 with self._calls.taking(call.peer.host):
                     try:
+                        if seconds := self._put_off(call.peer.identity):
+                            await asyncio.sleep(seconds)
                         await answer(call, context)
                     except asyncio.CancelledError:
                         if evicted is None:
@@ -247,7 +253,7 @@ class Methods:
         verb = VERBS[method.containing_service.name][method.name]
 
         def allowed(call: Call, request: T) -> T:
-            check_allowed(call, verb, request)
+            check_allowed(call, verb, request, self._audit)
             return request
 
         def decode_allowed(call: Call, raw: bytes) -> Any:

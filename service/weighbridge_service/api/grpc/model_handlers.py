@@ -217,7 +217,7 @@ class ModelHandlers:
         )
 
     def AddSignature(self, request: pb.AddSignatureRequest, call: Call) -> pb.AddSignatureResponse:
-        added = self._signatures.add(request.model, request.number, request.content)
+        added = self._signatures.add(request.model, request.number, request.content, call.peer.name)
         return pb.AddSignatureResponse(id=added)
 
     def GetRetention(self, request: pb.GetRetentionRequest, call: Call) -> pb.GetRetentionResponse:

@@ -203,16 +203,24 @@ class GrpcServer:
         quick, long, replicas, streams, planners = self._workers
         budget = service.byte_budget
         self._waits = MessageWaits(lambda: sum(budget.in_flight.nbytes.values()))
+        self._quotas = service.quotas.identities
         methods = Methods(
-            loop, quick, long, replicas, streams, listener.count, self._waits, service.access, service.audit
+            loop,
+            quick,
+            long,
+            replicas,
+            streams,
+            listener.count,
+            self._waits,
+            service.access,
+            service.audit,
+            self._quotas.put_off,
         )
         self._streams = streams
         self._stack = ExitStack()
         watches = Watches(service.catalog, quick)
         self._stack.enter_context(watches.listening(loop))
-        bulk = BulkStreams(
-            service.byte_budget, most, service.config.budget_wait, planners, service.quotas.identities
-        )
+        bulk = BulkStreams(service.byte_budget, most, service.config.budget_wait, planners, self._quotas)
         self._health = HealthHandlers()
         self._tickets = Tickets(service.key)
         self._access, self._audit = service.access, service.audit
@@ -250,7 +258,13 @@ class GrpcServer:
         self._listener.answer(self._handlers)
         if self._listener.bulk is not None:
             self._listener.bulk.answer(
-                self._contract, self._tickets, self._streams, self._waits, self._access, self._audit
+                self._contract,
+                self._tickets,
+                self._streams,
+                self._waits,
+                self._access,
+                self._audit,
+                self._quotas.check_put_off,
             )
 
     def refuse(self) -> None:

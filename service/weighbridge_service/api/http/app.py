@@ -223,10 +223,12 @@ def _models_router(service: Weighbridge) -> APIRouter:
         return Response(found.content, media_type=SIGNATURE_TYPE)
 
     @router.post("/{namespace}/{name}/versions/{version}/signatures", tags=["signatures"])
-    def add_signature(namespace: Namespace, name: Name, version: Number, body: SignatureIn) -> SignatureOut:
+    def add_signature(
+        namespace: Namespace, name: Name, version: Number, body: SignatureIn, request: Request
+    ) -> SignatureOut:
         """Put a signature to a durable version. It must be about this version's files. Putting it again changes nothing."""
         content = body.content.encode()
-        service.signatures.add(f"{namespace}/{name}", version, content)
+        service.signatures.add(f"{namespace}/{name}", version, content, peer_of(request).name)
         return SignatureOut.of(Bundle.read(content).as_signature)
 
     @router.post("/{namespace}/{name}/versions/{version}/approve", tags=["versions"])
@@ -401,6 +403,7 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
         },
     )
     app.state.access = service.access
+    app.state.audit = service.audit
     app.add_middleware(Recorder, service.audit)
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, HostNames.of(service.config.http_hosts), _DOCUMENTATION)

@@ -35,10 +35,11 @@ class _Asked(NamedTuple):
 
 
 def ask(request: Request, verb: Verb, model: str = "", ref: str = "") -> None:
-    """Raise if the caller may not do this; see `authorize`. How it ends is written down."""
+    """Raise if the caller may not do this, or it cannot be written down; see `authorize` and `Audit.check`. How it ends is written down."""
     peer = peer_of(request)
     request.scope[_ASKED] = _Asked(peer, request.scope["route"].name, verb, model, ref)
     authorize(peer, verb, model, ref)
+    request.app.state.audit.check(verb)
 
 
 class Standing:

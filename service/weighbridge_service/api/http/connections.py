@@ -1,12 +1,18 @@
 """Connections of the HTTP face: so many, and none that says nothing.
 
-uvicorn gives a client that is between two requests five seconds, and one that has not come to the end of its first, or of any, for ever.
+uvicorn gives a client that is between two requests five seconds, and one that has not come to the end of its first, or of any, for ever. It
+knows of a client when its TLS handshake is done, for which asyncio gives it a minute. So connections are accepted here, and count from then on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -16,20 +22,104 @@ from weighbridge_service.api.http.callers import CERTIFICATE
 
 log = logging.getLogger(__name__)
 
+_ACCEPT_PAUSE = 0.5
+"""Seconds, where no connection can be accepted, as for want of descriptors."""
 
-def connections(most: int, seconds: float) -> type[H11Protocol]:
+
+class Listener:
+    """What accepts connections, each of which counts until it is closed.
+
+    Args:
+        listening: the socket.
+        most: how many connections there may be; who comes then is cut off, and so is who has many when a fourth is left.
+        seconds: how long a client may take for its TLS handshake.
+    """
+
+    def __init__(self, listening: socket.socket, most: int, seconds: float) -> None:
+        self._listening = listening
+        self._quota = HostQuota("HTTP connections", most)
+        self._seconds = seconds
+        self._stopping = False
+
+    async def accept(
+        self, protocol: Callable[[Callable[[], None]], asyncio.Protocol], tls: ssl.SSLContext | None
+    ) -> None:
+        """Accept connections until `stop`.
+
+        Args:
+            protocol: makes what speaks on a connection; is given what it calls when that is lost.
+            tls: what each begins with; None without.
+        """
+        loop = asyncio.get_running_loop()
+        self._listening.setblocking(False)
+        beginning: set[asyncio.Task[None]] = set()
+        while not self._stopping:
+            try:
+                connection, address = await loop.sock_accept(self._listening)
+            except OSError as error:
+                if not self._stopping:
+                    log.warning("a client could not connect by HTTP: %s", error)
+                    await asyncio.sleep(_ACCEPT_PAUSE)
+                continue
+            host = str(address[0])
+            if not self._quota.try_take(host):
+                log.debug("%s", self._quota.refusal(host))
+                connection.close()
+                continue
+            leave = _Once(partial(self._quota.give, host))
+            task = loop.create_task(self._begin(connection, leave, partial(protocol, leave), tls))
+            beginning.add(task)
+            task.add_done_callback(beginning.discard)
+
+    def stop(self) -> None:
+        """Accept no more; from any thread, and any number of times."""
+        self._stopping = True
+        with suppress(OSError):  # it is closed
+            self._listening.shutdown(socket.SHUT_RDWR)
+
+    async def _begin(
+        self,
+        connection: socket.socket,
+        leave: Callable[[], None],
+        protocol: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        seconds = None if tls is None else self._seconds
+        try:
+            await loop.connect_accepted_socket(protocol, connection, ssl=tls, ssl_handshake_timeout=seconds)
+        except OSError as error:
+            log.debug("a client did not come to its first request: %s", error)
+            connection.close()
+            leave()
+
+
+class _Once:
+    """Something that is done when it is called first.
+
+    Args:
+        do: does it.
+    """
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do: Callable[[], None] | None = do
+
+    def __call__(self) -> None:
+        do, self._do = self._do, None
+        if do is not None:
+            do()
+
+
+def connections(seconds: float) -> type[H11Protocol]:
     """The protocol that uvicorn speaks on its connections.
 
     Args:
-        most: how many there may be; who comes then is cut off, and so is who has many when a fourth is left.
         seconds: how long a client may take from its connection, or from the end of a response, to the end of a request's headers.
     """
 
-    quota = HostQuota("HTTP connections", most)
-
     class Connection(H11Protocol):
+        leave: Callable[[], None] | None = None
         _due: asyncio.TimerHandle | None = None
-        _host: str | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -38,19 +128,12 @@ def connections(most: int, seconds: float) -> type[H11Protocol]:
                 # of a session that is resumed, as TLS 1.2 lets clients, nobody has verified the certificate again
                 names = () if tls.session_reused else names_from_tls(tls.getpeercert)
                 self.app_state = {**self.app_state, CERTIFICATE: names}
-            host = str((transport.get_extra_info("peername") or ("",))[0])
-            if quota.try_take(host):
-                self._host = host
-                self._watch()
-            else:
-                log.debug("%s", quota.refusal(host))
-                transport.abort()
+            self._watch()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._unwatch()
-            if self._host is not None:
-                quota.give(self._host)
-                self._host = None
+            if self.leave is not None:
+                self.leave()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:

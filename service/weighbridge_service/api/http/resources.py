@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
 from weighbridge._core import dtypes
 from weighbridge._core.resources import Signature, VersionState
-from weighbridge._signing.bundle import MAX_BYTES, Bundle
+from weighbridge._signing.bundle import MAX_BYTES, signed_by
 from weighbridge_service.exports.jobs import ExportState
 from weighbridge_storage.documents.names import MODEL_PATTERN
 
@@ -121,16 +121,19 @@ class SignatureOut(Out):
     """A signature of a version."""
 
     id: str = Field(description="SHA-256 of the signature.")
-    method: str = Field(description="How it is signed: `key` or `certificate`.", examples=["key"])
+    method: str = Field(
+        description="How it is signed: `key` or `certificate`; `unknown` if it is of a kind that this service does not know.",
+        examples=["key"],
+    )
     signer: str = Field(
-        description="The key that it names, by SHA-256 of its PEM text; or the certificate, by SHA-256."
+        description="The key that it names, by SHA-256 of its PEM text; or the certificate, by SHA-256; empty if it is not known."
     )
 
     @classmethod
     def of(cls, signature: Signature) -> SignatureOut:
         """A signature for people and programs."""
-        bundle = Bundle.read(signature.content)
-        return cls(id=signature.id, method=bundle.method, signer=bundle.signer)
+        method, signer = signed_by(signature.content)
+        return cls(id=signature.id, method=method, signer=signer)
 
 
 class SignaturesOut(Out):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.admission.quotas import HostQuota
+from weighbridge_service.admission.rates import Rates
 from weighbridge_service.api.lane.session import LaneSession
 from weighbridge_service.api.lane.trust import Writers
 from weighbridge_service.service import Weighbridge
@@ -27,6 +28,10 @@ AUTO, OFF = "auto", "off"
 _BACKLOG = 128
 _MOST_CLIENTS = 1024
 _PENDING_BYTES = 128 << 20
+_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 10.0, 100.0
+"""Of one user's processes: each refusal is a line of the audit log. Ranks of a job that may not borrow ask once each."""
+_TELL_SECONDS = 10.0
+"""Between two lines in the log that clients were sent away."""
 _HELLO_SECONDS = 10.0
 _STOP_SECONDS = 10.0
 _ACCEPT_PAUSE = 0.5
@@ -76,7 +81,9 @@ class LaneServer:
         self._sessions: dict[LaneSession, threading.Thread] = {}
         self._socket: socket.socket | None = None
         self._stopping = False
-        self._most_clients = min(most, _MOST_CLIENTS)
+        self._places = HostQuota("places on the local lane", min(most, _MOST_CLIENTS))
+        self._refusals = Rates(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
+        self._sent_away, self._told = 0, -_TELL_SECONDS
         self._writers = Writers.of(service.config.lane_trust_uids)
         self._pending = HostQuota("bytes of incomplete messages on the local lane", _PENDING_BYTES)
         if where == OFF:
@@ -132,18 +139,24 @@ class LaneServer:
                 log.warning("a client could not connect to %s: %s", self.path, error)
                 time.sleep(_ACCEPT_PAUSE)
                 continue
-            if self.clients >= self._most_clients:
-                log.warning("%d clients are connected to %s: no more", self._most_clients, self.path)
-                connection.close()
-                continue
             uid = _uid(connection)
-            room = _RoomOf(self._pending, f"uid {uid}")
-            check_writer = partial(self._writers.check, uid)
+            user = f"uid {uid}"
+            if not self._places.try_take(user):
+                connection.close()
+                self._tell_of_refusal(user)
+                continue
             session = LaneSession(
-                self._service, connection, self.service_id, room, uid, check_writer, self._hello_seconds
+                self._service,
+                connection,
+                self.service_id,
+                _RoomOf(self._pending, user),
+                uid,
+                partial(self._writers.check, uid),
+                partial(self._refusals.delay, user),
+                self._hello_seconds,
             )
             thread = threading.Thread(
-                target=self._run, args=(session,), name="local-lane-client", daemon=True
+                target=self._run, args=(session, user), name="local-lane-client", daemon=True
             )
             with self._lock:
                 self._sessions[session] = thread
@@ -154,8 +167,16 @@ class LaneServer:
                 with self._lock:
                     del self._sessions[session]
                 connection.close()
+                self._places.give(user)
 
-    def _run(self, session: LaneSession) -> None:
+    def _tell_of_refusal(self, user: str) -> None:
+        self._sent_away += 1
+        now = time.monotonic()
+        if now - self._told >= _TELL_SECONDS:
+            log.warning("%s; clients sent away: %d", self._places.refusal(user).message, self._sent_away)
+            self._sent_away, self._told = 0, now
+
+    def _run(self, session: LaneSession, user: str) -> None:
         self._service.mappings.add(session)
         try:
             session.run()
@@ -163,6 +184,7 @@ class LaneServer:
             self._service.mappings.remove(session)
             with self._lock:
                 del self._sessions[session]
+            self._places.give(user)
 
 
 @dataclass(frozen=True, slots=True)

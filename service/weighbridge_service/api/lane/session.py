@@ -54,6 +54,7 @@ class LaneSession:
         room: for long messages that are coming.
         user: id of the user whose process the client is.
         check_writer: raises if the client is lent no memory for writing.
+        put_off: counts a refusal; gives the seconds after which it is told.
         hello_seconds: how long the client may take to say who it is.
 
     Attributes:
@@ -68,6 +69,7 @@ class LaneSession:
         room: protocol.Room,
         user: int,
         check_writer: Callable[[], None],
+        put_off: Callable[[], float],
         hello_seconds: float,
     ) -> None:
         self._service = service
@@ -77,10 +79,12 @@ class LaneSession:
         self._user = user
         self._evidence = Evidence(user=user)
         self._check_writer = check_writer
+        self._put_off = put_off
         self._hello_seconds = hello_seconds
         self.client_id = ""
         self._lock = threading.Lock()
         self._sending = threading.Lock()
+        self._closed = threading.Event()
         self._recalls: deque[str] = deque()  # keys of memory that the client is still to be asked for
         self._loans: dict[int, MemoryGrant | LentVersion] = {}
         self._next_loan = 1
@@ -92,11 +96,10 @@ class LaneSession:
         try:
             protocol.limit_sending(self._connection, _SEND_SECONDS)
             self._connection.settimeout(self._hello_seconds)
-            while (received := protocol.receive(self._connection, self._room, _MESSAGE_SECONDS)) is not None:
+            # clients have no descriptors to give: ours would be used up by those of messages that do not come to their end
+            while received := protocol.receive(self._connection, self._room, _MESSAGE_SECONDS, 0):
                 self._connection.settimeout(None)
-                raw, descriptors = received
-                protocol.close_all(descriptors)  # clients have nothing to give
-                self._answer(pb.LaneRequest.FromString(raw))
+                self._answer(pb.LaneRequest.FromString(received[0]))
         except (OSError, DecodeError, WeighbridgeError) as error:
             log.debug("a client of the local lane is gone: %s", error)
         finally:
@@ -105,6 +108,7 @@ class LaneSession:
 
     def close(self) -> None:
         """End the connection; the thread that answers it takes everything back."""
+        self._closed.set()
         with suppress(OSError):  # the client has gone
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -161,9 +165,13 @@ class LaneSession:
         if kind in _VERBS:
             asked = getattr(request, kind)
             ref = getattr(asked, "version", "") or getattr(asked, "number", "")
-            self._authorize(kind, asked.model, str(ref))
-            if _VERBS[kind] is Verb.PUSH:
-                self._check_writer()
+            try:
+                self._authorize(kind, asked.model, str(ref))
+                if _VERBS[kind] is Verb.PUSH:
+                    self._check_writer()
+            except WeighbridgeError:
+                self._closed.wait(self._put_off())
+                raise
         if kind == "hello":
             self._evidence = self._service.access.shown_by(request.hello.ticket, self._user)
             self.client_id = request.hello.client_id
@@ -189,6 +197,7 @@ class LaneSession:
         peer = Peer(LOCAL, f"uid {self._user}", self._service.access.identify(self._evidence))
         try:
             authorize(peer, verb, model, ref)
+            self._service.audit.check(verb)
         except WeighbridgeError as error:
             result = error.reason
             raise

@@ -22,6 +22,7 @@ from typing import Self
 import numpy as np
 import pytest
 
+from tests.support.identities import identity, policy_file
 from tests.support.lane_client import CLIENT_ID, connected, lane_process
 from tests.support.raw_clients import RawClient, TinyModel, cut, rows_layout, stream_of, tiny_folder
 from tests.support.services import RunningService, lane_service, running_service
@@ -32,8 +33,9 @@ from weighbridge._core.resources import VersionState
 from weighbridge._lane import protocol
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._memory.mappings import MappedMemory, Use
-from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
+from weighbridge.errors import FailedPrecondition, InvalidArgument, PermissionDenied, WeighbridgeError
 from weighbridge.v1 import local_lane_pb2 as pb
+from weighbridge_service.api.lane import server as lane_server
 from weighbridge_service.api.lane.server import LaneServer
 from weighbridge_storage.memory.regions import PAGE, Region
 
@@ -195,9 +197,74 @@ def test_no_more_clients_are_served_than_leave_the_service_its_descriptors(tmp_p
         for lane in lanes:
             with contextlib.suppress(OSError, AssertionError):
                 served += lane.ask(hello).HasField("hello")
-        assert served == 4
+        assert served == 3, "a fourth is left to other users"
         for lane in lanes:
             lane.socket.close()
+
+
+def test_a_user_that_takes_all_places_it_can_leaves_some_to_others(
+    open_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = str(open_folder / "lane.sock")
+    with running_service(open_folder / "store", local_socket=where, lane_clients=8) as service:
+
+        def take_all() -> None:
+            lanes = [RawLane(where) for _ in range(50)]
+            assert [lane.socket.recv(1) for lane in lanes[6:]] == [b""] * 44
+            (open_folder / "taken").touch()
+            lanes[0].socket.recv(1)  # until it is sent away for its silence
+
+        ended = in_a_fork(take_all, NOBODY)
+        eventually((open_folder / "taken").exists)
+        connection = connected(service.address)
+        assert service.lane.clients == 7
+        connection.close()
+        assert ended()
+        eventually(lambda: service.lane.clients == 0)
+        for _ in range(6):  # what was taken is given back
+            connected(service.address).close()
+    told = [each.message for each in caplog.records if "places on the local lane" in each.message]
+    assert len(told) == 1, "not a line for each"
+
+
+def test_descriptors_that_clients_send_are_not_taken(service: RunningService) -> None:
+    with RawLane(service.lane.path) as lane, RawLane(service.lane.path) as other:
+        reading, writing = os.pipe()
+        raw = pb.LaneRequest(hello=pb.LaneHello(client_id="me")).SerializeToString()
+        for byte in len(raw).to_bytes(4, "little"):
+            socket.send_fds(lane.socket, [bytes([byte])], [writing] * 100)
+        os.close(writing)
+        other.ask(pb.LaneRequest(hello=pb.LaneHello(client_id="other")))
+        with os.fdopen(reading, "rb") as pipe:
+            assert pipe.read() == b"", "while the rest of the message is still to come"
+        lane.socket.sendall(raw)
+        received = protocol.receive(lane.socket)
+        assert received is not None
+        assert pb.LaneResponse.FromString(received[0]).HasField("hello")
+
+
+def test_refusals_on_the_lane_come_no_faster_than_they_may_be_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_server, "_REFUSALS_AT_ONCE", 3.0)
+    monkeypatch.setattr(lane_server, "_REFUSALS_A_SECOND", 5.0)
+    policy = policy_file(tmp_path, identity("me", ["pull:else/*"], users=[os.getuid()]))
+    audit = tmp_path / "audit.jsonl"
+    with (
+        running_service(
+            tmp_path / "store", local_socket=str(tmp_path / "s"), policy=policy, audit=audit
+        ) as service,
+        RawLane(service.lane.path) as lane,
+    ):
+        lane.ask(pb.LaneRequest(hello=pb.LaneHello(client_id="me")))
+        started = time.monotonic()
+        for _ in range(8):
+            assert lane.ask(begin_read()).error.reason == PermissionDenied.reason
+        assert time.monotonic() - started > 0.9, "five of them have to wait, 0.2 s each"
+        assert len(audit.read_text().splitlines()) == 8
+        lane.send(begin_read())
+        started = time.monotonic()
+    assert time.monotonic() - started < 30, "nor does a service that stops wait for them"
 
 
 def test_random_requests_are_refused_and_change_nothing(
