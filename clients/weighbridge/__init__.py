@@ -15,7 +15,7 @@ May import: neither storage nor service. A folder imports only those listed befo
 - `_lane`: the local lane's client.
 - `_clients`: clients, pushes and pulls.
 - `aio`, `_lazy`: the asyncio client; lazy tensors.
-- `integrations`: Megatron, transformers, vLLM, SGLang.
+- `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
 - `follow`: the agent beside an engine.
 - `_cli`: the command line.
 """
@@ -28,14 +28,15 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._version import VERSION
 
 if TYPE_CHECKING:
+    from weighbridge._clients.calls.pull_calls import PullPlan
+    from weighbridge._clients.calls.signature_calls import Signing
     from weighbridge._clients.client import Client
     from weighbridge._clients.engine import EngineClient, Pull
     from weighbridge._clients.filling import Filled
-    from weighbridge._clients.pulling import PullPlan
     from weighbridge._clients.push_handle import PushHandle, PushReport
     from weighbridge._clients.push_options import PushOptions
-    from weighbridge._clients.signature_calls import Signing
     from weighbridge._clients.trainer import TrainerClient
+    from weighbridge._clients.transport import ConnectionOptions
     from weighbridge._core.boxes import Box
     from weighbridge._core.collection import (
         Collection,
@@ -108,6 +109,7 @@ __all__ = [
     "Client",
     "Collection",
     "Conflict",
+    "ConnectionOptions",
     "Credentials",
     "DType",
     "DataLoss",
@@ -181,10 +183,11 @@ _MODULES = {
         "PushHandle",
         "PushReport",
     ),
-    "_clients.pulling": ("PullPlan",),
+    "_clients.calls.pull_calls": ("PullPlan",),
     "_clients.push_options": ("PushOptions",),
-    "_clients.signature_calls": ("Signing",),
+    "_clients.calls.signature_calls": ("Signing",),
     "_clients.trainer": ("TrainerClient",),
+    "_clients.transport": ("ConnectionOptions",),
     "_core.boxes": ("Box",),
     "_core.collection": (
         "Collection",

@@ -1,10 +1,10 @@
-"""Weighbridge service. `server` is the process, `service` wires its parts, `exports` writes versions as folders in the background.
+"""Weighbridge service. `server` is the process, `service` wires its parts.
 
 May import: `weighbridge_storage`, `weighbridge`. A folder imports only those listed before it:
 
 - `runtime`: settings, limits and clock of the process.
 - `access`: who somebody is, and what they may do.
-- `admission`: who asks, what they may have, and whose turn it is.
+- `admission`: what they may have, and whose turn it is.
 - `plan`: which bytes go where.
 - `families`: families of models, a file each.
 - `models`: registered models, their weight maps and layouts.
@@ -13,6 +13,7 @@ May import: `weighbridge_storage`, `weighbridge`. A folder imports only those li
 - `push`: a version from its opening to its being durable.
 - `replicas`: replicas of the service among each other.
 - `pull`: the bytes of a version.
+- `exports`: versions written as folders in the background.
 - `health`: named checks, probes and ``weighbridge doctor``.
 - `api`: the faces: gRPC, HTTP, local lane.
 """

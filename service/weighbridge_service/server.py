@@ -26,7 +26,7 @@ from weighbridge_service.api.http.app import create_app
 from weighbridge_service.api.http.connections import connections
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.lane.server import LaneServer
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.health import Health
 from weighbridge_service.models.bridge_process import BridgeProcess
 from weighbridge_service.models.bridges import made_by

@@ -23,10 +23,15 @@ from weighbridge_service.catalog.signatures import Signatures
 from weighbridge_service.catalog.stored_bytes import StoredBytes
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.pull.serving import Serving
+from weighbridge_service.push.effect_runner import Facilities
+from weighbridge_service.push.image_allocator import ImageAllocator
 from weighbridge_service.push.intake import Intake
+from weighbridge_service.push.machine.state import Limits
 from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.opener import Opener
 from weighbridge_service.push.quotas import Quotas
 from weighbridge_service.push.registry import Registry
+from weighbridge_service.push.taking_over import TakingOver
 from weighbridge_service.replicas.directory import Directory
 from weighbridge_service.replicas.heartbeat import Heartbeat
 from weighbridge_service.replicas.links import Links
@@ -80,6 +85,7 @@ class Weighbridge:
     Attributes:
         catalog: models, versions and refs.
         intake: versions on their way in.
+        registry: their sessions.
         serving: versions on their way out.
         collecting: which versions are kept.
         gates: which versions are held.
@@ -94,7 +100,8 @@ class Weighbridge:
         shared: versions that other replicas take part in.
         peer_files: files of these that are read from other replicas.
         directory: which other replicas there are.
-        takeovers: takes versions over from those that leave.
+        taking_over: owns what those hand over that leave.
+        takeovers: reads it out of their images.
         key: secret that all replicas over the store share.
         access: knows who calls.
         quotas: what identities and namespaces may have, and what they use.
@@ -153,7 +160,7 @@ class Weighbridge:
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
         news = threading.Event()
         heads = self.catalog.heads
-        registry = self._registry = Registry(
+        registry = self.registry = Registry(
             self.catalog.snapshots,
             news,
             lambda name, number: approved_since(heads.last_read(name), number),
@@ -165,10 +172,12 @@ class Weighbridge:
         successors = KnownReplicas(self.directory, self._links)
         stored = StoredBytes(self._guarded, heads, access.stored_limits)
         self.quotas = Quotas(IdentityQuotas(), stored, access.limited)
-        self.intake = Intake(
-            self.catalog, registry, self.images, self.mappings, config, home, successors, self.quotas
-        )
-        self.takeovers = Takeovers(self.intake, self._links)
+        allocator = ImageAllocator(self.images)
+        facilities = Facilities(home, _limits(config), allocator, self.mappings, successors)
+        opener = Opener(self.catalog, registry, facilities, config.max_receiving, self.quotas)
+        self.intake = Intake(self.catalog, registry, opener, facilities)
+        self.taking_over = TakingOver(self.catalog, registry, opener, facilities)
+        self.takeovers = Takeovers(self.taking_over, self._links)
         self.store_readers = self.catalog.readers
         self.shared = SharedSessions(registry)
         self.peer_files = PeerFiles(self._links, self.read_cache, self._store)
@@ -185,7 +194,7 @@ class Weighbridge:
         self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
 
     def _on_collected(self, name: ModelName, history: History) -> None:
-        self._registry.forget_deleted_model(name, history.head.first_version)
+        self.registry.forget_deleted_model(name, history.head.first_version)
         self.serving.close_gone(name, history)
         self.quotas.stored.note(name)
 
@@ -246,6 +255,17 @@ class Weighbridge:
             self.directory.close()
         self.intake.stop()
         self.collecting.join()
+
+
+def _limits(config: ServiceConfig) -> Limits:
+    """What pushes go by."""
+    return Limits(
+        receive_timeout=config.receive_timeout,
+        image_wait=config.image_wait,
+        lease=config.open_lease,
+        spreading=bool(config.advertise),
+        sha256=config.sha256,
+    )
 
 
 def _proofs(tls: TlsFiles | None, access: Access) -> Credentials:

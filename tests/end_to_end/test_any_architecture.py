@@ -25,7 +25,7 @@ from weighbridge import Boxes, EngineClient, PushHandle, TrainerClient
 from weighbridge._cli import commands
 from weighbridge.integrations.transformers import from_weighbridge, update
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.families import model_types
 from weighbridge_service.models.bridges import made_by
 from weighbridge_service.server import HttpServer

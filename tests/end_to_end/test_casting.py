@@ -22,7 +22,7 @@ from tests.support.services import RunningService, running_service
 from weighbridge import EngineClient, FullTensors, TensorParallel, TrainerClient
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 BIAS = "e_score_correction_bias"

@@ -251,11 +251,11 @@ def test_a_push_that_a_restart_interrupts_says_so_and_the_step_can_be_pushed_aga
 def test_the_handle_of_a_push_that_a_restart_interrupts_raises_and_a_new_push_succeeds(
     tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weighbridge._clients import pushing
+    from weighbridge._clients import rank_stream
 
     service = KillableService(tmp_path / "store")
     service.start()
-    messages, half_way, go_on = pushing._messages, threading.Event(), threading.Event()
+    messages, half_way, go_on = rank_stream._messages, threading.Event(), threading.Event()
 
     def stalled(*args: Any) -> Iterator[Any]:
         given = messages(*args)
@@ -268,7 +268,7 @@ def test_the_handle_of_a_push_that_a_restart_interrupts_raises_and_a_new_push_su
         with TrainerClient(service.address, retry_seconds=20.0) as trainer:
             trainer.register_files(MODEL, source.files)
             with monkeypatch.context() as patched:
-                patched.setattr(pushing, "_messages", stalled)
+                patched.setattr(rank_stream, "_messages", stalled)
                 handle = trainer.push_folder(MODEL, source.folder, step=5)
                 assert half_way.wait(60)
                 service.kill()

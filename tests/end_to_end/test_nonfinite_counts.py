@@ -24,7 +24,7 @@ from tests.support.raw_clients import rows_layout
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from weighbridge import PushReport, TrainerClient
-from weighbridge._clients import push_calls
+from weighbridge._clients.calls import push_calls
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._core import striping
 from weighbridge._core.layouts import Layout

@@ -34,7 +34,7 @@ from tests.support.signing import (
 )
 from weighbridge import Client, Credentials, EngineClient, Signer, TrainerClient, Trusted
 from weighbridge._cli import commands
-from weighbridge._clients.signature_calls import get_manifest
+from weighbridge._clients.calls.signature_calls import get_manifest
 from weighbridge._signing.bundle import Bundle
 from weighbridge._signing.signer import sign
 from weighbridge._signing.statement import Statement
@@ -48,7 +48,7 @@ from weighbridge.errors import (
 )
 from weighbridge.v1 import model_service_pb2, model_service_pb2_grpc
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.server import HttpServer
 from weighbridge_storage.documents.names import ModelName, signatures_prefix, version_prefix
 

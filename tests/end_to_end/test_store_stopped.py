@@ -24,7 +24,7 @@ from tests.support.raw_clients import Arrays, TinyModel, tiny_folder
 from tests.support.s3_server import seaweedfs
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, FullTensors, TrainerClient
-from weighbridge._clients import pushing
+from weighbridge._clients import rank_stream
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import DeadlineExceeded, Unavailable, WeighbridgeError
 from weighbridge_demo.service_process import ServiceProcess
@@ -46,7 +46,7 @@ T = TypeVar("T")
 def held_push(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Pushes stop behind their first message; gives the event that says so and the one that lets them go on."""
     begun, go_on = threading.Event(), threading.Event()
-    messages = pushing._messages
+    messages = rank_stream._messages
 
     def slowly(*args: Any) -> Iterator[Any]:
         for message in messages(*args):
@@ -55,7 +55,7 @@ def held_push(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event
             go_on.wait(120)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pushing, "_messages", slowly)
+        patch.setattr(rank_stream, "_messages", slowly)
         try:
             yield begun, go_on
         finally:

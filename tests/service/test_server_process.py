@@ -28,7 +28,7 @@ from tests.support.forked import ForkedPython, forked_python
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, TensorParallel, TrainerClient
-from weighbridge._clients import pushing
+from weighbridge._clients import rank_stream
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.server import HttpServer
@@ -125,7 +125,7 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def held_pushes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Pushes stop before their first byte; gives the event that says so and the one that lets them go on."""
     begun, go_on = threading.Event(), threading.Event()
-    messages = pushing._messages
+    messages = rank_stream._messages
 
     def slowly(*args: Any) -> Iterator[Any]:
         for message in messages(*args):
@@ -134,7 +134,7 @@ def held_pushes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
             go_on.wait(120)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pushing, "_messages", slowly)
+        patch.setattr(rank_stream, "_messages", slowly)
         try:
             yield begun, go_on
         finally:

@@ -15,7 +15,8 @@ from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import claim_version, open_version, publish, register
+from weighbridge_storage.head.head_changes import publish, register
+from weighbridge_storage.head.open_versions import claim_version, open_version
 from weighbridge_storage.memory.images import Image
 from weighbridge_storage.stores.local import LocalStore
 

@@ -10,13 +10,15 @@ from typing import Any
 
 from blake3 import blake3
 
-from weighbridge_storage.documents.entries import VersionEntry
+from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head import history_nodes
 from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import publish
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History, NodeMissing, settled
 from weighbridge_storage.head.history_nodes import Node, NodeRef
+from weighbridge_storage.head.open_versions import claim_version, give_up_version, open_version
 from weighbridge_storage.stores.objects import ObjectStore
 
 
@@ -93,3 +95,54 @@ def stored(store: ObjectStore, model: ModelName) -> History:
     found = HeadStore(store).history(model)
     assert found is not None
     return found
+
+
+def entry(number: int, write_id: str = "w") -> VersionEntry:
+    """What history says of a version."""
+    return VersionEntry(
+        number=number,
+        step=number * 10,
+        run="r",
+        created_ms=1,
+        nbytes=2,
+        tensor_count=3,
+        files_id="f",
+        write_id=f"{write_id}{number}",
+    )
+
+
+def opened(head: Head, request_id: str = "", now_ms: int = 1000) -> tuple[Head, OpenEntry]:
+    """The head after a version was opened, by a request of its own unless one is named."""
+    return open_version(
+        head,
+        request_id=request_id or f"request {head.next_version}",
+        step=head.next_version * 10,
+        run="r",
+        ranks=2,
+        now_ms=now_ms,
+        lease_ms=100,
+    )
+
+
+def allocate(head: Head) -> tuple[Head, int]:
+    """The head after a version was opened, and its number."""
+    changed, there = opened(head)
+    return changed, there.number
+
+
+def published(head: Head, number: int) -> Head:
+    """The head after an open version was published."""
+    done = entry(number)
+    return publish(history(claim_version(head, number, done.write_id)), done)
+
+
+def head_with(*numbers: int) -> Head:
+    """A head whose history has these versions, and no others below the last."""
+    head = Head()
+    for _ in range(max(numbers)):
+        head, _ = opened(head)
+    for number in numbers:
+        head = published(head, number)
+    for number in list(head.open):
+        head = give_up_version(head, number, "not wanted", 1)
+    return head

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,12 +23,15 @@ from megatron.core.fusions import fused_softmax
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ssm import gated_delta_net
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -39,10 +43,12 @@ if TYPE_CHECKING:
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mimo"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "ernie4_5_moe"),
-    *("gpt_oss", "minimax_m2", "deepseek_v32"),
+    *("gpt_oss", "minimax_m2", "deepseek_v32", "qwen3_next"),
 )
 """The `model_type`s that `build_family_model` knows."""
 
+_DELTA_NET_NORM = "self_attention.in_proj.layer_norm_"
+"""Key of the norm in front of a gated delta net, without its end: there is no layer spec that keeps it apart."""
 _MLA_NORM_EPSILON = 1e-6
 """What transformers' deepseek has for the norms inside attention, whatever `rms_norm_eps` says."""
 
@@ -116,6 +122,53 @@ class NormOfAllQueries(_NormOfAllHeads):
 class NormOfAllKeys(_NormOfAllHeads):
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
         super().__init__(config.num_query_groups, hidden_size, config, eps)
+
+
+class NormAroundOne(torch.nn.Module):
+    """A norm whose weights are offsets from one, as Transformer Engine's with ``layernorm_zero_centered_gamma``."""
+
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        squares = hidden.square().mean(-1, keepdim=True)
+        return hidden * torch.rsqrt(squares + self.eps) * (1 + self.weight)
+
+
+def _l2norm(hidden: Tensor) -> Tensor:
+    """What flash-linear-attention's kernel computes."""
+    return hidden * torch.rsqrt(hidden.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _with_delta_nets(block: Any, layers: Sequence[bool]) -> None:
+    """Put gated delta nets in the place of attention in some layers, and norms around one everywhere.
+
+    Megatron's own spec of these layers wants Transformer Engine for its linear layers and norms; flash-linear-attention, which it imports,
+    and the memory of its parameters are for CUDA. Megatron has the same computation in torch, for runs that are to be deterministic.
+    """
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    gated_delta_net.HAVE_FLA = True
+    gated_delta_net.l2norm = _l2norm
+    gated_delta_net.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
+    gated_delta_net.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
+    block.layer_norm = NormAroundOne
+    block.layer_specs = [
+        copy.deepcopy(spec) for spec in block.layer_specs
+    ]  # layers that are alike share theirs
+    for spec, is_linear in zip(block.layer_specs, layers, strict=True):
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = NormAroundOne
+        if is_linear:
+            parts = gated_delta_net.GatedDeltaNetSubmodules(
+                ColumnParallelLinear, NormAroundOne, RowParallelLinear
+            )
+            spec.submodules.self_attention = ModuleSpec(gated_delta_net.GatedDeltaNet, submodules=parts)
+            keys = spec.submodules.sharded_state_dict_keys_map
+            spec.submodules.sharded_state_dict_keys_map = {**keys, "input_layernorm.": _DELTA_NET_NORM}
+        else:
+            attention = spec.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = NormAroundOne
 
 
 class _Whole(torch.nn.Linear):
@@ -200,6 +253,10 @@ def build_family_model(
         kind = block if block.layer_specs else _last_layer_spec(config)
         mtp = get_gpt_mtp_block_spec(config, kind, use_transformer_engine=False, vp_stage=vp_stage)
     mtp_specs = [] if mtp is None else [spec.submodules.transformer_layer for spec in mtp.layer_specs]
+    if hf_config.model_type == "qwen3_next":
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        kinds = hf_config.layer_types[first : first + len(block.layer_specs)]
+        _with_delta_nets(block, [kind == "linear_attention" for kind in kinds])
     for spec in [*block.layer_specs, *mtp_specs]:
         if config.multi_latent_attention:
             spec.submodules.self_attention.submodules.core_attention = (
@@ -280,11 +337,24 @@ def _attention_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
         "num_query_groups": hf_config.num_key_value_heads,
         "kv_channels": getattr(hf_config, "head_dim", None)
         or hf_config.hidden_size // hf_config.num_attention_heads,
-        "qk_layernorm": family in ("qwen3", "qwen3_moe", "minimax_m2")
+        "qk_layernorm": family in ("qwen3", "qwen3_moe", "minimax_m2", "qwen3_next")
         or bool(getattr(hf_config, "use_qk_norm", False)),
         "add_bias_linear": False,
         "add_qkv_bias": qkv_bias.get(family, attention_bias),
         "rotary_interleaved": family == "ernie4_5_moe",
+        **(_delta_net_fields(hf_config) if family == "qwen3_next" else {}),
+    }
+
+
+def _delta_net_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
+    names = (
+        *("linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    )
+    return {
+        **{name: getattr(hf_config, name) for name in names},
+        "attention_output_gate": True,
+        "hetereogenous_dist_checkpoint": True,
     }
 
 
@@ -365,7 +435,7 @@ def _expert_fields(hf_config: PretrainedConfig, parallel: Parallel) -> dict[str,
                 # Softmax over the chosen ones is softmax over all, normalised afterwards.
                 "moe_router_pre_softmax": False,
             }
-        case "qwen2_moe" | "qwen3_moe":
+        case "qwen2_moe" | "qwen3_moe" | "qwen3_next":
             layers = range(hf_config.num_hidden_layers)
             moe_layers = [
                 int(i not in hf_config.mlp_only_layers and (i + 1) % hf_config.decoder_sparse_step == 0)
@@ -453,6 +523,8 @@ def _name_norms_as_te(layer_spec: Any) -> None:
     if submodules.self_attention.module.__name__ == "MLASelfAttention":
         keys["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
         keys["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+    elif submodules.self_attention.module.__name__ == "GatedDeltaNet":
+        keys["input_layernorm."] = _DELTA_NET_NORM
     else:
         keys["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
     submodules.sharded_state_dict_keys_map = keys

@@ -319,6 +319,123 @@ def nemotron_h_model(latent: int | None = None) -> Any:
     return NemotronH(NemotronHConfig(**NEMOTRON, moe_latent_size=latent))
 
 
+# -- Qwen3-Next ----------------------------------------------------------------------------------------------------------
+
+
+def qwen3_next(weights: Weights) -> Iterator[Held]:
+    """Gated delta nets and one layer of gated attention; layers have keys of their own (``hetereogenous_dist_checkpoint``)."""
+    yield from ends(weights, "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "")
+    for layer in range(4):
+        there, common = f"model.layers.{layer}", replace(NO_NUMBER, layer=(layer, 4), stacked=False)
+        of_attention = gated_attention(weights, there) if layer == 3 else delta_net(weights, there)
+        yield from qwen3_next_layer(weights, there, "decoder.layers.{}.", of_attention, common)
+    if "mtp.fc.weight" not in weights:
+        return
+    last = replace(NO_NUMBER, stage="last")
+    of_layer: OfLayer = {
+        "eh_proj.weight": (weights["mtp.fc.weight"], "rows"),
+        "enorm.weight": (weights["mtp.pre_fc_norm_embedding.weight"], "whole"),
+        "hnorm.weight": (weights["mtp.pre_fc_norm_hidden.weight"], "whole"),
+        "final_layernorm.weight": (weights["mtp.norm.weight"], "whole"),
+    }
+    yield from under("mtp.layers.0.", of_layer, last)
+    here, there = "mtp.layers.0.transformer_layer.", "mtp.layers.0"
+    yield from qwen3_next_layer(weights, there, here, gated_attention(weights, there), last)
+
+
+def qwen3_next_layer(
+    weights: Weights, there: str, here: str, of_attention: OfLayer, common: Held
+) -> Iterator[Held]:
+    mlp = f"{there}.mlp"
+    shared = f"{mlp}.shared_expert"
+    moe: OfLayer = {
+        "pre_mlp_layernorm.weight": (weights[f"{there}.post_attention_layernorm.weight"], "whole"),
+        "mlp.router.weight": (weights[f"{mlp}.gate.weight"], "whole"),
+        "mlp.shared_experts.gate_weight": (weights[f"{shared}_gate.weight"], "whole"),
+        "mlp.shared_experts.linear_fc1.weight": (gate_up(weights, shared), "halves"),
+        "mlp.shared_experts.linear_fc2.weight": (weights[f"{shared}.down_proj.weight"], "columns"),
+    }
+    yield from under(here, {**of_attention, **moe}, common)
+    for expert in range(8):
+        matrices: OfLayer = {
+            "linear_fc1.weight": (gate_up(weights, f"{mlp}.experts.{expert}"), "halves"),
+            "linear_fc2.weight": (weights[f"{mlp}.experts.{expert}.down_proj.weight"], "columns"),
+        }
+        one = replace(common, expert=(expert, 8))
+        yield from under(f"{here}mlp.experts.experts.", matrices, one)
+
+
+def gated_attention(weights: Weights, there: str) -> dict[str, tuple[Tensor, Cut]]:
+    """For each of four key-value heads its two query heads, their gates, its key and its value."""
+    heads = weights[f"{there}.self_attn.q_proj.weight"].split(16)  # of each head the query, and the gate
+    keys, values = (weights[f"{there}.self_attn.{part}_proj.weight"].split(16) for part in "kv")
+    qkv = [
+        each
+        for group in range(4)
+        for each in (*heads[4 * group : 4 * group + 4 : 2], *heads[4 * group + 1 : 4 * group + 4 : 2], keys[group], values[group])
+    ]  # fmt: skip
+    return {**attention(weights, there), "self_attention.linear_qkv.weight": (torch.cat(qkv), "rows")}
+
+
+def delta_net(weights: Weights, there: str) -> dict[str, tuple[Tensor, Cut]]:
+    """A gated delta net, whose projections have a key for each of what they make."""
+    attn = f"{there}.linear_attn"
+    sizes = {
+        "qkvz": (12, 12, 40, 40),
+        "ba": (2, 2),
+    }  # rows for each of four key heads, with two value heads each
+    by_head = {
+        kind: [head.split(sizes[kind]) for head in weights[f"{attn}.in_proj_{kind}.weight"].chunk(4)]
+        for kind in sizes
+    }
+    names = {"qkvz": ("query", "key", "value", "z"), "ba": ("beta", "alpha")}
+    sections = {
+        f"in_proj.weight.{name}": torch.cat([head[index] for head in by_head[kind]])
+        for kind in sizes
+        for index, name in enumerate(names[kind])
+    }
+    channels = weights[f"{attn}.conv1d.weight"].split([48, 48, 160])
+    sections |= {
+        f"conv1d.weight.{name}": part for name, part in zip(("query", "key", "value"), channels, strict=True)
+    }
+    return {
+        **{f"self_attention.{name}": (part, "rows") for name, part in sections.items()},
+        **{f"self_attention.{name}": (weights[f"{attn}.{name}"], "rows") for name in ("A_log", "dt_bias")},
+        "self_attention.in_proj.layer_norm_weight": (weights[f"{there}.input_layernorm.weight"], "whole"),
+        "self_attention.out_norm.weight": (weights[f"{attn}.norm.weight"] - 1, "whole"),
+        "self_attention.out_proj.weight": (weights[f"{attn}.out_proj.weight"], "columns"),
+    }
+
+
+QWEN3_NEXT: dict[str, Any] = {
+    **TEXT,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+
+
+def qwen3_next_model(predicting: bool = False) -> Any:
+    """transformers' own; with a layer for multi-token prediction, of which it knows no more than that it is to be left out."""
+    model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**QWEN3_NEXT)).float()
+    if predicting:
+        one = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        inside = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**{**QWEN3_NEXT, **one}))
+        mtp = torch.nn.Module()
+        mtp.fc = torch.nn.Linear(2 * TEXT["hidden_size"], TEXT["hidden_size"], bias=False)
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            mtp.add_module(name, type(model.model.norm)(TEXT["hidden_size"]))
+        mtp.layers = inside.model.layers
+        model.mtp = mtp.float()
+    return model
+
+
 QWEN3_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 PUBLISHED: dict[str, tuple[Callable[[], Any], Callable[[Weights], Iterator[Held]], list[Grid]]] = {
@@ -334,4 +451,6 @@ PUBLISHED: dict[str, tuple[Callable[[], Any], Callable[[Weights], Iterator[Held]
     "glm4v_moe-tied": (lambda: glm4v_moe_model(tied=True), glm4v_moe, EXPERTS),
     "nemotron_h": (nemotron_h_model, nemotron_h, EXPERTS),
     "nemotron_h-latent": (lambda: nemotron_h_model(latent=32), nemotron_h, EXPERTS),
+    "qwen3_next-decoder": (qwen3_next_model, qwen3_next, EXPERTS),
+    "qwen3_next-predicting": (lambda: qwen3_next_model(predicting=True), qwen3_next, EXPERTS),
 }

@@ -35,7 +35,9 @@ real DeepSeek-V3 does; `_mtp` and `mimo` have two layers of multi-token predicti
 """
 
 
-UNKNOWN_TO_MBRIDGE = ("gpt_oss", "ernie4_5_moe", "minimax_m2", "deepseek_v32", "deepseek_v32_mtp")
+UNKNOWN_TO_MBRIDGE = (
+    *("gpt_oss", "ernie4_5_moe", "minimax_m2", "deepseek_v32", "deepseek_v32_mtp", "qwen3_next"),
+)
 """Further families of `tiny_config` that `tests.support.megatron_families` builds: `load_with_mbridge` cannot fill them."""
 
 
@@ -97,6 +99,7 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
         Qwen2MoeConfig,
         Qwen3Config,
         Qwen3MoeConfig,
+        Qwen3NextConfig,
     )
 
     fields: dict[str, Any] = {
@@ -152,6 +155,17 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
 
             experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
             return MinimaxM2Config(**{**fields, **experts, "head_dim": 16, "rotary_dim": 8, **overrides})
+        case "qwen3_next":
+            experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+            # key heads and value heads of other numbers and sizes
+            linear = {
+                "linear_num_key_heads": 4,
+                "linear_num_value_heads": 8,
+                "linear_key_head_dim": 12,
+                "linear_value_head_dim": 20,
+            }
+            more = {"shared_expert_intermediate_size": 80, "head_dim": 16, "num_nextn_predict_layers": 0}
+            return Qwen3NextConfig(**{**fields, **experts, **linear, **more, **overrides})
         case "glm4_moe" | "glm4_moe_mtp":
             mtp = {"num_nextn_predict_layers": 2} if family == "glm4_moe_mtp" else {}
             return Glm4MoeConfig(
@@ -217,10 +231,13 @@ def make_random(module: torch.nn.Module, seed: int) -> None:
     """Replace all parameters and routers' expert biases."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             # Vectors are norms and biases; both are of the order of one half to two.
             parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.1 * noise)
+            if name.endswith("linear_attn.norm.weight"):
+                # Megatron-core has it less one: on this grid nothing is rounded on the way there and back.
+                parameter.copy_((parameter * 32).round() / 32)
         for name, buffer in module.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 # Positive, for transformers takes experts of groups not chosen for those of score 0.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from weighbridge_service.api.grpc.server import GrpcListener, GrpcServer
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.lane.server import OFF, LaneServer
 from weighbridge_service.health import Health
+from weighbridge_service.push.machine.phases import BEFORE_SEALED
 from weighbridge_service.runtime.config import ServiceConfig
 from weighbridge_service.service import Weighbridge
 
@@ -54,10 +56,18 @@ class RunningService:
 
     def stop(self) -> None:
         self.health.close()
-        self.service.drain()
+        self._wait_for_sealed()
+        self.service.intake.drain(0.0)
         self.grpc.stop(0.5)
         self.lane.stop()
         self.service.close()
+
+    def _wait_for_sealed(self) -> None:
+        """Wait for versions that have all their ranks. To others none comes any more, now that a test is over."""
+        end = time.monotonic() + self.service.config.drain_seconds
+        for session in self.service.registry.all():
+            if session.state.phase not in BEFORE_SEALED:
+                session.wait_finished(max(end - time.monotonic(), 0.0))
 
 
 @contextmanager

@@ -8,10 +8,9 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `engine`: the client of an engine rank.
 - `connection`: control calls with retries and failover.
 - `transport`: what carries one client's weights.
-- `steps`: a call as steps without I/O.
-- `control_calls`, `push_calls`, `signature_calls`: calls of every client, of a push, and about signatures, as such steps.
-- `known_layouts`: layouts that the service need not send again.
+- `calls`: what is asked of the service, and what the answers mean, as steps without I/O.
 - `pushing`: the run of a push.
+- `rank_stream`: the stream of a rank's bytes, resumed where it breaks.
 - `delivery`: shards on their way, by memory that is lent and by gRPC.
 - `push_options`: what a trainer says of a version beside its weights.
 - `push_handle`: its progress and cost.

@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
-from weighbridge._clients import control_calls, push_calls, signature_calls
+from weighbridge._clients.calls import model_calls, push_calls, ref_calls, signature_calls, version_calls
+from weighbridge._clients.calls.signature_calls import Signing
+from weighbridge._clients.calls.watching import Watch
 from weighbridge._clients.connection import Connection
-from weighbridge._clients.signature_calls import Signing
+from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.collection import Collection
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import Reference
@@ -34,7 +36,6 @@ from weighbridge._core.usage import Usage
 from weighbridge._signing.checking import Signed
 from weighbridge._signing.signer import Signer
 from weighbridge._signing.trust import Trusted
-from weighbridge._transport.credentials import Credentials
 from weighbridge._transport.outages import Outage
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
@@ -56,35 +57,14 @@ class Client:
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Several addresses of
             replicas, with commas between them, are used in turn: the next one when the one in use cannot be reached.
-        retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
-        lane: how weights travel: ``local`` by memory that is shared with the service, ``grpc`` by its gRPC face, ``auto`` by the
-            first if this process runs on the service's machine and by the second otherwise. By default ``WEIGHBRIDGE_LANE``, or
-            ``auto``.
-        connections: over how many connections a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
-            machine with fewer than four processors. All other calls have a connection of their own.
-        credentials: certificates and token; by default what the environment says: ``WEIGHBRIDGE_CA``, ``WEIGHBRIDGE_TOKEN`` and others
-            (`Credentials`).
+        options: ``retry_seconds``, ``lane``, ``connections`` and ``credentials``: see `ConnectionOptions`.
 
     Raises:
         InvalidArgument: there is no such port or lane, or there cannot be so many connections.
     """
 
-    def __init__(
-        self,
-        server: str | None = None,
-        *,
-        retry_seconds: float = 60.0,
-        lane: str | None = None,
-        connections: int | None = None,
-        credentials: Credentials | None = None,
-    ) -> None:
-        self._connection = Connection(
-            server,
-            retry_seconds=retry_seconds,
-            lane=lane,
-            connections=connections,
-            credentials=credentials,
-        )
+    def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
+        self._connection = Connection(server, **options)
 
     @property
     def server(self) -> str:
@@ -137,19 +117,17 @@ class Client:
         if weight_map:
             telling.start()
         try:
-            return self._connection.run(
-                control_calls.register_model(model, files, dtype, tensors, weight_map)
-            )
+            return self._connection.run(model_calls.register_model(model, files, dtype, tensors, weight_map))
         finally:
             telling.cancel()
 
     def model(self, model: str, *, retry_seconds: float | None = None) -> Model:
         """One model; ``retry_seconds`` overrides the client's for this call. Raises NotFound."""
-        return self._connection.run(control_calls.get_model(model), retry_seconds=retry_seconds)
+        return self._connection.run(model_calls.get_model(model), retry_seconds=retry_seconds)
 
     def models(self) -> list[Model]:
         """All models, by name."""
-        return self._connection.run(control_calls.list_models())
+        return self._connection.run(model_calls.list_models())
 
     def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
         """The files besides the weights that belong to a version, or as registered now if no version is named.
@@ -158,11 +136,11 @@ class Client:
             NotFound: no such model or version.
             DataLoss: a name is none that a file in the model's own folder can have.
         """
-        return self._connection.run(control_calls.model_files(model, version))
+        return self._connection.run(model_calls.model_files(model, version))
 
     def version(self, model: str, version: str | int | None = None) -> Version:
         """One version, by number or ref; by default the latest. Raises NotFound."""
-        return self._connection.run(control_calls.get_version(model, version))
+        return self._connection.run(version_calls.get_version(model, version))
 
     def wait_for(
         self,
@@ -186,7 +164,7 @@ class Client:
             VersionFailed: it failed, or could not be made durable.
             DeadlineExceeded: not in time.
         """
-        return self._connection.run(control_calls.wait_for(model, version, state, timeout, on_progress))
+        return self._connection.run(version_calls.wait_for(model, version, state, timeout, on_progress))
 
     def versions(
         self,
@@ -208,7 +186,7 @@ class Client:
         Raises:
             InvalidArgument: one of these compares nothing, or ``limit`` is less than 1.
         """
-        listing = control_calls.list_versions(
+        listing = version_calls.list_versions(
             model, include_invisible=include_invisible, where=where, limit=limit
         )
         return self._connection.run(listing)
@@ -236,7 +214,7 @@ class Client:
         Yields:
             The ref, and the version that it names; which model's it is says the version.
         """
-        watch, outage = control_calls.Watch.begin(refs, self.retry_seconds), Outage(self.server)
+        watch, outage = Watch.begin(refs, self.retry_seconds), Outage(self.server)
         while True:
             failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
             try:
@@ -254,7 +232,7 @@ class Client:
 
     def refs(self, model: str) -> dict[str, int]:
         """Version number by ref."""
-        return self._connection.run(control_calls.list_refs(model))
+        return self._connection.run(ref_calls.list_refs(model))
 
     def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
         """Let a tag name a version in the object store; by default the latest.
@@ -263,7 +241,7 @@ class Client:
             PermissionDenied: the tag is protected, and no scope of this client's names it.
             FailedPrecondition: a change of the tag takes approvals, and nothing was asked for: see `request_ref`.
         """
-        return self._connection.run(control_calls.set_ref(model, ref, version))
+        return self._connection.run(ref_calls.set_ref(model, ref, version))
 
     def request_ref(
         self,
@@ -291,21 +269,21 @@ class Client:
             PermissionDenied: the tag is protected, and no scope of this client's names it.
             FailedPrecondition: the request of this call was withdrawn, superseded, or has expired.
         """
-        return self._connection.run(control_calls.request_ref(model, ref, version, note, request_id))
+        return self._connection.run(ref_calls.request_ref(model, ref, version, note, request_id))
 
     def delete_ref(self, model: str, ref: str) -> None:
         """Take a tag away. Raises NotFound, and as `set_ref`."""
-        self._connection.run(control_calls.delete_ref(model, ref))
+        self._connection.run(ref_calls.delete_ref(model, ref))
 
     def request_ref_deletion(
         self, model: str, ref: str, *, note: str = "", request_id: str = ""
     ) -> RefRequest:
         """As `delete_ref`, but if that takes the approval of other identities, ask for it; see `request_ref`."""
-        return self._connection.run(control_calls.request_ref_deletion(model, ref, note, request_id))
+        return self._connection.run(ref_calls.request_ref_deletion(model, ref, note, request_id))
 
     def ref_requests(self, model: str) -> list[RefRequest]:
         """Requests to change protected refs: those that are pending, and the last ones that have ended, in the order of asking."""
-        return self._connection.run(control_calls.ref_requests(model))
+        return self._connection.run(ref_calls.ref_requests(model))
 
     def approve_ref(self, model: str, ref: str, request_id: str, *, note: str = "") -> RefRequest:
         """Approve a change of a protected ref that another identity has asked for; the last approval that it takes carries it out.
@@ -323,15 +301,15 @@ class Client:
             FailedPrecondition: the request was withdrawn, superseded, or has expired.
             NotFound: there is no such request, or what it names is gone.
         """
-        return self._connection.run(control_calls.approve_ref(model, ref, request_id, note))
+        return self._connection.run(ref_calls.approve_ref(model, ref, request_id, note))
 
     def withdraw_ref(self, model: str, ref: str, request_id: str) -> RefRequest:
         """End a request without carrying it out. Repeating it is harmless. Raises as `approve_ref`."""
-        return self._connection.run(control_calls.withdraw_ref(model, ref, request_id))
+        return self._connection.run(ref_calls.withdraw_ref(model, ref, request_id))
 
     def protections(self, model: str) -> list[Protection]:
         """What it takes to change those refs of a model that are protected. Raises NotFound."""
-        return self._connection.run(control_calls.protections(model))
+        return self._connection.run(ref_calls.protections(model))
 
     def protect_ref(self, model: str, ref: str, *, approvals: int = 0) -> list[Protection]:
         """Protect a ref, whether it exists or not: from then on those alone change it of whose scopes one names it.
@@ -347,15 +325,15 @@ class Client:
         Raises:
             FailedPrecondition: the service has no identities, or the ref takes more approvals now.
         """
-        return self._connection.run(control_calls.protect_ref(model, ref, approvals))
+        return self._connection.run(ref_calls.protect_ref(model, ref, approvals))
 
     def unprotect_ref(self, model: str, ref: str, *, note: str = "", request_id: str = "") -> RefRequest:
         """Protect a ref no longer, or ask for it: it takes what it takes to move it; see `request_ref`."""
-        return self._connection.run(control_calls.unprotect_ref(model, ref, note, request_id))
+        return self._connection.run(ref_calls.unprotect_ref(model, ref, note, request_id))
 
     def verify(self, model: str, version: str | int | None = None) -> Verification:
         """Compare a version's files in the object store with the digests in its manifest."""
-        return self._connection.run(control_calls.verify(model, version))
+        return self._connection.run(version_calls.verify(model, version))
 
     def signatures(self, model: str, version: str | int | None = None) -> tuple[Signature, ...]:
         """The signatures of a version, whoever they are by; by default of the latest. Raises NotFound, and FailedPrecondition if the
@@ -419,7 +397,7 @@ class Client:
 
     def retention(self, model: str) -> Retention:
         """Which versions of a model are kept. Raises NotFound."""
-        return self._connection.run(control_calls.get_retention(model))
+        return self._connection.run(model_calls.get_retention(model))
 
     def set_retention(self, model: str, retention: Retention) -> Retention:
         """Say which versions of a model are kept, instead of what was said before.
@@ -430,11 +408,11 @@ class Client:
         Raises:
             NotFound: the model is not registered.
         """
-        return self._connection.run(control_calls.set_retention(model, retention))
+        return self._connection.run(model_calls.set_retention(model, retention))
 
     def gate(self, model: str) -> Gate:
         """Which versions of a model are held. Raises NotFound."""
-        return self._connection.run(control_calls.get_gate(model))
+        return self._connection.run(model_calls.get_gate(model))
 
     def set_gate(self, model: str, gate: Gate) -> Gate:
         """Say which versions of a model are held, of those that are opened from now on, instead of what was said before.
@@ -442,7 +420,7 @@ class Client:
         Raises:
             NotFound: the model is not registered.
         """
-        return self._connection.run(control_calls.set_gate(model, gate))
+        return self._connection.run(model_calls.set_gate(model, gate))
 
     def approve(
         self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
@@ -453,7 +431,8 @@ class Client:
             model: which model.
             version: its number; None if ``model`` names it, as ``acme/smol@17`` does.
             note: is kept with the approval.
-            by: who approves it; by default the address that the service sees.
+            by: who approves it, where the service has no policy; by default the address that it sees. Under a policy it is the caller's
+                identity.
 
         Returns:
             The version after that. One that was not held is as it was.
@@ -462,7 +441,7 @@ class Client:
             NotFound: no such model or version.
             FailedPrecondition: it is not complete yet, or was taken out of history.
         """
-        return self._connection.run(control_calls.approve(model, version, by=by, note=note))
+        return self._connection.run(version_calls.approve(model, version, by=by, note=note))
 
     def delete_version(self, model: str, version: str | int | None = None) -> Version:
         """Take a version, by its number, out of history, whatever the retention says; it can be read by that for a grace time.
@@ -471,7 +450,7 @@ class Client:
             NotFound: no such model or version.
             FailedPrecondition: a ref names it, as ``latest`` does the newest one, or it is not durable yet.
         """
-        return self._connection.run(control_calls.delete_version(model, version))
+        return self._connection.run(version_calls.delete_version(model, version))
 
     def delete_model(self, model: str) -> DeletedModel:
         """Take a model away with all of its versions, refs and rules.
@@ -486,7 +465,7 @@ class Client:
             NotFound: the model is not registered.
             FailedPrecondition: versions are being received.
         """
-        return self._connection.run(control_calls.delete_model(model))
+        return self._connection.run(model_calls.delete_model(model))
 
     def abort(
         self, model: str, version: str | int | None = None, reason: str = "aborted by a client"
@@ -511,7 +490,7 @@ class Client:
         Raises:
             NotFound: the model is not registered.
         """
-        return self._connection.run(control_calls.collect(model, dry_run=dry_run))
+        return self._connection.run(model_calls.collect(model, dry_run=dry_run))
 
     def warm(self, model: str) -> WarmMemory:
         """Have the service make memory for a model's next versions now, so that the first push does not wait for it.
@@ -524,10 +503,10 @@ class Client:
         Raises:
             NotFound: the model is not registered.
         """
-        return self._connection.run(control_calls.warm(model))
+        return self._connection.run(model_calls.warm(model))
 
     def usage(self) -> Usage:
         """The limits that this client's identity has by the service's policy, those of namespaces that it may look at, and how much of them
         is used.
         """
-        return self._connection.run(control_calls.get_usage())
+        return self._connection.run(model_calls.get_usage())

@@ -6,15 +6,14 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import grpc
 
-from weighbridge._clients.steps import Call, Steps, take
-from weighbridge._clients.transport import Transport
+from weighbridge._clients.calls.steps import Call, Steps, take
+from weighbridge._clients.transport import ConnectionOptions, Transport
 from weighbridge._transport import rpc
 from weighbridge._transport.backoff import Backoff
-from weighbridge._transport.credentials import Credentials
 from weighbridge._transport.outages import Outage
 from weighbridge.errors import ResourceExhausted, Unavailable
 
@@ -28,22 +27,8 @@ class Connection(Transport):
     failed. Arguments are those of `Transport`.
     """
 
-    def __init__(
-        self,
-        server: str | None = None,
-        *,
-        retry_seconds: float = 60.0,
-        lane: str | None = None,
-        connections: int | None = None,
-        credentials: Credentials | None = None,
-    ) -> None:
-        super().__init__(
-            server,
-            retry_seconds=retry_seconds,
-            lane=lane,
-            connections=connections,
-            credentials=credentials,
-        )
+    def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
+        super().__init__(server, **options)
         self._channels: dict[tuple[str, tuple[int, ...]], grpc.Channel] = {}
         self._closed = False
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weighbridge._clients.push_routes import Route
 from weighbridge._core.layouts import Layout
 from weighbridge._formats.gathered_shards import GatheredShards
 from weighbridge._formats.passing_chunks import PassingChunks, Send
@@ -54,16 +52,14 @@ class Delivery:
     Attributes:
         lent: the memory that they were written to.
         staged: a copy of what still goes by gRPC; None if nothing does.
-        routes: which parts of the stream still go by gRPC, and where.
         local_bytes: how many were written to the memory.
     """
 
     lent: Lent
     staged: StreamSource | None
-    routes: Sequence[Route]
     local_bytes: int
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """Let go of everything; nothing happens to what has been delivered."""
         if self.staged is not None:
             self.staged.release()
@@ -82,9 +78,7 @@ def lend(lane: LocalLane, header: pb.PushHeader, stream: Layout) -> Lent:
     return Lent(loan, loan.streamed)
 
 
-def copy_out(
-    lent: Lent, stream: Layout, source: ShardSource, routes: Sequence[Route], counts: PushCounts
-) -> Delivery:
+def copy_out(lent: Lent, stream: Layout, source: ShardSource, counts: PushCounts) -> Delivery:
     """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""
     staged: StreamSource | None = None
     try:
@@ -93,13 +87,12 @@ def copy_out(
         if lent.loan is not None:
             counts.add(lent.loan.fill(source, stream.nbytes))
     except BaseException:
-        Delivery(lent, staged, (), 0).give_up()
+        Delivery(lent, staged, 0).release()
         raise
     finally:
         if staged is not source:
             source.release()
-    parts = [route.within(lent.streamed) for route in routes]
-    return Delivery(lent, staged, parts, _local_bytes(lent, stream))
+    return Delivery(lent, staged, _local_bytes(lent, stream))
 
 
 def take_passing(
@@ -135,7 +128,7 @@ def take_passing(
     except BaseException:
         lent.give_back()
         raise
-    return Delivery(lent, None, (), _local_bytes(lent, stream))
+    return Delivery(lent, None, _local_bytes(lent, stream))
 
 
 def _local_bytes(lent: Lent, stream: Layout) -> int:

@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weighbridge._clients import control_calls, signature_calls
+from weighbridge._clients.calls import pull_calls, signature_calls
+from weighbridge._clients.calls.known_layouts import KnownLayouts
+from weighbridge._clients.calls.pull_calls import PullPlan
 from weighbridge._clients.client import Client
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.filling import Filled, fill_tensors, fit
-from weighbridge._clients.known_layouts import KnownLayouts
-from weighbridge._clients.pulling import PullPlan, PullRun
+from weighbridge._clients.pulling import PullRun
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.resources import Version
@@ -83,7 +84,7 @@ class Pull:
         pull = self
         if fill.boxes is not None:
             version = self.version
-            steps = control_calls.plan_pull(
+            steps = pull_calls.plan_pull(
                 KnownLayouts(), version.model, version.number, fill.boxes, self._plan.dtype
             )
             pull = Pull(self._connection, self._connection.run(steps))
@@ -171,7 +172,7 @@ class EngineClient(Client):
             InvalidArgument: the layout does not fit the model, or a tensor cannot be cast; names the tensor.
             FailedPrecondition: the version is not ready.
         """
-        plan = self._connection.run(control_calls.plan_pull(self._layouts, model, version, layout, dtype))
+        plan = self._connection.run(pull_calls.plan_pull(self._layouts, model, version, layout, dtype))
         return Pull(self._connection, plan)
 
     def export(

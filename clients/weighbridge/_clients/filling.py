@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weighbridge._clients.pulling import PullPlan
+from weighbridge._clients.calls.pull_calls import PullPlan
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.resources import Version

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
+from weighbridge._clients.calls.pull_calls import PullPlan
 from weighbridge._clients.transport import Transport
-from weighbridge._core.layouts import Layout, Placement
-from weighbridge._core.resources import Version
-from weighbridge._core.slices import LayoutRequest
+from weighbridge._core.layouts import Placement
 from weighbridge._core.striping import Striping
 from weighbridge._formats.host_slices import HostSlices, Slices
 from weighbridge._formats.tensor_stream import StreamWriter
@@ -32,30 +30,8 @@ if TYPE_CHECKING:
 _RUN_BYTES = 16 << 20
 _RUN_TENSORS = 256
 
-Step: TypeAlias = "Iterator[tuple[str, torch.Tensor]]"
+PullStep: TypeAlias = "Iterator[tuple[str, torch.Tensor]]"
 """Names and tensors that come without waiting for more bytes, each made when it is taken; all must be taken before the next step."""
-
-
-@dataclass(frozen=True, slots=True)
-class PullPlan:
-    """What a pull brings.
-
-    Attributes:
-        version: which version; fixed, wherever the ref moves meanwhile.
-        layout: the slices in the order in which they come.
-        request: what was asked for.
-        dtype: what floating-point tensors are cast to; empty if they are not.
-    """
-
-    version: Version
-    layout: Layout
-    request: LayoutRequest
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slices."""
-        return self.layout.nbytes
 
 
 class PullRun:
@@ -105,7 +81,7 @@ class PullRun:
         if self._stopped:
             self._loan = None
 
-    def tensors(self) -> Iterator[Step]:
+    def tensors(self) -> Iterator[PullStep]:
         """Bring the slices as tensors in host memory: of the loan if there is one, and of their own otherwise."""
         import torch
 
@@ -119,7 +95,7 @@ class PullRun:
             return self._streamed(allocate)
         return self._borrowed(map(self._loan.tensor, range(len(placements))))
 
-    def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[Step]:
+    def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[PullStep]:
         """Bring the slices into tensors that the caller makes."""
         if self._loan is None:
             return self._streamed(tensor_for)
@@ -144,16 +120,16 @@ class PullRun:
         self._loan = None
         self._receiver.stop()
 
-    def _streamed(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[Step]:
+    def _streamed(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[PullStep]:
         writer = StreamWriter(self._plan.layout, tensor_for)
         placements = self._plan.layout.placements
         for data in self._receiver:
             yield ((placements[index].shard.tensor, tensor) for index, tensor in writer.feed(data))
 
-    def _borrowed(self, tensors: Iterator[torch.Tensor]) -> Iterator[Step]:
+    def _borrowed(self, tensors: Iterator[torch.Tensor]) -> Iterator[PullStep]:
         placements = self._plan.layout.placements
 
-        def step(indexes: range) -> Step:
+        def step(indexes: range) -> PullStep:
             for index in indexes:
                 if self._stopped:
                     raise Unavailable("the pull was stopped: its client has been closed")

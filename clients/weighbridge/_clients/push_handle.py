@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from weighbridge._clients import control_calls
+from weighbridge._clients.calls import version_calls
 from weighbridge._clients.connection import Connection
 from weighbridge._core.resources import Version, VersionState, why_held
 from weighbridge.errors import DeadlineExceeded
@@ -150,7 +150,7 @@ class PushHandle:
     def _wait(
         self, until: VersionState | str, timeout: float | None, on_progress: Callable[[Version], None] | None
     ) -> Version:
-        waiting = control_calls.wait_for(self.model, self.number, VersionState(until), timeout, on_progress)
+        waiting = version_calls.wait_for(self.model, self.number, VersionState(until), timeout, on_progress)
         version = self._connection.run(waiting)
         if version.held and on_progress is None:
             log.warning("%s", why_held(version))

@@ -9,30 +9,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
-from weighbridge._clients import control_calls, push_calls
+from weighbridge._clients.calls import push_calls, version_calls
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.delivery import Delivery, copy_out, lend, take_passing
 from weighbridge._clients.push_handle import PushHandle, PushReport
 from weighbridge._clients.push_options import check_heard
-from weighbridge._clients.push_routes import Route, routes_of, without
+from weighbridge._clients.push_routes import routes_of
+from weighbridge._clients.rank_stream import RankStream
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version
-from weighbridge._core.striping import Striping
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import shortened
 from weighbridge._formats.gathered_shards import OpenPassing
 from weighbridge._formats.push_counts import PlacedPart, PushCounts
-from weighbridge._formats.push_sources import OpenSource, StagingPool, StreamSource
+from weighbridge._formats.push_sources import OpenSource, StagingPool
 from weighbridge._formats.replica_checksums import ReplicaChecksums
-from weighbridge._formats.tensor_stream import Ranges
-from weighbridge._transport import bulk, pieces, rpc
 from weighbridge.errors import (
     AlreadyExists,
     InvalidArgument,
-    ResourceExhausted,
     VersionFailed,
     WeighbridgeError,
 )
@@ -104,17 +102,15 @@ class Pusher:
             chosen = layout.select(assigned)
             report: Future[PushReport] = Future()
             copying = time.monotonic()
-            counts = PushCounts(
-                chosen, [PlacedPart(each.start, each.end, each.places) for each in declared.placed]
-            )
-            routes = routes_of(declared, rank)
+            placed = [PlacedPart(each.start, each.end, each.places) for each in declared.placed]
+            counts = PushCounts(chosen, placed)
+            stream = RankStream(connection, header, at, routes_of(declared, rank), counts)
             replicas: Sequence[pb.ReplicaChecksum] = ()
             if isinstance(open_source, OpenPassing):
                 passing = open_source.make(chosen)
-                send = partial(self._send_all, header, at, routes, counts)
                 lent = lend(connection.lane, header, chosen)
                 delivery = take_passing(
-                    lent, chosen, passing, send, open_source.buffer_bytes, counts, self._staging
+                    lent, chosen, passing, stream.send, open_source.buffer_bytes, counts, self._staging
                 )
                 casts = passing.casts
             else:
@@ -122,28 +118,34 @@ class Pusher:
                     model, number, layout, declared.shared, open_source, partial(self._is_visible, model)
                 )
                 source = open_source(assigned, chosen)
+                if declared.shifts:
+                    source = source.shifted(dict(declared.shifts))
                 casts = source.casts
                 lent = lend(connection.lane, header, chosen)
-                delivery = copy_out(lent, chosen, source, routes, counts)
+                delivery = copy_out(lent, chosen, source, counts)
             now = time.monotonic()
-            seal = partial(self._seal, header, at, replicas, counts)
-            arguments = (
-                report,
-                header,
-                at,
-                delivery,
-                chosen.nbytes,
-                (now - started, now - copying),
-                casts,
-                counts,
-                None if hold_seal else seal,
+            begun = PushReport(
+                held_seconds=now - started,
+                copy_seconds=now - copying,
+                stream_bytes=chosen.nbytes,
+                stream_seconds=0.0,
+                lane=lent.lane,
+                lane_reason=lent.why_not_local,
+                local_bytes=delivery.local_bytes,
+                cast_tensors=casts[0],
+                widened_tensors=casts[1],
             )
+            seal = partial(stream.seal, replicas)
             # not a daemon: a trainer that ends after its last push must not lose it
-            threading.Thread(target=self._deliver, args=arguments, name=f"push-{model}@{number}").start()
+            threading.Thread(
+                target=self._deliver,
+                args=(report, begun, stream, delivery, None if hold_seal else seal),
+                name=f"push-{model}@{number}",
+            ).start()
         except BaseException as error:
             self._slots.release()
             if delivery is not None:
-                delivery.give_up()
+                delivery.release()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
             if not number and isinstance(error, InvalidArgument):
@@ -188,7 +190,7 @@ class Pusher:
 
     def _is_visible(self, model: str, number: int) -> bool:
         with contextlib.suppress(WeighbridgeError):
-            return self._connection.run(control_calls.get_version(model, number)).state.visible
+            return self._connection.run(version_calls.get_version(model, number)).state.visible
         return False
 
     def _open(self, opening: pb.OpenVersionRequest) -> tuple[Version, str]:
@@ -201,112 +203,39 @@ class Pusher:
             opened = self._connection.run(push_calls.open_version(opening), at=at)
         return opened, at
 
-    def _send_all(
-        self,
-        header: pb.PushHeader,
-        at: str,
-        routes: Sequence[Route],
-        counts: PushCounts,
-        source: StreamSource,
-        ranges: Ranges,
-    ) -> None:
-        """Stream parts of the rank's bytes to where each belongs."""
-        for route in routes:
-            self._stream(header, at, source, route.within(ranges), counts)
-
     def _deliver(
         self,
         report: Future[PushReport],
-        header: pb.PushHeader,
-        at: str,
+        begun: PushReport,
+        stream: RankStream,
         delivery: Delivery,
-        nbytes: int,
-        costs: tuple[float, float],
-        casts: tuple[int, int],
-        counts: PushCounts,
         seal: Callable[[], None] | None,
     ) -> None:
-        started = time.monotonic()
+        started, counts = time.monotonic(), stream.counts
         try:
             if delivery.lent.loan is not None:
                 counts.add(delivery.lent.loan.count())
                 delivery.lent.loan.end(complete=True)
             if delivery.staged is not None:
-                for route in delivery.routes:
-                    self._stream(header, at, delivery.staged, route, counts)
+                stream.send(delivery.staged, delivery.lent.streamed)
             broken = counts.by_tensor
             if broken:
-                log.warning(_told(header, broken))
+                log.warning(_told(stream.header, broken))
             if seal is not None:
                 seal()
-            seconds = time.monotonic() - started
             report.set_result(
-                PushReport(
-                    *costs,
-                    nbytes,
-                    seconds,
-                    delivery.lent.lane,
-                    delivery.lent.why_not_local,
-                    delivery.local_bytes,
-                    *casts,
-                    counts.total,
-                    tuple(itertools.islice(broken.items(), _NAMED_IN_REPORT)),
+                replace(
+                    begun,
+                    stream_seconds=time.monotonic() - started,
+                    nonfinite_elements=counts.total,
+                    nonfinite_tensors=tuple(itertools.islice(broken.items(), _NAMED_IN_REPORT)),
                 )
             )
         except BaseException as error:  # goes to whoever waits
             report.set_exception(error)
         finally:
-            delivery.give_up()
+            delivery.release()
             self._slots.release()
-
-    def _seal(
-        self, header: pb.PushHeader, at: str, replicas: Sequence[pb.ReplicaChecksum], counts: PushCounts
-    ) -> None:
-        self._connection.run(push_calls.seal(header, replicas, nonfinite_elements=counts.total), at=at)
-
-    def _stream(
-        self, header: pb.PushHeader, at: str, source: StreamSource, route: Route, counts: PushCounts
-    ) -> None:
-        """Stream parts of the rank's bytes to one replica; where it breaks, ask what has arrived and go on from there."""
-        address = route.address or at
-        connections = self._connection.streams_to(address)
-        missing = [(start, stop) for start, stop in route.ranges if start < stop]
-        patience = rpc.Patience(self._connection.retry_seconds)
-        most = connections.most
-        while missing:
-            try:
-                with rpc.translated_errors(address):
-                    bulk.send(
-                        "/weighbridge.v1.CheckpointService/Push",
-                        partial(_messages, route.header(header), source, missing, counts),
-                        connections,
-                        sum(end - start for start, end in missing),
-                        most,
-                    )
-                return
-            except WeighbridgeError as error:
-                if not patience.wait_after(error):
-                    raise
-                if isinstance(error, ResourceExhausted):  # there may be room for some of them alone
-                    most = max(most // 2, 1)
-                before, missing = missing, self._missing(header, at, route, missing)
-                if missing != before:
-                    patience.renew()
-
-    def _missing(self, header: pb.PushHeader, at: str, route: Route, before: Ranges) -> list[tuple[int, int]]:
-        """What has not arrived at a replica; as before, if another one than the rank's own does not say so.
-
-        Raises:
-            WeighbridgeError: the rank's own replica has given the version up, which is how one learns of another one's end, or
-                cannot be reached.
-        """
-        arrived = self._connection.run(push_calls.received(header), at=at)
-        if route.address:
-            try:
-                arrived = self._connection.run(push_calls.received(header), at=route.address, retry_seconds=0)
-            except WeighbridgeError:
-                return list(before)
-        return without(route.ranges, arrived)
 
 
 def _told(header: pb.PushHeader, broken: Mapping[str, int]) -> str:
@@ -317,24 +246,6 @@ def _told(header: pb.PushHeader, broken: Mapping[str, int]) -> str:
         f"{header.model}@{header.number}: rank {header.rank} pushes {counted(sum(broken.values()), 'element that is', 'elements that are')} NaN or infinite, "
         f"in {', '.join(named)}{more}"
     )
-
-
-def _messages(
-    header: pb.PushHeader,
-    source: StreamSource,
-    ranges: Sequence[tuple[int, int]],
-    counts: PushCounts,
-    striping: Striping,
-) -> Iterator[bytes]:
-    yield pb.PushRequest(header=header).SerializeToString()
-    for begin, end in ranges:
-        for start, stop in striping.messages(begin, end):
-            data = source.read(start, stop)
-            checksum = rpc.checksum(
-                data
-            )  # first: it fetches the data into the cache faster than a count does
-            counts.take(start, data, source.read)
-            yield pieces.encode(pb.PushRequest(offset=start, checksum=checksum), data)
 
 
 def _in_a_line(what: str, error: BaseException) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from weighbridge._clients import push_calls, restoring
+from weighbridge._clients import restoring
+from weighbridge._clients.calls import push_calls
 from weighbridge._clients.client import Client
+from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.text.counts import counted
 from weighbridge._formats.memory_forms import TensorForms
-from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 
 if TYPE_CHECKING:
@@ -25,25 +26,11 @@ class RestoringClient(Client):
     """The half of a trainer's client that brings weights back.
 
     Args:
-        server, retry_seconds, lane, connections, credentials: as for `Client`.
+        server, options: as for `Client`.
     """
 
-    def __init__(
-        self,
-        server: str | None = None,
-        *,
-        retry_seconds: float = 60.0,
-        lane: str | None = None,
-        connections: int | None = None,
-        credentials: Credentials | None = None,
-    ) -> None:
-        super().__init__(
-            server,
-            retry_seconds=retry_seconds,
-            lane=lane,
-            connections=connections,
-            credentials=credentials,
-        )
+    def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
+        super().__init__(server, **options)
         self._tensors_of: dict[str, TensorForms] = {}
 
     def restore(self, model: str, sharded_state_dict: Any, *, version: str | int | None = None) -> Version:

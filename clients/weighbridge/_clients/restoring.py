@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from weighbridge._clients import control_calls
+from weighbridge._clients.calls import pull_calls, version_calls
+from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.engine import Pull
 from weighbridge._clients.filling import fill_tensors
-from weighbridge._clients.known_layouts import KnownLayouts
 from weighbridge._core.layouts import Layout
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Version
@@ -98,8 +98,8 @@ def hugging_face_shards(
         The version that they were filled from.
     """
     if not tensors:
-        return connection.run(control_calls.get_version(model, version))
+        return connection.run(version_calls.get_version(model, version))
     boxes = Boxes([(shard.tensor, *shard.box) for shard, _, _, _ in layout.placements])
-    plan = connection.run(control_calls.plan_pull(KnownLayouts(), model, version, boxes, None))
+    plan = connection.run(pull_calls.plan_pull(KnownLayouts(), model, version, boxes, None))
     fill_tensors(plan.layout, tensors, Pull(connection, plan).filled)
     return plan.version

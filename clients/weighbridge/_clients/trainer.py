@@ -13,6 +13,7 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, opening_of, say
 from weighbridge._clients.pushing import Pusher
 from weighbridge._clients.restorer import RestoringClient
+from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.resources import Model
@@ -26,7 +27,6 @@ from weighbridge._formats.push_sources import (
     TensorSource,
     cast_dtypes,
 )
-from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
@@ -42,26 +42,13 @@ class TrainerClient(RestoringClient):
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         run: name of the training run, the same on all ranks; part of the version's lineage.
-        retry_seconds, lane, connections, credentials: as for `Client`.
+        options: as for `Client`.
     """
 
     def __init__(
-        self,
-        server: str | None = None,
-        *,
-        run: str = "default",
-        retry_seconds: float = 60.0,
-        lane: str | None = None,
-        connections: int | None = None,
-        credentials: Credentials | None = None,
+        self, server: str | None = None, *, run: str = "default", **options: Unpack[ConnectionOptions]
     ) -> None:
-        super().__init__(
-            server,
-            retry_seconds=retry_seconds,
-            lane=lane,
-            connections=connections,
-            credentials=credentials,
-        )
+        super().__init__(server, **options)
         self.run = run
         self._staging = StagingPool()
         self._pusher = Pusher(self._connection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
+from typing import TypedDict
 
 from weighbridge._core.striping import default_connections
 from weighbridge._lane.local_lane import LocalLane, lane_wanted
@@ -17,15 +18,32 @@ from weighbridge.v1 import local_lane_pb2, local_lane_pb2_grpc
 _LANE_SECONDS = 5.0
 
 
+class ConnectionOptions(TypedDict, total=False):
+    """What every client takes besides the service's address.
+
+    Attributes:
+        retry_seconds: how long to keep trying when the service cannot be reached, or has no room; by default 60.
+        lane: how weights travel: ``local`` by memory that is shared with the service, ``grpc`` by its gRPC face, ``auto`` by the
+            first if this process runs on the service's machine and by the second otherwise. By default ``WEIGHBRIDGE_LANE``, or
+            ``auto``.
+        connections: over how many connections a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
+            machine with fewer than four processors. All other calls have a connection of their own.
+        credentials: certificates and token; by default what the environment says: ``WEIGHBRIDGE_CA``, ``WEIGHBRIDGE_TOKEN`` and others
+            (`Credentials`).
+    """
+
+    retry_seconds: float
+    lane: str | None
+    connections: int | None
+    credentials: Credentials | None
+
+
 class Transport:
     """What carries one client's weights. Connects when first used; thread-safe.
 
     Args:
         server: addresses of the service, separated by commas; None for the default.
-        retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
-        lane: ``local``, ``grpc``, ``auto``, or None for the default.
-        connections: for a large stream, 1 to 16; None for the default.
-        credentials: of all connections; None for those of the environment.
+        retry_seconds, lane, connections, credentials: see `ConnectionOptions`.
 
     Attributes:
         addresses: where the service is reached, and which address is in use.
@@ -41,11 +59,11 @@ class Transport:
 
     def __init__(
         self,
-        server: str | None,
+        server: str | None = None,
         *,
-        retry_seconds: float,
-        lane: str | None,
-        connections: int | None,
+        retry_seconds: float = 60.0,
+        lane: str | None = None,
+        connections: int | None = None,
         credentials: Credentials | None = None,
     ) -> None:
         self.addresses = addresses = Addresses.of(server)

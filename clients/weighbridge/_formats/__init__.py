@@ -1,6 +1,6 @@
 """Forms in which weights lie in files and in processes, each a layout and a stream of its bytes.
 
-May import: `_core`, `_memory`, `_transport`, `weighbridge.errors`.
+May import: `_core`, `_memory`, `_transport`, `weighbridge.v1`, `weighbridge.errors`.
 
 - `safetensors_files`: headers and offsets of safetensors files.
 - `hf_folder`: Hugging Face folders.
@@ -15,6 +15,7 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.errors`.
 - `memory_forms`: tensors that are stacked, merged or renamed in memory.
 - `dtensors`: boxes and local tensors of DTensors.
 - `zero3`: parameters that DeepSpeed's ZeRO-3 has partitioned.
+- `shifts`: constants that are added to elements on their way.
 - `tensor_stream`: tensors as a stream of bytes, and back.
 - `push_counts`: count of the non-finite elements of a push.
 - `replica_checksums`: what a push says of shards that other ranks hold, too.

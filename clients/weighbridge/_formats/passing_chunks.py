@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import itemgetter
 from types import TracebackType
 from typing import Self
 
@@ -135,7 +136,7 @@ class _Chunk(StreamSource):
 
     def read(self, start: int, stop: int) -> Buffer:
         """Bytes ``start`` to ``stop`` of the stream."""
-        index = bisect.bisect_right(self._parts, start, key=_start_of) - 1
+        index = bisect.bisect_right(self._parts, start, key=itemgetter(0)) - 1
         found: list[memoryview] = []
         while start < stop:  # neighbours in the stream need not be neighbours here
             first, last, at = self._parts[index]
@@ -147,7 +148,3 @@ class _Chunk(StreamSource):
     def release(self) -> None:
         """See `ShardSource.release`."""
         self._staging.give(self._buffer)
-
-
-def _start_of(part: Sequence[int]) -> int:
-    return part[0]

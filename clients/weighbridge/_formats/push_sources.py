@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,16 @@ from weighbridge._core import dtypes
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.layouts import Layout, Placement
 from weighbridge._formats.push_counts import encodings_of
-from weighbridge._formats.tensor_stream import Ranges, check_size, copy_out, written_as
+from weighbridge._formats.shifts import shifted
+from weighbridge._formats.tensor_stream import (
+    NO_SHIFTS,
+    Ranges,
+    Shifts,
+    check_size,
+    copy_out,
+    with_shift,
+    written_as,
+)
 from weighbridge._memory.casting import write_cast
 from weighbridge._memory.copying import write_tensors
 from weighbridge._memory.mappings import MappedMemory
@@ -52,6 +62,10 @@ class ShardSource(ABC):
         Returns:
             Counts of the non-finite elements; None from a source that does not count them.
         """
+
+    @abstractmethod
+    def shifted(self, shifts: Shifts) -> ShardSource:
+        """The same shards with constants added to their elements; used instead of this one."""
 
     @abstractmethod
     def release(self) -> None:
@@ -95,8 +109,52 @@ class StreamSource(ShardSource):
             found.append(write_bytes(np.frombuffer(data, np.uint8), of_shard, arrays, encoding))
         return WrittenCounts(found, [])
 
+    def shifted(self, shifts: Shifts) -> StreamSource:
+        """See `ShardSource.shifted`. Constants are added as the stream is read."""
+        return _Shifted(self, self._layout, shifts)
+
     def release(self) -> None:
         """See `ShardSource.release`. By itself, nothing is held."""
+
+
+class _Shifted(StreamSource):
+    """A stream with constants added to elements of some of its shards."""
+
+    def __init__(self, source: StreamSource, layout: Layout, shifts: Shifts) -> None:
+        super().__init__(layout)
+        self._source = source
+        self._shifts = shifts
+        self._shards = [p for p in layout.placements if p.nbytes and p.shard.tensor in shifts]
+        self._ends = [p.offset + p.nbytes for p in self._shards]
+
+    def read(self, start: int, stop: int) -> Buffer:
+        """See `StreamSource.read`."""
+        parts: list[Buffer] = []
+        at = bisect.bisect_right(self._ends, start)
+        while start < stop:
+            placement = self._shards[at] if at < len(self._shards) else None
+            if placement is None or start < placement.offset:
+                end = stop if placement is None else min(stop, placement.offset)
+                parts.append(self._source.read(start, end))
+            else:
+                end = min(stop, self._ends[at])
+                parts.append(self._part(placement, start, end))
+                at += 1
+            start = end
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _part(self, placement: Placement, start: int, end: int) -> Buffer:
+        """A range of one shard, which may begin and end inside an element."""
+        dtype = self._layout.tensors[placement.shard.tensor].dtype
+        begin, size = start - placement.offset, dtype.itemsize
+        first, last = begin // size * size, -(-(end - placement.offset) // size) * size
+        whole = self._source.read(placement.offset + first, placement.offset + last)
+        data = shifted(whole, dtype, self._shifts[placement.shard.tensor])
+        return data[begin - first :][: end - start].data
+
+    def release(self) -> None:
+        """See `ShardSource.release`."""
+        self._source.release()
 
 
 OpenSource = Callable[[Sequence[int], Layout], ShardSource]
@@ -111,32 +169,50 @@ class TensorSource(ShardSource):
         layout: of the stream.
         tensors: one for each of its placements, on any device, with as many elements as its box, in row-major order of its axes. Those
             of another floating-point dtype than the layout's are cast.
+        shifts: what is added to elements.
     """
 
-    def __init__(self, staging: StagingPool, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        staging: StagingPool,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        shifts: Shifts = NO_SHIFTS,
+    ) -> None:
         self._staging = staging
         self._layout = layout
         self._tensors = tensors
+        self._shifts = shifts
 
     def stage(self, ranges: Ranges) -> StreamSource:
         """See `ShardSource.stage`."""
-        return self._staging.stage(self._layout, self._tensors, ranges)
+        return self._staging.stage(self._layout, self._tensors, ranges, self._shifts)
+
+    def shifted(self, shifts: Shifts) -> Self:
+        """See `ShardSource.shifted`. What gets a constant is made in host memory, a tensor at a time, and copied from there."""
+        made = copy.copy(self)
+        made._shifts = shifts
+        return made
 
     def write(
         self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
     ) -> WrittenCounts:
         """See `ShardSource.write`."""
         encodings = encodings_of(self._layout)
+        found = [0] * len(encodings)
         shards, casts = {}, {}
         each = zip(self._layout.placements, self._tensors, copies, strict=True)
         for index, (placement, tensor, of_shard) in enumerate(each):
             dtype = written_as(self._layout.tensors[placement.shard.tensor], tensor)
             check_size(placement, tensor, dtype)
-            if of_shard and dtype == tensor.dtype:
+            shift = self._shifts.get(placement.shard.tensor, 0.0)
+            if of_shard and shift:
+                made = with_shift(tensor, dtype, shift)
+                found[index] = write_tensors([(made, of_shard)], memories, [encodings[index]])[0]
+            elif of_shard and dtype == tensor.dtype:
                 shards[index] = tensor, of_shard
             elif of_shard:
                 casts[index] = tensor, dtype, of_shard
-        found = [0] * len(encodings)
         written = write_tensors(shards.values(), memories, [encodings[index] for index in shards])
         cast = write_cast(casts.values(), memories, [encodings[index] for index in casts])
         for index, count in zip((*shards, *casts), (*written, *cast.counts), strict=True):
@@ -198,19 +274,20 @@ class CastingSource(TensorSource):
 
     def stage(self, ranges: Ranges) -> StreamSource:
         """See `ShardSource.stage`."""
-        return _Casting(self._layout, self._tensors)
+        return _Casting(self._layout, self._tensors, self._shifts)
 
 
 class _Casting(StreamSource):
     """A stream that is made as it is read."""
 
-    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor], shifts: Shifts) -> None:
         super().__init__(layout)
         self._tensors = tensors
+        self._shifts = shifts
 
     def read(self, start: int, stop: int) -> Buffer:
         made = np.empty(stop - start, np.uint8)
-        copy_out(self._layout, self._tensors, made, [(start, stop)])
+        copy_out(self._layout, self._tensors, made, [(start, stop)], self._shifts)
         return made.data
 
 
@@ -225,7 +302,11 @@ class StagingPool:
         self._lock = threading.Lock()
 
     def stage(
-        self, layout: Layout, tensors: Sequence[torch.Tensor], ranges: Ranges | None = None
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        ranges: Ranges | None = None,
+        shifts: Shifts = NO_SHIFTS,
     ) -> StreamSource:
         """Copy tensors out: afterwards they may change.
 
@@ -233,12 +314,13 @@ class StagingPool:
             layout: of the stream.
             tensors: one for each of its placements; any device.
             ranges: the parts of the stream that are wanted; all of it by default.
+            shifts: what is added to elements.
         """
         ranges = [(0, layout.nbytes)] if ranges is None else ranges
         nbytes = sum(stop - start for start, stop in ranges)
         buffer = self.take(nbytes, pinned=any(tensor.is_cuda for tensor in tensors))
         try:
-            copy_out(layout, tensors, buffer, ranges)
+            copy_out(layout, tensors, buffer, ranges, shifts)
         except BaseException:
             self.give(buffer)
             raise

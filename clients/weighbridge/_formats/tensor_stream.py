@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
+from weighbridge._formats.shifts import shifted
 from weighbridge.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -19,9 +22,17 @@ if TYPE_CHECKING:
 Ranges = Sequence[tuple[int, int]]
 """Parts of a stream, sorted and disjoint: the first byte of each and one past its last."""
 
+Shifts = Mapping[str, float]
+"""What is added to each element of some tensors of a stream, by their names."""
+NO_SHIFTS: Shifts = MappingProxyType({})
+
 
 def copy_out(
-    layout: Layout, tensors: Sequence[torch.Tensor], staging: NDArray[np.uint8], ranges: Ranges
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    staging: NDArray[np.uint8],
+    ranges: Ranges,
+    shifts: Shifts = NO_SHIFTS,
 ) -> None:
     """Copy parts of a stream, made of tensors on any device, to a buffer, one part behind the other.
 
@@ -31,6 +42,7 @@ def copy_out(
             `written_as` says.
         staging: at least as many bytes as the parts have.
         ranges: the parts.
+        shifts: what is added to elements.
     """
     import torch
 
@@ -39,10 +51,13 @@ def copy_out(
         for start, stop in ranges:
             for placement, tensor in _between(layout, tensors, start, stop):
                 dtype = written_as(layout.tensors[placement.shard.tensor], tensor)
+                shift = shifts.get(placement.shard.tensor, 0.0)
                 check_size(placement, tensor, dtype)
                 first, last = max(start, placement.offset), min(stop, placement.offset + placement.nbytes)
                 offset = base + first - start
                 if last - first == placement.nbytes:
+                    if shift:
+                        tensor = with_shift(tensor, dtype, shift)
                     if dtype != tensor.dtype:  # only rows are cast as all other ways do
                         tensor = tensor.contiguous()
                         # and on a GPU only where they lie: a copy to host memory casts here, where NaN gets other bits
@@ -52,7 +67,7 @@ def copy_out(
                     ).copy_(tensor)
                 else:
                     span = first - placement.offset, last - placement.offset
-                    part = _bytes_of(tensor.detach(), dtype, *span)
+                    part = _bytes_of(tensor.detach(), dtype, *span, shift)
                     torch.frombuffer(staging, dtype=torch.uint8, count=last - first, offset=offset).copy_(
                         part
                     )
@@ -70,7 +85,18 @@ def cast_of(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
     return spec.dtype.torch if spec.dtype.is_float and are_numbers else dtype
 
 
-def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+def with_shift(tensor: torch.Tensor, dtype: torch.dtype, shift: float) -> torch.Tensor:
+    """A tensor in a dtype with a constant added to each element: a copy in host memory, in row-major order."""
+    import torch
+
+    cast = tensor.detach().contiguous().to(dtype).cpu()
+    data = shifted(cast.reshape(-1).view(torch.uint8).numpy(), dtypes.from_torch(dtype), shift)
+    return torch.from_numpy(data).view(dtype).view(cast.shape)
+
+
+def _bytes_of(
+    tensor: torch.Tensor, dtype: torch.dtype, start: int, stop: int, shift: float = 0.0
+) -> torch.Tensor:
     """Bytes ``start`` to ``stop`` of a tensor's elements in a dtype, in row-major order; no more than needed is copied or cast."""
     import torch
 
@@ -81,6 +107,8 @@ def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype, start: int, stop: int) -
     part = rows[first : -(-stop // row_bytes)]
     if rows is tensor:
         part = part.clone(memory_format=torch.contiguous_format)
+    if shift:
+        part = with_shift(part, dtype, shift)
     return part.to(dtype).view(-1).view(torch.uint8)[start - first * row_bytes : stop - first * row_bytes]
 
 

@@ -18,7 +18,7 @@ from weighbridge._lane.connection import LaneConnection
 from weighbridge._lane.plans import PlacedPlan
 from weighbridge._memory.copying import read_tensors
 from weighbridge._memory.mappings import MappedMemory
-from weighbridge._memory.passing_writes import PassingWriter
+from weighbridge._memory.passing_writes import PassingShard, PassingWriter
 from weighbridge._memory.sampling import sample_of
 from weighbridge._memory.strided import ShardCopies, Uncounted, count_written, is_dense
 from weighbridge._transport import rpc
@@ -155,7 +155,9 @@ class PassingFill:
             placement = self._stream.placements[index]
             dtype = written_as(self._stream.tensors[placement.shard.tensor], tensor)
             check_size(placement, tensor, dtype)
-            self._writer.write(index, tensor, dtype, self._copies[index], self._encodings[index])
+            self._writer.write(
+                PassingShard(index, tensor, dtype, self._copies[index], self._encodings[index])
+            )
 
 
 class _Sampled(NamedTuple):

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from weighbridge._core.boxes import Box, subtract
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._lazy.joined import JoinedTensor
-from weighbridge._lazy.recording import Constant, RecordedCopy, Recording, Shape, Step
+from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording, Shape
 from weighbridge._lazy.tensor import SHAPE_ONLY, LazyTensor, changed_by
 from weighbridge._lazy.views import Strided, box_of_view
 
@@ -69,7 +69,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in targets.items():
             self._targets.setdefault(_memory(tensor), (name, tensor.detach()))
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         self._written: dict[str, list[Strided]] = {name: [] for name, _ in self._targets.values()}
         self._from: dict[int, set[str]] = {}  # memory that something of a version came to: of which tensors
         self._alive: list[torch.Tensor] = []  # else other memory could take their place
@@ -109,11 +109,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         name, part = source.spec.name, source.part
         with self._lock:
             if threading.get_ident() != self._thread:
-                self._give_up({name}, "it was copied in another thread, where nothing else can be seen")
+                self._exclude({name}, "it was copied in another thread, where nothing else can be seen")
             self._touched(target, {name})
             found = self._place(target)
             if found is None:
-                self._give_up({name}, "it was copied to memory that is no parameter's")
+                self._exclude({name}, "it was copied to memory that is no parameter's")
                 return
             box, view = part.located()
             if box.volume and target.numel():
@@ -123,7 +123,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         """Carry an operation out on zeros: what comes of it is not followed."""
         names = {a.spec.name for a in tree_flatten((args, kwargs))[0] if isinstance(a, LazyTensor)}
         with self._lock:
-            self._give_up(names, f"the loader uses {func} on it")
+            self._exclude(names, f"the loader uses {func} on it")
         real_args, real_kwargs = tree_map_only(LazyTensor, _zeros, (args, kwargs))
         return self._followed(func, real_args, real_kwargs, names)
 
@@ -142,7 +142,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         with self._lock:
             read = names.union(*(self._from.get(_memory(tensor), ()) for tensor in read_from))
             if read:
-                self._give_up(read, f"the loader computes {func} from it")
+                self._exclude(read, f"the loader computes {func} from it")
                 if func is aten._local_scalar_dense.default:
                     self._numbers |= read
                 for tensor in (*changed, *_tensors(result)):
@@ -177,7 +177,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._from.setdefault(_memory(tensor), set()).update(names)
         self._alive.append(tensor)
 
-    def _give_up(self, names: Iterable[str], reason: str) -> None:
+    def _exclude(self, names: Iterable[str], reason: str) -> None:
         for name in names:
             self._unrecorded.setdefault(name, reason)
 
@@ -185,16 +185,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         """All that was recorded."""
         if any(kept() for _, kept in self._handed):
             gc.collect()
-        self._give_up((name for name, kept in self._handed if kept()), "the loader has kept it")
+        self._exclude((name for name, kept in self._handed if kept()), "the loader has kept it")
         for key, (name, _) in self._targets.items():
             if _memory(self._given[name]) != key:
                 self._own[name] = f"the loader has put other memory in place of {name}"
                 if not self._written[name]:  # and nobody knows whose
-                    self._give_up((spec.name for spec in specs), self._own[name])
+                    self._exclude((spec.name for spec in specs), self._own[name])
         for step in self._steps:
             if isinstance(step, RecordedCopy) and step.target in self._own:
-                self._give_up({step.tensor}, self._own[step.target])
-        mixed = self._give_up_mixed()
+                self._exclude({step.tensor}, self._own[step.target])
+        mixed = self._exclude_mixed()
         for name, reason in self._unrecorded.items():
             log.info("%s cannot be recorded: %s", name, reason)
         steps = [
@@ -221,13 +221,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         """A tensor's elements go to where they cannot be followed, or may be changed from there."""
         with self._lock:
             names = self._from.get(_memory(tensor), set())
-            self._give_up(names, "the loader takes it out of torch")
+            self._exclude(names, "the loader takes it out of torch")
             self._numbers |= names
             known = self._targets.get(_memory(tensor))
             if known is not None:
                 self._own[known[0]] = f"the loader takes {known[0]}, where it goes to, out of torch"
 
-    def _give_up_mixed(self) -> set[str]:
+    def _exclude_mixed(self) -> set[str]:
         """Targets of which a part cannot be recorded: a run of the loader would put it there before or after the rest, not in between.
         What else goes to them is given up.
         """
@@ -243,7 +243,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             mixed = found
             for step in self._steps:
                 if isinstance(step, RecordedCopy) and step.target in mixed:
-                    self._give_up({step.tensor}, f"{step.target} also gets what cannot be recorded")
+                    self._exclude({step.tensor}, f"{step.target} also gets what cannot be recorded")
 
 
 class _Leaving(TorchFunctionMode):

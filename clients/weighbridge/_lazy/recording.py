@@ -48,7 +48,7 @@ class Constant(NamedTuple):
     value: float | int | bool
 
 
-Step = RecordedCopy | Constant
+RecordedStep = RecordedCopy | Constant
 
 
 class Shape(NamedTuple):
@@ -82,7 +82,7 @@ class Recording:
 
     specs: Mapping[str, TensorSpec]
     targets: Mapping[str, Shape]
-    steps: Sequence[Step] = field(repr=False)
+    steps: Sequence[RecordedStep] = field(repr=False)
     unrecorded: Mapping[str, str]
     unwritten: Mapping[str, int]
     spare: list[torch.Tensor] = field(default_factory=list, repr=False, compare=False)
@@ -97,9 +97,9 @@ class Recording:
         return found
 
     @cached_property
-    def by_target(self) -> Mapping[str, tuple[Step, ...]]:
+    def by_target(self) -> Mapping[str, tuple[RecordedStep, ...]]:
         """The steps that write to each parameter, in order."""
-        found: dict[str, list[Step]] = {}
+        found: dict[str, list[RecordedStep]] = {}
         for step in self.steps:
             found.setdefault(step.target, []).append(step)
         return {name: tuple(steps) for name, steps in found.items()}
@@ -172,14 +172,14 @@ class Recording:
             raise InvalidArgument(f"this is no recording: {error}") from error
 
 
-def _step_to_json(step: Step) -> list[Any]:
+def _step_to_json(step: RecordedStep) -> list[Any]:
     if isinstance(step, Constant):
         return [step.target, *step.part, step.value]
     casts = [dtypes.from_torch(dtype).name for dtype in step.casts]
     return [step.target, *step.part, step.tensor, *step.box, *step.view, casts]
 
 
-def _step_from_json(found: Sequence[Any]) -> Step:
+def _step_from_json(found: Sequence[Any]) -> RecordedStep:
     target, part, rest = found[0], _strided(found[1:4]), found[4:]
     if len(rest) == 1:
         return Constant(target, part, rest[0])

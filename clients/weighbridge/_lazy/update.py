@@ -9,7 +9,7 @@ import torch
 
 from weighbridge._clients.engine import EngineClient, Pull
 from weighbridge._formats.host_slices import HostSlices, Slices
-from weighbridge._lazy.recording import Constant, RecordedCopy, Recording, Step
+from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording
 from weighbridge._lazy.tensor import shown
 from weighbridge._lazy.views import Strided, is_whole
 from weighbridge.errors import FailedPrecondition
@@ -117,7 +117,7 @@ class Update:
         if isinstance(slices, HostSlices):
             self._spare[:] = [slices.buffer]
 
-    def _do(self, step: Step, part: torch.Tensor, slices: Slices) -> None:
+    def _do(self, step: RecordedStep, part: torch.Tensor, slices: Slices) -> None:
         if isinstance(step, Constant):
             part.fill_(step.value)
             return

@@ -15,7 +15,7 @@ _MOST_STEPS = 4096
 """Steps of one copy: each takes some microseconds to ask for."""
 
 
-class Step(NamedTuple):
+class CopyStep(NamedTuple):
     """Rows that the copy engine moves in one go; all in bytes.
 
     Attributes:
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     rows: int
 
 
-def steps_of(copy: ByteCopy[int]) -> Sequence[Step] | None:
+def steps_of(copy: ByteCopy[int]) -> Sequence[CopyStep] | None:
     """What the copy engine has to do for a strided copy; None if that would be slow, or it cannot."""
     width = copy.extent[-1]
     rows, shard_pitch, memory_pitch = 1, width, width
@@ -52,12 +52,14 @@ def steps_of(copy: ByteCopy[int]) -> Sequence[Step] | None:
     return steps if len(steps) <= _MOST_STEPS else None
 
 
-def _steps(copy: ByteCopy[int], outer: tuple[int, ...], step: tuple[int, int, int, int]) -> Iterator[Step]:
+def _steps(
+    copy: ByteCopy[int], outer: tuple[int, ...], step: tuple[int, int, int, int]
+) -> Iterator[CopyStep]:
     shard_pitch, memory_pitch, width, rows = step
     for index in itertools.product(*map(range, outer)):
         in_shard = sum(i * stride for i, stride in zip(index, copy.stream_strides, strict=False))
         in_memory = sum(i * stride for i, stride in zip(index, copy.file_strides, strict=False))
-        yield Step(
+        yield CopyStep(
             copy.stream_offset + in_shard,
             shard_pitch,
             copy.file_offset + in_memory,

@@ -8,6 +8,7 @@ are kept busy from one tensor to the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -23,6 +24,25 @@ if TYPE_CHECKING:
     import torch
 
     from weighbridge._memory.cuda_copies import CopyQueue
+
+
+@dataclass(frozen=True, slots=True)
+class PassingShard:
+    """A shard, and what is to become of it.
+
+    Attributes:
+        index: names it.
+        tensor: on any device, its elements in row-major order of its axes.
+        dtype: to which they are cast, if it is another one.
+        copies: where the bytes of the cast go.
+        encoding: of the cast's elements; None if they are not counted.
+    """
+
+    index: int
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    copies: Sequence[ByteCopy[int]]
+    encoding: Encoding | None
 
 
 class PassingWriter:
@@ -43,60 +63,32 @@ class PassingWriter:
         self._screen = Screen()
         self._queue: CopyQueue | None = None
 
-    def write(
-        self,
-        index: int,
-        shard: torch.Tensor,
-        dtype: torch.dtype,
-        copies: Sequence[ByteCopy[int]],
-        encoding: Encoding | None,
-    ) -> None:
-        """Copy a shard.
-
-        Args:
-            index: names it.
-            shard: on any device, its elements in row-major order of its axes.
-            dtype: to which they are cast, if it is another one.
-            copies: where the bytes of the cast go.
-            encoding: of the cast's elements; None if they are not counted.
-        """
-        if (
-            shard.is_cuda
-            and is_pinned(copies, self._memories)
-            and self._begin(index, shard, dtype, copies, encoding)
-        ):
+    def write(self, shard: PassingShard) -> None:
+        """Copy a shard."""
+        if shard.tensor.is_cuda and is_pinned(shard.copies, self._memories) and self._begin(shard):
             return
-        if dtype == shard.dtype:
-            found = write_tensors([(shard, copies)], self._memories, [encoding])
+        if shard.dtype == shard.tensor.dtype:
+            found = write_tensors([(shard.tensor, shard.copies)], self._memories, [shard.encoding])
         else:
-            written = write_cast([(shard, dtype, copies)], self._memories, [encoding])
+            cast = [(shard.tensor, shard.dtype, shard.copies)]
+            written = write_cast(cast, self._memories, [shard.encoding])
             found = list(written.counts)
-            self.uncounted += [each._replace(shard=index) for each in written.uncounted]
-        self._count(index, found[0])
+            self.uncounted += [each._replace(shard=shard.index) for each in written.uncounted]
+        if found[0]:
+            self.counts[shard.index] = self.counts.get(shard.index, 0) + found[0]
 
-    def _begin(
-        self,
-        index: int,
-        shard: torch.Tensor,
-        dtype: torch.dtype,
-        copies: Sequence[ByteCopy[int]],
-        encoding: Encoding | None,
-    ) -> bool:
+    def _begin(self, shard: PassingShard) -> bool:
         """Have a copy engine copy a shard; False if it cannot, and nothing was done."""
         if self._queue is None:
             from weighbridge._memory.cuda_copies import CopyQueue
 
             self._queue = CopyQueue([memory.address for memory in self._memories])
-        flat = shard.detach().contiguous().to(dtype).view(-1)
-        if not self._queue.write(flat, copies):
+        flat = shard.tensor.detach().contiguous().to(shard.dtype).view(-1)
+        if not self._queue.write(flat, shard.copies):
             return False
-        self._screen.add(index, flat, copies, encoding)
+        self._screen.add(shard.index, flat, shard.copies, shard.encoding)
         self._queue.precede(flat.device)
         return True
-
-    def _count(self, index: int, count: int) -> None:
-        if count:
-            self.counts[index] = self.counts.get(index, 0) + count
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.nonfinite import Encoding, count_nonfinite
-from weighbridge._memory.copy_steps import Step, steps_of
+from weighbridge._memory.copy_steps import CopyStep, steps_of
 from weighbridge._memory.native_copies import (
     Plan,
     copy_natively,
@@ -39,7 +39,7 @@ class ShardCopies(tuple[ByteCopy[int], ...]):
         return np.array(words, np.int64)
 
     @cached_property
-    def steps(self) -> Sequence[Sequence[Step]] | None:
+    def steps(self) -> Sequence[Sequence[CopyStep]] | None:
         """For a GPU's copy engine, those of each copy; None if that would be slow for one of them, or it cannot. Made once, too."""
         found = [steps for copy in self if (steps := steps_of(copy)) is not None]
         return found if len(found) == len(self) else None

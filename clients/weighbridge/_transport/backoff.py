@@ -53,7 +53,7 @@ class Backoff:
         return Retry(pause, replace(self, tries=self.tries + 1, failing_since=since))
 
     def after_error(self, error: WeighbridgeError, now: float, jitter: float) -> Retry | None:
-        """The next try of a stream that has failed so; None if there should be none.
+        """The next try of a stream or a call that has failed so; None if there should be none.
 
         What broke on its way is tried again, and what had no room if the service has said when: not before that.
         """

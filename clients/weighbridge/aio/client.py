@@ -8,15 +8,15 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
-from weighbridge._clients import control_calls
-from weighbridge._clients.known_layouts import KnownLayouts
-from weighbridge._clients.transport import Transport
+from weighbridge._clients.calls import model_calls, pull_calls, ref_calls, version_calls
+from weighbridge._clients.calls.known_layouts import KnownLayouts
+from weighbridge._clients.calls.watching import Watch
+from weighbridge._clients.transport import ConnectionOptions, Transport
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LIVE, Model, Version, VersionState
 from weighbridge._core.slices import LayoutRequest
-from weighbridge._transport.credentials import Credentials
 from weighbridge._transport.outages import Outage
 from weighbridge.aio.connection import AsyncConnection
 from weighbridge.aio.pulls import AsyncPull, Carrier
@@ -33,32 +33,18 @@ class AsyncEngineClient:
 
     Args:
         server: ``host:port`` of the gRPC face, or several, as for `weighbridge.Client`.
-        retry_seconds, lane, connections, credentials: as for `weighbridge.Client`.
+        options: as for `weighbridge.Client`.
 
     Raises:
         InvalidArgument: there is no such lane, or there cannot be so many connections.
     """
 
-    def __init__(
-        self,
-        server: str | None = None,
-        *,
-        retry_seconds: float = 60.0,
-        lane: str | None = None,
-        connections: int | None = None,
-        credentials: Credentials | None = None,
-    ) -> None:
-        transport = Transport(
-            server,
-            retry_seconds=retry_seconds,
-            lane=lane,
-            connections=connections,
-            credentials=credentials,
-        )
+    def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
+        transport = Transport(server, **options)
         self._layouts = KnownLayouts()
         self._carrier = Carrier(transport)
         self._connection = AsyncConnection(
-            transport.addresses, transport.credentials, retry_seconds, self._carrier.threads
+            transport.addresses, transport.credentials, transport.retry_seconds, self._carrier.threads
         )
 
     @property
@@ -89,11 +75,11 @@ class AsyncEngineClient:
 
     async def model(self, model: str) -> Model:
         """One model. Raises NotFound."""
-        return await self._connection.run(control_calls.get_model(model))
+        return await self._connection.run(model_calls.get_model(model))
 
     async def models(self) -> list[Model]:
         """All models, by name."""
-        return await self._connection.run(control_calls.list_models())
+        return await self._connection.run(model_calls.list_models())
 
     async def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
         """The files besides the weights that belong to a version, or as registered now if no version is named.
@@ -101,11 +87,11 @@ class AsyncEngineClient:
         Raises:
             NotFound: no such model or version.
         """
-        return await self._connection.run(control_calls.model_files(model, version))
+        return await self._connection.run(model_calls.model_files(model, version))
 
     async def version(self, model: str, version: str | int | None = None) -> Version:
         """One version, by number or ref. Raises NotFound."""
-        return await self._connection.run(control_calls.get_version(model, version))
+        return await self._connection.run(version_calls.get_version(model, version))
 
     async def wait_for(
         self,
@@ -116,20 +102,8 @@ class AsyncEngineClient:
         timeout: float | None = None,  # noqa: ASYNC109  # as the blocking client has it, with its error
         on_progress: Callable[[Version], None] | None = None,
     ) -> Version:
-        """Wait until a version has reached a state.
-
-        Args:
-            model: which model.
-            version: which version.
-            state: which one, as for `Client.wait_for`.
-            timeout: seconds; None waits as long as it takes.
-            on_progress: is called with the version as it stands now and then.
-
-        Raises:
-            VersionFailed: it failed, or could not be made durable.
-            DeadlineExceeded: not in time.
-        """
-        return await self._connection.run(control_calls.wait_for(model, version, state, timeout, on_progress))
+        """Wait until a version has reached a state; as `Client.wait_for`."""
+        return await self._connection.run(version_calls.wait_for(model, version, state, timeout, on_progress))
 
     async def versions(
         self,
@@ -139,62 +113,40 @@ class AsyncEngineClient:
         where: Sequence[str] = (),
         limit: int | None = None,
     ) -> list[Version]:
-        """A model's versions, newest first.
-
-        Args:
-            model: which model.
-            include_invisible: also those still being received, and those that have failed lately.
-            where: only those of whose metadata all of these are true, such as ``reward>=0.7``.
-            limit: only so many, the newest ones; None for all.
-        """
-        listing = control_calls.list_versions(
+        """A model's versions, newest first; as `Client.versions`."""
+        listing = version_calls.list_versions(
             model, include_invisible=include_invisible, where=where, limit=limit
         )
         return await self._connection.run(listing)
 
     async def refs(self, model: str) -> dict[str, int]:
         """Version number by ref."""
-        return await self._connection.run(control_calls.list_refs(model))
+        return await self._connection.run(ref_calls.list_refs(model))
 
     async def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
         """Let a tag name a version in the object store."""
-        return await self._connection.run(control_calls.set_ref(model, ref, version))
+        return await self._connection.run(ref_calls.set_ref(model, ref, version))
 
     async def approve(
         self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
     ) -> Version:
         """Hold a version no longer; as `Client.approve`."""
-        return await self._connection.run(control_calls.approve(model, version, by=by, note=note))
+        return await self._connection.run(version_calls.approve(model, version, by=by, note=note))
 
     async def delete_ref(self, model: str, ref: str) -> None:
         """Take a tag away. Raises NotFound."""
-        await self._connection.run(control_calls.delete_ref(model, ref))
+        await self._connection.run(ref_calls.delete_ref(model, ref))
 
     async def watch(self, model: str, ref: str | None = None) -> AsyncGenerator[Version, None]:
-        """The version a ref names now, then each one it moves to, for ever. Reconnects when the service comes back.
-
-        A version that is replaced before it could be sent may be left out; the newest never is.
-
-        Raises:
-            NotFound: the model is not registered.
-            Unavailable, ResourceExhausted: the service could not be reached, or had no place for another watch, within
-                `retry_seconds` from the start.
-        """
+        """The version a ref names now, then each one it moves to, for ever; as `Client.watch`."""
         meant = Reference.of(model, ref, REF_LIVE)
         async with aclosing(self.watch_refs([(meant.model, meant.version)])) as found:
             async for _, version in found:
                 yield version
 
     async def watch_refs(self, refs: Iterable[tuple[str, str]]) -> AsyncGenerator[tuple[str, Version], None]:
-        """As `watch`, for several refs, also of several models, over one stream.
-
-        Args:
-            refs: model and ref of each.
-
-        Yields:
-            The ref, and the version that it names; which model's it is says the version.
-        """
-        watch, outage = control_calls.Watch.begin(refs, self.retry_seconds), Outage(self.server)
+        """As `watch`, for several refs, given with their models, over one stream; as `Client.watch_refs`."""
+        watch, outage = Watch.begin(refs, self.retry_seconds), Outage(self.server)
         while True:
             failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
             try:
@@ -233,11 +185,9 @@ class AsyncEngineClient:
         """
         return AsyncPull(
             self._carrier,
-            lambda: self._connection.run(
-                control_calls.plan_pull(self._layouts, model, version, layout, dtype)
-            ),
+            lambda: self._connection.run(pull_calls.plan_pull(self._layouts, model, version, layout, dtype)),
             lambda plan, boxes: self._connection.run(
-                control_calls.plan_pull(
+                pull_calls.plan_pull(
                     KnownLayouts(), plan.version.model, plan.version.number, boxes, plan.dtype
                 )
             ),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from weighbridge._clients.steps import Call, Pause, Step, Steps, Work
+from weighbridge._clients.calls.steps import Call, Pause, Step, Steps, Work
 from weighbridge._transport import rpc
 from weighbridge._transport.addresses import Addresses
 from weighbridge._transport.backoff import Backoff

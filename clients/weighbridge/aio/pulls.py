@@ -10,8 +10,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from weighbridge._clients.calls.pull_calls import PullPlan
 from weighbridge._clients.filling import Filled, fill_tensors, fit
-from weighbridge._clients.pulling import PullPlan, PullRun, Step
+from weighbridge._clients.pulling import PullRun, PullStep
 from weighbridge._clients.transport import Transport
 from weighbridge._core.slices import Boxes
 from weighbridge._formats.host_slices import Slices
@@ -157,7 +158,7 @@ class AsyncPull:
             return await self._carrier.threads.run(partial(transfer.bring, buffer, pin=pin), transfer.stop)
 
     async def _taken(
-        self, transfer: PullRun, begin: Callable[[], Iterator[Step]]
+        self, transfer: PullRun, begin: Callable[[], Iterator[PullStep]]
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """What a run's steps give, each taken in a thread."""
         with closing(_filled(begin)) as steps:
@@ -175,7 +176,7 @@ class AsyncPull:
 
 
 def _filled(
-    begin: Callable[[], Iterator[Step]],
+    begin: Callable[[], Iterator[PullStep]],
 ) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
     """What each step gives, if anything; the first step imports torch."""
     for step in begin():

@@ -130,12 +130,15 @@ class DeclareLayoutRequest(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    ADDS_SHIFTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     rank: _builtins.int
     client_id: _builtins.str
     digest: _builtins.str
     """Digest of the layout. Sent alone first; if the service does not know it, it asks for the layout."""
+    adds_shifts: _builtins.bool
+    """The rank adds what the answer's shifts say. One that does not know of them is refused where there are any."""
     @_builtins.property
     def layout(self) -> _resources_pb2.Layout: ...
     def __init__(
@@ -147,10 +150,11 @@ class DeclareLayoutRequest(_message.Message):
         client_id: _builtins.str = ...,
         digest: _builtins.str = ...,
         layout: _resources_pb2.Layout | None = ...,
+        adds_shifts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "digest", b"digest", "layout", b"layout", "model", b"model", "number", b"number", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adds_shifts", b"adds_shifts", "client_id", b"client_id", "digest", b"digest", "layout", b"layout", "model", b"model", "number", b"number", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -159,6 +163,26 @@ Global___DeclareLayoutRequest: _TypeAlias = DeclareLayoutRequest  # noqa: Y015
 @_typing.final
 class DeclareLayoutResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ShiftsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     LAYOUT_NEEDED_FIELD_NUMBER: _builtins.int
     ASSIGNED_FIELD_NUMBER: _builtins.int
@@ -169,6 +193,7 @@ class DeclareLayoutResponse(_message.Message):
     CLAIM_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PLACED_FIELD_NUMBER: _builtins.int
+    SHIFTS_FIELD_NUMBER: _builtins.int
     layout_needed: _builtins.bool
     """The service does not know this digest: call again with the layout."""
     stream_bytes: _builtins.int
@@ -201,6 +226,13 @@ class DeclareLayoutResponse(_message.Message):
     def placed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedRange]:
         """The parts of the stream whose elements do not lie in exactly one place of the version's files; sorted and disjoint."""
 
+    @_builtins.property
+    def shifts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What is added to each element of some tensors of the stream, by their names, before it is pushed: the model's files have these with
+        another origin. In float32, float64 for tensors of float64; the sum is rounded to the tensor's element type, ties to even, and a NaN
+        is the positive quiet one without a payload.
+        """
+
     def __init__(
         self,
         *,
@@ -213,10 +245,11 @@ class DeclareLayoutResponse(_message.Message):
         claim: _builtins.str = ...,
         shared: _abc.Iterable[_builtins.int] | None = ...,
         placed: _abc.Iterable[Global___PlacedRange] | None = ...,
+        shifts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_ranks", b"absent_ranks", "assigned", b"assigned", "claim", b"claim", "layout_needed", b"layout_needed", "placed", b"placed", "retry_after_ms", b"retry_after_ms", "routes", b"routes", "shared", b"shared", "stream_bytes", b"stream_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_ranks", b"absent_ranks", "assigned", b"assigned", "claim", b"claim", "layout_needed", b"layout_needed", "placed", b"placed", "retry_after_ms", b"retry_after_ms", "routes", b"routes", "shared", b"shared", "shifts", b"shifts", "stream_bytes", b"stream_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,8 +1,8 @@
 """Access: who somebody is, by what they show, and what they may do.
 
-Whoever listens makes an `Evidence` of what a connection shows; `Access` says whose it is; `admission.peer.authorize` asks what that identity may.
+Whoever listens makes an `Evidence` of what a connection shows; `Access` says whose it is; `peer.authorize` asks what that identity may.
 
-May import: `runtime`, `weighbridge`; nothing here knows of gRPC's calls or HTTP's requests.
+May import: `runtime`, `weighbridge_storage`, `weighbridge`; nothing here knows of gRPC's calls or HTTP's requests.
 
 - `scopes`: verbs, and scopes: what an identity may do with which models and refs.
 - `identities`: evidence, and the identities that it proves.
@@ -12,5 +12,6 @@ May import: `runtime`, `weighbridge`; nothing here knows of gRPC's calls or HTTP
 - `policy`: the file that says who may do what.
 - `access`: which identity a piece of evidence proves, now.
 - `certificates`: the service's own certificate, renewed while it runs.
+- `peer`: who has made a call, and whether they may: the place where every face asks.
 - `audit`: the record of who did what.
 """

@@ -1,8 +1,7 @@
-"""Admission: who asks, what they may have, and whose turn it is, before any work is done for them.
+"""Admission: what somebody may have, and whose turn it is, before any work is done for them.
 
 May import: `access`, `runtime`, `weighbridge_storage`, `weighbridge`; nothing here knows of gRPC or HTTP.
 
-- `peer`: who asks, and whether they may: the place where every face asks.
 - `quotas`: quotas of hosts in what is limited.
 - `turns`: whose turn is next.
 - `identity_quotas`: quotas of identities, by the limits of the policy.

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from weighbridge._transport import rpc
 from weighbridge.errors import InvalidArgument, ResourceExhausted, Unavailable
-from weighbridge_service.admission.peer import Peer
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.quotas import RETRY_SECONDS, may_have
 from weighbridge_service.admission.turns import Turns
 

@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from weighbridge_service.admission.peer import Peer
+from weighbridge_service.access.peer import Peer
 
 T = TypeVar("T")
 

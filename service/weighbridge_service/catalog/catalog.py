@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.metadata import Condition, all_hold
-from weighbridge._core.resources import REF_LIVE, Model, Verification, Version, VersionState, why_failed
+from weighbridge._core.resources import Model, Verification, Version, VersionState, why_failed
 from weighbridge._core.text.suggestions import did_you_mean, model_meant
 from weighbridge.errors import (
     DataLoss,
@@ -24,15 +24,17 @@ from weighbridge.errors import (
 )
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_service.catalog.head_versions import (
+    approval_in,
     deleted,
+    in_memory,
     invisible_version,
     number_in,
-    opened,
+    page_of,
     refs_of,
-    released,
     version_of_entry,
 )
 from weighbridge_service.catalog.holding import with_approval
+from weighbridge_service.catalog.known_models import KnownModels
 from weighbridge_service.catalog.snapshots import Snapshots
 from weighbridge_service.catalog.store_readers import DEFAULT_GRACE, StoreReaders, reading_since
 from weighbridge_service.models.listed_tensors import has_tensor_list, write_tensor_list
@@ -49,10 +51,10 @@ from weighbridge_service.models.registration import (
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import RESERVED_REFS, ModelName, first_version_of
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import give_up_abandoned
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.leases import Grace
+from weighbridge_storage.head.open_versions import give_up_abandoned
 from weighbridge_storage.stores.objects import ObjectStore
 from weighbridge_storage.versions.reading import side_files
 from weighbridge_storage.versions.verifying import verify_version
@@ -69,8 +71,6 @@ _LATELY = 16
 """Versions that are looked at to say why there is none."""
 _MOST_ALIKE = 1000
 """Models that are looked at for the one that was meant by a name that none has."""
-_KEPT_MODEL_BYTES = 1 << 30
-"""What models may take together that a process remembers; those that it receives versions of are remembered in any case."""
 
 
 class Catalog:
@@ -89,6 +89,7 @@ class Catalog:
         readers: who reads versions from the store.
         changes: tells of what changes here.
         snapshots: what this process knows of versions beyond the store.
+        known_models: the registrations that this process remembers.
         stopping: set when the service goes down.
     """
 
@@ -102,7 +103,6 @@ class Catalog:
         open_names: bool = True,
     ) -> None:
         self.store = store
-        self._kept_models = kept_models
         self._open_names = open_names
         self._guarded = guarded or store
         self.heads = HeadStore(self._guarded)
@@ -110,8 +110,7 @@ class Catalog:
         self.stopping = threading.Event()
         self.changes = Changes()
         self.snapshots = Snapshots(self.changes)
-        self._lock = threading.Lock()
-        self._models: OrderedDict[ModelName, RegisteredModel] = OrderedDict()
+        self.known_models = KnownModels(kept_models, self.snapshots.any_unfinished)
 
     def register_model(
         self,
@@ -153,10 +152,9 @@ class Catalog:
         ):
             write_tensor_list(self.store, model_name, model.listed, first_version)
         head = self.heads.update(model_name, lambda h: ((new := registered(h, model)), new), create=True)
-        with self._lock:
-            known = self._models.get(model_name)
-            if known is None or known.files_id != model.files_id or known.kept != model.kept:
-                self._keep(model)
+        self.known_models.keep(
+            model, unless=lambda known: (known.files_id, known.kept) == (model.files_id, model.kept)
+        )
         self.snapshots.forget_deleted(model_name, head)
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
@@ -251,10 +249,7 @@ class Catalog:
 
     def model(self, name: ModelName, head: Head | None = None) -> RegisteredModel:
         """A model's registration; that of ``head``, if one is given. Raises NotFound."""
-        with self._lock:
-            model = self._models.get(name)
-            if model is not None:
-                self._models.move_to_end(name)
+        model = self.known_models.get(name)
         if head is None:
             known = self.heads.last_read(name)
             current = known is None or (model is not None and known.files_id == model.files_id)
@@ -264,36 +259,16 @@ class Catalog:
             return model
         head = head or self.head(name)
         loaded = load_model(self._guarded, name, head)
-        with self._lock:
-            model = self._models.get(name)
-            if model is not None and is_registered(
-                head, model
-            ):  # another thread may have loaded it meanwhile
-                return model
-            self._keep(loaded)
-        return loaded
+        # another thread may have loaded it meanwhile
+        return self.known_models.keep(loaded, unless=partial(is_registered, head))
 
     def adopt(self, model: RegisteredModel) -> None:
         """Take note of a registration that another replica has read from the store, unless the model is known here."""
-        with self._lock:
-            if model.name not in self._models:
-                self._keep(model)
-
-    def _keep(self, model: RegisteredModel) -> None:
-        """Remember a model; those that were not used for longest and have nothing under way are forgotten for it."""
-        self._models[model.name] = model
-        self._models.move_to_end(model.name)
-        count, nbytes = len(self._models), sum(each.nbytes for each in self._models.values())
-        for name in list(self._models)[:-1]:
-            if count <= self._kept_models and nbytes <= _KEPT_MODEL_BYTES:
-                break
-            if not self.snapshots.any_unfinished(name):
-                count, nbytes = count - 1, nbytes - self._models.pop(name).nbytes
+        self.known_models.keep(model, unless=lambda _: True)
 
     def forget_model(self, name: ModelName) -> None:
         """A model is deleted: no more is known of it."""
-        with self._lock:
-            self._models.pop(name, None)
+        self.known_models.forget(name)
         self.changes.notify(name)
 
     # --- versions
@@ -343,25 +318,7 @@ class Catalog:
         known = self.snapshots.of_model(model_name)
         # read after that: what has become durable meanwhile is in it
         history = self.history(model_name)
-        head = history.head
-        found = {
-            entry.number: version_of_entry(model_name, head, entry)
-            for entry in history.newest(limit, before or None)
-        }
-        if include_invisible:
-            for number in (*head.open, *head.failed):
-                if (elsewhere := invisible_version(model_name, head, number)) is not None:
-                    found[number] = elsewhere
-        for number, snapshot in known.items():
-            version = snapshot.described if include_invisible else snapshot.version
-            if number in found and found[number].state.stored:
-                continue  # what is in history is the same for all replicas
-            if version.state is VersionState.DURABLE:
-                continue  # deleted since
-            if version.state.visible or include_invisible:
-                found[number] = with_approval(version, opened(head, number))
-        numbers = sorted((n for n in found if not before or n < before), reverse=True)
-        return [found[number] for number in numbers[:limit]]
+        return page_of(model_name, history, known, before, limit, include_invisible=include_invisible)
 
     def refs(self, name: str) -> dict[str, int]:
         """Version number by ref."""
@@ -444,9 +401,9 @@ class Catalog:
         if durable and history.is_gone(number):
             raise deleted(name, number)
         there = (
-            with_approval(known.version, opened(history.head, number))
-            if known is not None
-            else invisible_version(name, history.head, number)
+            invisible_version(name, history.head, number)
+            if known is None
+            else with_approval(known.version, approval_in(history.head, number))
         )
         if there is None:
             raise NotFound(f"{name} has no version {number}")
@@ -461,17 +418,7 @@ class Catalog:
 
         None if there is none, or if ``live`` named a newer one when the store was last read: it does not go back.
         """
-        number, head = number_in(version), self.heads.last_read(name)
-        if number is None and version != REF_LIVE:
-            return None
-        readable = {each: known for each, known in self.snapshots.of_model(name).items() if known.readable}
-        if number is None:
-            number = max(released(head, readable), default=0)
-            if head is not None and number < head.latest:
-                return None
-        if number not in readable:
-            return None
-        return with_approval(readable[number].version, opened(head, number))
+        return in_memory(self.heads.last_read(name), self.snapshots.of_model(name), version)
 
     def _newest_held(self, name: ModelName, history: History) -> int:
         """The newest version that is held, of those that were published last or are in memory here; 0 if there is none."""

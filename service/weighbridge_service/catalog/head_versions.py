@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weighbridge._core.resources import REF_LATEST, REF_LIVE, Version, VersionState
+from weighbridge._core.resources import REF_LIVE, Version, VersionState
 from weighbridge.errors import NotFound
 from weighbridge_service.catalog.holding import approved, with_approval
 from weighbridge_service.catalog.snapshots import VersionSnapshot
-from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
+from weighbridge_storage.documents.entries import Approval, VersionEntry
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.history import History
 
 _RETIRED = "it was taken out of history, and is there only for those who are reading it"
 
@@ -18,30 +19,84 @@ _RETIRED = "it was taken out of history, and is there only for those who are rea
 def refs_of(head: Head, snapshots: Mapping[int, VersionSnapshot]) -> dict[str, int]:
     """Version number by ref, with ``live`` as the snapshots of this process have it."""
     refs = head.ref_numbers
-    live = max((*released(head, snapshots), refs.get(REF_LATEST, 0)))
-    if live:
-        refs[REF_LIVE] = live
+    if number := live(head, snapshots):
+        refs[REF_LIVE] = number
     return refs
 
 
-def released(head: Head | None, snapshots: Mapping[int, VersionSnapshot]) -> list[int]:
-    """The versions that ``live`` may name, of those of which this process knows more than the store. Without a head, nothing is approved."""
-    return [
+def live(head: Head | None, snapshots: Mapping[int, VersionSnapshot]) -> int:
+    """The version that ``live`` names: the newest one that is visible and not held, in history or of those of which this process knows more.
+
+    Without a head, nothing is in history, and nothing approved. 0 if there is none.
+    """
+    released = (
         number
         for number, known in snapshots.items()
-        if known.version.state.visible and not with_approval(known.version, opened(head, number)).held
-    ]
+        if known.version.state.visible and not with_approval(known.version, approval_in(head, number)).held
+    )
+    return max((*released, 0 if head is None else head.latest))
+
+
+def in_memory(head: Head | None, snapshots: Mapping[int, VersionSnapshot], version: str) -> Version | None:
+    """A visible version that this process has in memory, by its number or as ``live``; None if there is none.
+
+    Nor is there one if ``live`` named a newer one by ``head``, which was read last: it does not go back.
+    """
+    readable = {number: known for number, known in snapshots.items() if known.readable}
+    number = live(head, readable) if version == REF_LIVE else number_in(version)
+    known = None if number is None else readable.get(number)
+    return None if known is None else with_approval(known.version, approval_in(head, known.version.number))
+
+
+def page_of(
+    name: ModelName,
+    history: History,
+    snapshots: Mapping[int, VersionSnapshot],
+    before: int,
+    limit: int,
+    *,
+    include_invisible: bool,
+) -> list[Version]:
+    """Up to ``limit`` versions, newest first, from below number ``before`` on (0 begins with the newest).
+
+    Args:
+        name: the model.
+        history: its own, read after ``snapshots`` were taken: what has become durable meanwhile is in it.
+        snapshots: what this process knows beyond that.
+        before: a number.
+        limit: most of them.
+        include_invisible: also versions that are being received or have failed.
+    """
+    head = history.head
+    found = {
+        entry.number: version_of_entry(name, head, entry) for entry in history.newest(limit, before or None)
+    }
+    if include_invisible:
+        for number in (*head.open, *head.failed):
+            if (elsewhere := invisible_version(name, head, number)) is not None:
+                found[number] = elsewhere
+    for number, snapshot in snapshots.items():
+        version = snapshot.described if include_invisible else snapshot.version
+        if number in found and found[number].state.stored:
+            continue  # what is in history is the same for all replicas
+        if version.state is VersionState.DURABLE:
+            continue  # deleted since
+        if version.state.visible or include_invisible:
+            found[number] = with_approval(version, approval_in(head, number))
+    numbers = sorted((n for n in found if not before or n < before), reverse=True)
+    return [found[number] for number in numbers[:limit]]
+
+
+def approval_in(head: Head | None, number: int) -> Approval | None:
+    """What a head says of the approval of a version, open or in history; None without a head."""
+    entry = None if head is None else head.open.get(number) or head.recent.get(number)
+    return None if entry is None else entry.approval
 
 
 def approved_since(head: Head | None, number: int) -> tuple[str, ...]:
     """The reasons of a version in history for which it is held no more; none if there is no head."""
     entry = None if head is None else head.recent.get(number)
     return () if entry is None or entry.approval is None else entry.approval.reasons
-
-
-def opened(head: Head | None, number: int) -> OpenEntry | None:
-    """What a head says of an open version; None if it is none, or there is no head."""
-    return None if head is None else head.open.get(number)
 
 
 def deleted(name: ModelName, number: int) -> NotFound:
@@ -70,7 +125,7 @@ def invisible_version(name: ModelName, head: Head, number: int) -> Version | Non
             held=there.held,
             metadata=there.metadata,
         )
-        return with_approval(version, there)
+        return with_approval(version, there.approval)
     failed = head.failed.get(number)
     if failed is None:
         return None

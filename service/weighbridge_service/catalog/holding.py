@@ -1,4 +1,4 @@
-"""Holding of a version: what one replica knows of why ``live`` and ``latest`` pass it by, until history says it. Pure.
+"""Reasons to hold a version: what one replica knows of why ``live`` and ``latest`` pass it by, until history says it. Pure.
 
 Reasons are given when a version is opened, counted by its ranks when they seal, told by other replicas, and found when digests are made.
 Approval stands against them by name. So a further reason needs nothing but somebody who gives it.
@@ -14,7 +14,7 @@ from weighbridge_storage.documents.entries import Approval, OpenEntry, VersionEn
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HoldReasons:
     """Why a version is held, as far as one replica knows.
 
     Attributes:
@@ -34,16 +34,16 @@ class Holding:
     found: int = 0
 
     @staticmethod
-    def of(entry: OpenEntry) -> Holding:
+    def of(entry: OpenEntry) -> HoldReasons:
         """What head.json says of a version that is being received."""
-        return Holding().with_entry(entry)
+        return HoldReasons().with_entry(entry)
 
     @staticmethod
-    def stored(entry: VersionEntry) -> Holding:
+    def stored(entry: VersionEntry) -> HoldReasons:
         """What history says of a version: all there is to say."""
-        return Holding(entry.held, allows_nonfinite=True, found=entry.nonfinite_elements)
+        return HoldReasons(entry.held, allows_nonfinite=True, found=entry.nonfinite_elements)
 
-    def with_entry(self, entry: OpenEntry) -> Holding:
+    def with_entry(self, entry: OpenEntry) -> HoldReasons:
         """After head.json was read: what further ranks have said at its opening, and what was approved."""
         approved = () if entry.approval is None else entry.approval.reasons
         return replace(
@@ -53,22 +53,22 @@ class Holding:
             approved=self.approved.union(approved),
         )
 
-    def with_approved(self, reasons: tuple[str, ...]) -> Holding:
+    def with_approved(self, reasons: tuple[str, ...]) -> HoldReasons:
         """After these reasons were approved."""
         opened = tuple(reason for reason in self.opened if reason not in reasons)
         return replace(self, opened=opened, approved=self.approved.union(reasons))
 
-    def with_counted(self, rank: int, elements: int) -> Holding:
+    def with_counted(self, rank: int, elements: int) -> HoldReasons:
         """After a rank has said how many elements are NaN or infinite."""
         return replace(self, counted={**self.counted, rank: elements}) if elements else self
 
-    def with_elsewhere(self, replica: int, elements: int) -> Holding:
+    def with_elsewhere(self, replica: int, elements: int) -> HoldReasons:
         """After another replica has said how many it knows of."""
         if elements <= self.elsewhere.get(replica, 0):
             return self
         return replace(self, elsewhere={**self.elsewhere, replica: elements})
 
-    def with_found(self, elements: int) -> Holding:
+    def with_found(self, elements: int) -> HoldReasons:
         """After the digests of a file were made."""
         return replace(self, found=self.found + elements)
 
@@ -89,9 +89,8 @@ class Holding:
         return tuple(sorted({*self.opened, *nonfinite} - self.approved))
 
 
-def with_approval(version: Version, entry: OpenEntry | None) -> Version:
-    """A version that is not in history yet, with what head.json says of its approval."""
-    approval = None if entry is None else entry.approval
+def with_approval(version: Version, approval: Approval | None) -> Version:
+    """A version as this process knows it, with what head.json says of its approval."""
     if approval is None:
         return version
     held = tuple(reason for reason in version.held if reason not in approval.reasons)

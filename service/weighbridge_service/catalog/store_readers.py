@@ -38,7 +38,7 @@ class _Use:
         visited_since_ms: when those began who come again and again and never say that they are done.
         visited_ms: when one of them came last; None if none has.
         written_ms: when the lease was written last; None if it was not.
-        lent_ms: until when those may be reading who were sent to the store itself.
+        unheard_ms: until when those may be reading who were sent to the store itself.
         kept_ms: until when the lease holds that was written last.
         writing: is held while a lease is written.
     """
@@ -47,7 +47,7 @@ class _Use:
     visited_since_ms: int = 0
     visited_ms: int | None = None
     written_ms: int | None = None
-    lent_ms: int = 0
+    unheard_ms: int = 0
     kept_ms: int = 0
     writing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -124,17 +124,17 @@ class StoreReaders:
             use.visited_ms = now_ms
         self._write_if_due(place)
 
-    def lend(self, model: ModelName, number: int, ms: int) -> None:
+    def extend(self, model: ModelName, number: int, ms: int) -> None:
         """Somebody may begin to read a version from the store itself within so many milliseconds, and is not heard of again.
 
-        What was lent a while before is lent on for as long again, so that this is written once in that time.
+        The lease is extended to twice that time from now, so that it is written once in that time.
         """
         place = (model, number)
         now_ms = self.clock()
         with self._lock:
             use = self._use(place)
-            if use.lent_ms < now_ms + ms:
-                use.lent_ms = now_ms + 2 * ms
+            if use.unheard_ms < now_ms + ms:
+                use.unheard_ms = now_ms + 2 * ms
         self._write_if_due(place)
 
     def renew(self) -> None:
@@ -165,15 +165,15 @@ class StoreReaders:
             if use is None:
                 return
             began_ms = use.began_ms(now_ms, quarter_ms)
-            lent = use.lent_ms > now_ms
-            if began_ms is None and not lent:
+            unheard = use.unheard_ms > now_ms
+            if began_ms is None and not unheard:
                 del self._uses[place]
                 return
             last_ms = max(now_ms if began_ms is None else began_ms, use.written_ms or 0)
-            if now_ms - last_ms < quarter_ms and use.kept_ms >= use.lent_ms:
+            if now_ms - last_ms < quarter_ms and use.kept_ms >= use.unheard_ms:
                 return
             before = use.written_ms, use.kept_ms
-            use.written_ms, use.kept_ms = now_ms, max(now_ms + self.grace.ms, use.lent_ms)
+            use.written_ms, use.kept_ms = now_ms, max(now_ms + self.grace.ms, use.unheard_ms)
             until_ms = use.kept_ms
         model, number = place
         try:

@@ -169,4 +169,5 @@ def _in_its_dtypes(bridge: Bridge, there: Layout) -> tuple[dict[str, TensorSpec]
         tuple(padding for made in maps for padding in made.padding),
         tuple(link for made in maps for link in made.copies),
         {name: shape for made in maps for name, shape in made.seen.items()},
+        {name: shift for made in maps for name, shift in made.shifts.items()},
     )

@@ -126,6 +126,7 @@ class Conversion:
         files: the files with tensors that are written.
         side_files: name and content of the others, which are written behind them in this order.
         left_out: how many entries of the source are not converted, by kind.
+        shifts: what is added to each element of some of the target's tensors, by their names.
     """
 
     kind: Kind
@@ -136,6 +137,7 @@ class Conversion:
     files: tuple[FramedFile, ...]
     side_files: Mapping[str, bytes] = field(repr=False)
     left_out: Mapping[str, int] = field(default_factory=dict)
+    shifts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -150,6 +152,7 @@ class Conversion:
                 str(self.source.resolve()), sorted(self.read.items()), self.plan.source.digest,
                 self.plan.target.digest, self.plan.copies, self.plan.zeros, self.twins,
                 [(f.name, f.nbytes) for f in self.files], sides,
+                *([sorted(self.shifts.items())] if self.shifts else []),
             ]
         )  # fmt: skip
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -255,6 +258,7 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
             METADATA_FILE: metadata[METADATA_FILE],
         },
         {**({"copies of other tensors": len(twins)} if twins else {}), **_not_taken(source, read)},
+        relation.inverse_shifts,
     )
 
 
@@ -318,6 +322,7 @@ def _from_torch_dist(source: Path, options: ConvertOptions) -> Conversion:
         tuple(FramedFile(file.name, file.nbytes, ((0, file.header),)) for file in files.files),
         {**side, **({safetensors_files.INDEX_FILE: index} if index is not None else {})},
         left_out,
+        relation.shifts_there,
     )
 
 

@@ -117,6 +117,9 @@ class Units:
                 if placement.offset >= covered.stop:
                     break
                 continue
+            if placement.shard.tensor in self._conversion.shifts:
+                gathers += self._shifted(placement, start, stop)
+                continue
             pieces = self._transfer.pieces(start, stop, covered.file)
             if all(piece.extent[-1] >= _LONG for piece in pieces):
                 # what no piece covers stays as a new file is: zero
@@ -130,6 +133,17 @@ class Units:
             end = min(position + self.gather_bytes, stop)
             pieces = self._transfer.pieces(position, end, file)
             yield Gather(position, end - position, tuple(self._strided(piece, 0) for piece in pieces))
+
+    def _shifted(self, placement: Placement, start: int, stop: int) -> Iterator[Gather]:
+        """The elements of a placement that begin in a range, whole, with a constant added to each."""
+        dtype = self._conversion.plan.target.tensors[placement.shard.tensor].dtype
+        size, shift = dtype.itemsize, self._conversion.shifts[placement.shard.tensor]
+        first, last = (-(-(edge - placement.offset) // size) * size for edge in (start, stop))
+        step = max(self.gather_bytes // size, 1) * size
+        for into in range(first, last, step):
+            position, length = placement.offset + into, min(step, last - into)
+            pieces = self._transfer.pieces(position, position + length, placement.buffer)
+            yield Gather(position, length, tuple(self._strided(piece, 0) for piece in pieces), shift, dtype)
 
     def _strided(self, piece: ByteCopy[str], base: int) -> ByteCopy[int]:
         return ByteCopy(

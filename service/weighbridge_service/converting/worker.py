@@ -1,6 +1,7 @@
 """Worker process of a conversion: copies the bytes that it is told to, from file to file.
 
-It knows nothing of tensors. It imports numpy only when bytes have to be picked together, so that it starts at once.
+It knows nothing of tensors, but for elements to which a constant is added. It imports numpy only when bytes have to be picked together, so
+that it starts at once.
 
 Blocks are written past the page cache where the file system allows: they would fill it with what nobody is going to read here, and
 getting the pages costs more than the writing. What lies in a block with bytes of others is written through the page cache.
@@ -25,6 +26,7 @@ from itertools import product
 from typing import IO, TYPE_CHECKING, Any
 
 from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._core.dtypes import DType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,11 +65,15 @@ class Gather:
         to: its first byte.
         length: its bytes; those that no part covers are zero.
         parts: where they come from. Their streams' offsets count from the range's first byte.
+        shift: what is added to each element of the range; 0 if nothing is.
+        dtype: then, what its elements are.
     """
 
     to: int
     length: int
     parts: tuple[ByteCopy[int], ...]
+    shift: float = 0.0
+    dtype: DType | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +247,10 @@ class Worker:
                 np.ndarray(part.extent, np.uint8, buffer, part.stream_offset, part.stream_strides),
                 np.ndarray(part.extent, np.uint8, mapped, part.file_offset, part.file_strides),
             )
+        if gather.dtype is not None:
+            from weighbridge._formats.shifts import shifted
+
+            buffer[:] = shifted(buffer, gather.dtype, gather.shift)
         self._files.write(name, room, gather.to)
         self._files.let_go()
         self._say({"copied": gather.length})

@@ -12,10 +12,10 @@ May import: `weighbridge.errors`; nothing of the service.
 - `dense`: llama, qwen2, qwen3.
 - `moe`: mixtral, qwen2_moe, qwen3_moe.
 - `deepseek_v3`: deepseek_v3, kimi_k2, deepseek_v32.
-- `glm4_moe`: glm4_moe.
-- `glm4v_moe`: glm4v_moe.
+- `glm4_moe`: glm4_moe, glm4v_moe.
 - `ernie4_5_moe`: ernie4_5_moe.
 - `minimax_m2`: minimax_m2.
+- `qwen3_next`: qwen3_next.
 - `nemotron_h`: nemotron_h.
 - `mimo`: mimo.
 - `gemma3`: gemma3, gemma3_text.
@@ -51,9 +51,10 @@ _BUILT_IN = {
     "kimi_k2": "deepseek_v3:DeepseekV3",
     "deepseek_v32": "deepseek_v3:DeepseekV32",
     "glm4_moe": "glm4_moe:Glm4Moe",
-    "glm4v_moe": "glm4v_moe:Glm4vMoe",
+    "glm4v_moe": "glm4_moe:Glm4vMoe",
     "ernie4_5_moe": "ernie4_5_moe:Ernie45Moe",
     "minimax_m2": "minimax_m2:MinimaxM2",
+    "qwen3_next": "qwen3_next:Qwen3Next",
     "nemotron_h": "nemotron_h:NemotronH",
     "mimo": "mimo:Mimo",
     "gemma3": "gemma3:Gemma3",

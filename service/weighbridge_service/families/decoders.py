@@ -26,6 +26,7 @@ class Decoder:
         shared: in that, the module of the shared experts.
         gated: in an MLP or an expert, the modules of the gate, of what it lets through, and of what is behind both.
         norm_of_all_heads: whether queries, and keys, are normed over all heads together.
+        gated_attention: whether the query projection makes a gate for each head besides.
     """
 
     heads: tuple[int, int]
@@ -37,6 +38,7 @@ class Decoder:
     shared: str = "shared_experts"
     gated: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     norm_of_all_heads: bool = False
+    gated_attention: bool = False
 
     @property
     def _here(self) -> str:
@@ -50,6 +52,7 @@ class Decoder:
         """All but the routed experts."""
         here, there = self._here, self._there
         attention, mlp = f"{there}.self_attn", f"{there}.{self.mlp}"
+        grouped = GroupedQKV(*self.heads, gated=self.gated_attention)
         yield Rule(
             f"{self.ours}embedding.word_embeddings.weight",
             (f"{self.theirs}embed_tokens.weight",),
@@ -60,7 +63,7 @@ class Decoder:
         yield Rule(f"{self.ours}output_layer.weight", (self.output_layer,), WHOLE, vocabulary=True)
         for kind in ("weight", "bias"):
             projections = tuple(f"{attention}.{p}_proj.{kind}" for p in "qkv")
-            yield Rule(f"{here}.self_attention.linear_qkv.{kind}", projections, GroupedQKV(*self.heads))
+            yield Rule(f"{here}.self_attention.linear_qkv.{kind}", projections, grouped)
             yield Rule(f"{here}.self_attention.linear_proj.{kind}", (f"{attention}.o_proj.{kind}",), WHOLE)
         for part in "qk":
             yield Rule(

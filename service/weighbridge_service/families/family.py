@@ -13,6 +13,7 @@ that uses nothing but this.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -143,11 +144,12 @@ def mtp_rules(
     ]
     decoder, decoder_there = "decoder.layers.{layer}.", "model.layers.{layer}."
     found += [
-        Rule(
-            rule.megatron.replace(decoder, "mtp.layers.{layer}.transformer_layer."),
-            tuple(name.replace(decoder_there, f"{hugging_face_layer}.") for name in rule.hugging_face),
-            rule.conversion,
-            halves=rule.halves,
+        dataclasses.replace(
+            rule,
+            megatron=rule.megatron.replace(decoder, "mtp.layers.{layer}.transformer_layer."),
+            hugging_face=tuple(
+                name.replace(decoder_there, f"{hugging_face_layer}.") for name in rule.hugging_face
+            ),
             part=MTP,
         )
         for rule in rules

@@ -17,7 +17,8 @@ class Rearrangement(Protocol):
     """How one whole Megatron-core tensor becomes Hugging Face tensors.
 
     It is never run on weights: once on shapes, and a few times on tensors of element numbers, to find out which element
-    goes where. It may only place elements. One that scales, shifts or mixes them is found out and refused.
+    goes where. It may only place elements. One that scales, shifts or mixes them is found out and refused; a constant that is added to
+    all of them is the rule's `shift`.
     """
 
     def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
@@ -64,6 +65,8 @@ class Rule:
             name are whole elsewhere, such as a norm over all heads together.
         every: how many rows of Hugging Face's tensors, along their last axis, take turns, such as those of gate and up; the
             conversion then has that axis as two, the latter of this length.
+        shift: what is added to each element on the way to Hugging Face, and subtracted on the way back, such as one for a norm whose
+            weights Megatron-core has less one. A float32; the tensors are of floating-point numbers of 16 bits or more, and no vocabulary.
         part: name of an optional part of the model, such as ``mtp``, that a checkpoint has whole or not at all; empty
             if the tensor belongs to every checkpoint.
     """
@@ -78,6 +81,7 @@ class Rule:
     sections: tuple[Section, ...] = ()
     by_heads: bool = False
     every: int = 1
+    shift: float = 0.0
     part: str = ""
 
     def seen(self, shape: Shape) -> Shape:
@@ -194,10 +198,13 @@ class GroupedQKV:
     Attributes:
         heads: attention heads.
         kv_heads: key-value heads.
+        gated: whether the query projection makes a gate for each head besides: Hugging Face has its rows behind those of that head's
+            query, Megatron-core behind those of all queries of the key-value head (``attention_output_gate``).
     """
 
     heads: int
     kv_heads: int
+    gated: bool = False
 
     def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
@@ -206,10 +213,12 @@ class GroupedQKV:
     def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """The Hugging Face tensors, in the order in which the rule names them."""
         per_group = self.heads // self.kv_heads
+        queries = per_group * (1 + self.gated)
         rest = tuple(tensor.shape[1:])
-        head_dim = tensor.shape[0] // (self.kv_heads * (per_group + 2))
-        grouped = tensor.reshape(self.kv_heads, per_group + 2, head_dim, *rest)
-        parts = (grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1])
+        head_dim = tensor.shape[0] // (self.kv_heads * (queries + 2))
+        grouped = tensor.reshape(self.kv_heads, queries + 2, head_dim, *rest)
+        query = grouped[:, :queries].reshape(self.kv_heads, 1 + self.gated, per_group, head_dim, *rest)
+        parts = (query.transpose(1, 2), grouped[:, queries], grouped[:, queries + 1])
         return [part.reshape(math.prod(part.shape) // math.prod(rest), *rest) for part in parts]
 
 

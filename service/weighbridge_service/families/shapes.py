@@ -36,6 +36,11 @@ _LARGEST = {
     "conv_kernel": 1 << 10,
     "moe_shared_expert_intermediate_size": 1 << 22,
     "moe_latent_size": 1 << 20,
+    "linear_num_key_heads": 1 << 14,
+    "linear_num_value_heads": 1 << 14,
+    "linear_key_head_dim": 1 << 14,
+    "linear_value_head_dim": 1 << 14,
+    "linear_conv_kernel_dim": 1 << 10,
     "index_n_heads": 1 << 14,
     "index_head_dim": 1 << 14,
     "vocab_size": 1 << 24,
@@ -50,7 +55,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _MOST_EXPERTS_IN_ALL = 50_000
 """Over all layers; the largest model there is has 23,000, and each means three tensors or more."""
 _MAY_BE_ZERO = ("num_nextn_predict_layers", "n_shared_experts", "moe_num_shared_experts")
-_FURTHER_FIELDS = ("head_dim", "tie_word_embeddings", "vision_use_head")
+_FURTHER_FIELDS = ("head_dim", "tie_word_embeddings", "vision_use_head", "full_attention_interval")
 """Fields that have a say in which tensors there are and that transformers reads without naming them."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _OF_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.\w+$")

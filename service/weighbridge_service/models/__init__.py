@@ -12,4 +12,5 @@ May import: `families`, `plan`, `weighbridge_storage`, `weighbridge`.
 - `weight_maps`: the weight map of the tensors that a trainer declares.
 - `megatron_layouts`: shards of a Megatron-core rank.
 - `engine_layouts`: slices of an engine rank.
+- `engine_cuts`: the cut of one tensor; `engine_facts`: what the cuts need to know of a model.
 """

@@ -33,6 +33,7 @@ _SAME_NORM = (
     (".self_attention.q_layernorm.weight", ".self_attention.linear_q_up_proj.layer_norm_weight"),
     (".self_attention.kv_layernorm.weight", ".self_attention.linear_kv_up_proj.layer_norm_weight"),
     (".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight"),
+    (".self_attention.in_proj.layer_norm_weight", ".input_layernorm.weight"),
     (".mixer.in_proj.layer_norm_weight", ".norm.weight"),
     (".final_norm.weight", ".final_layernorm.weight"),
 )
@@ -98,6 +99,7 @@ class Bridge:
         experts: routed experts in a layer; 0 if there are none.
         parts: the optional parts that the family has for this config, with their Hugging Face tensors.
         one_key_for_all_layers: whether trainers give layers that are alike one key.
+        shifts: whether a constant is added to elements of some tensors.
         keep_in_fp32: what names of Hugging Face tensors end with that are float32 whatever the model's dtype.
 
     Raises:
@@ -140,6 +142,7 @@ class Bridge:
             del self.hugging_face[name]
         reached = {target.name for entry in self.megatron.values() for target in entry.targets}
         reached |= {copy for entry in self.megatron.values() for copy in entry.rule.copies}
+        self.shifts = any(entry.rule.shift for entry in self.megatron.values())
         missing = [name for name in self.hugging_face if name not in reached]
         if missing:
             raise InvalidArgument(

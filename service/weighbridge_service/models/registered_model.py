@@ -20,7 +20,7 @@ from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
 from weighbridge_service.models.engine_layouts import EngineLayouts, padding_of
 from weighbridge_service.models.listed_tensors import ListedTensors
 from weighbridge_service.models.model_tensors import ModelTensors
-from weighbridge_service.models.weight_maps import derive_weight_map
+from weighbridge_service.models.weight_maps import derive_weight_map, shifts_back
 from weighbridge_service.plan.declarations import KnownSet
 from weighbridge_service.plan.planning import make_plan
 from weighbridge_service.plan.push_plan import PreparedPush, prepare_push
@@ -33,7 +33,7 @@ from weighbridge_storage.documents.names import (
 _KEPT_SHARDS = 2_000_000
 """Shards of declared layouts, and slices of pulls, that a model remembers: some 1 KB each."""
 _KEPT_OFFERS = 100_000
-"""Layouts of which a model remembers that other replicas can find them."""
+"""Layouts of which a model remembers that other replicas can find them; and of which it remembers the shifts."""
 _SHARD_BYTES, _PART_BYTES = 2 << 10, 300
 """About what is taken by a tensor or a shard with the plan that it is part of, and by a copy in the plan of a pull."""
 _KEPT_PARTS = 1_000_000
@@ -76,6 +76,7 @@ class RegisteredModel:
         self._offered: Cache[bool] = Cache(_KEPT_OFFERS)
         self._pushes: Cache[PreparedPush] = Cache(4)
         self._reads: Cache[Transfer] = Cache(_KEPT_PARTS, lambda transfer: 1000 + transfer.parts)
+        self._shifts: Cache[Mapping[str, float]] = Cache(_KEPT_OFFERS)
         self._requests: Cache[Layout] = Cache(_KEPT_SHARDS // 4, lambda layout: 1 + len(layout.placements))
 
     @cached_property
@@ -118,8 +119,8 @@ class RegisteredModel:
         Configs that agree in it can stand for each other: the same shards make the same files. It is kept in heads, so what
         it is made of is written out here: `IDENTITY_FORMAT`, a colon, and the SHA-256, as hex digits, over the digest of the
         files' layout and, for each of megatron-core's tensors in order, a line of canonical JSON: ``[name, [[target, leading
-        indexes] ...], [copies ...], [[offset, extent, number of the target, offset, extent, axes] ...]]``. Without a weight
-        map there are none of these.
+        indexes] ...], [copies ...], [[offset, extent, number of the target, offset, extent, axes] ...]]``, and what is added to each
+        element, if anything is, as a last number. Without a weight map there are none of these.
         """
         digest = hashlib.sha256(self.files.layout.digest.encode())
         links: dict[int, object] = {}  # of a kind; most tensors share theirs with those of other layers
@@ -131,6 +132,8 @@ class RegisteredModel:
                 ]
             targets = [[target.name, target.leading] for target in entry.targets]
             line = [name, targets, list(entry.rule.copies), links[id(of_kind)]]
+            if entry.rule.shift:
+                line.append(entry.rule.shift)
             digest.update(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         return f"{IDENTITY_FORMAT}:{digest.hexdigest()}"
 
@@ -239,6 +242,12 @@ class RegisteredModel:
             return Transfer(plan, scatter=False)
 
         return self._reads.get_or_make(("restore", source.digest, target.digest), make)
+
+    def restore_shifts(self, target: Layout) -> Mapping[str, float]:
+        """What is added to each element of some shards of a trainer rank, by their tensors' names, when they are restored."""
+        if not self.bridge.shifts:
+            return {}
+        return self._shifts.get_or_make(target.digest, lambda: shifts_back(self.bridge, target.tensors))
 
     def pull_layout(self, request: LayoutRequest) -> Layout:
         """The slices that an engine asks for.

@@ -65,6 +65,7 @@ def derive_weight_map(
     padding: list[tuple[str, Box]] = []
     problems: list[str] = []
     seen: dict[str, Shape] = {}
+    shifts: dict[str, float] = {}
     of_kind: dict[tuple[str, Shape, str], list[Link]] = {}
     for spec in declared.values():
         parts = list(_parts(bridge, spec))
@@ -72,6 +73,8 @@ def derive_weight_map(
         if problem:
             problems.append(problem)
             continue
+        if parts[0].entry.rule.shift:
+            shifts[spec.name] = parts[0].entry.rule.shift
         for part in parts:
             entry = part.entry
             key = (entry.rule.megatron, entry.shape, part.suffix)
@@ -95,7 +98,13 @@ def derive_weight_map(
             fix="push the model's own sharded_state_dict() (no optimizer state), of the model that was registered, "
             "in the dtype it was registered with",
         )
-    return WeightMap(declared, tensors, tuple(links), tuple(padding), tuple(copies), seen)
+    return WeightMap(declared, tensors, tuple(links), tuple(padding), tuple(copies), seen, shifts)
+
+
+def shifts_back(bridge: Bridge, declared: Mapping[str, TensorSpec]) -> Mapping[str, float]:
+    """What is added to elements of declared tensors on the way from Hugging Face; nothing to tensors that the model does not have."""
+    first = {spec.name: next(_parts(bridge, spec), None) for spec in declared.values()}
+    return {name: -part.entry.rule.shift for name, part in first.items() if part and part.entry.rule.shift}
 
 
 def _problem(
@@ -114,6 +123,10 @@ def _problem(
             advice = "; Megatron-core always has it in float32, so import the model with it in float32"
         return f"{spec} has the wrong dtype: the model is registered with {names} there{advice}"
     entry = parts[0].entry
+    if len({part.entry.rule.shift for part in parts}) > 1:
+        return f"{spec} has parts to which the weight map adds different constants: declare them apart"
+    if entry.rule.shift and not spec.dtype.is_float:
+        return f"{spec} has the wrong dtype: the weight map adds {entry.rule.shift:g} to its elements"
     if entry.rule.vocabulary and spec.shape[1:] == entry.shape[1:] and len(spec.shape) == len(entry.shape):
         if spec.shape[0] > _MOST_PADDING * entry.shape[0] + _PADDING:
             return f"{spec} pads the vocabulary of {entry.shape[0]} to too many rows"

@@ -1,4 +1,4 @@
-"""Plans: which bytes go where. Pure but for the buffers that a transfer fills, and what is known of replicas' checksums.
+"""Plans: which bytes go where. Pure but for the buffers that a transfer fills.
 
 May import: `weighbridge_storage`, `weighbridge`.
 
@@ -10,5 +10,4 @@ May import: `weighbridge_storage`, `weighbridge`.
 - `placed_ranges`: parts of streams that do not lie in exactly one place of the files.
 - `replica_placement`: which replica assembles which file.
 - `declarations`: what the ranks of a push declare, and their agreement.
-- `replica_checksums`: what ranks hold under one box, compared.
 """

@@ -1,15 +1,17 @@
-"""Cast of a stream on the way out: floating-point tensors in another dtype than the version's."""
+"""Cast of a stream on the way out: floating-point tensors in another dtype than the version's, or with a constant added to their elements."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._formats.shifts import shifted
 from weighbridge._transport.pieces import Buffer
 from weighbridge.errors import InvalidArgument
 
@@ -56,6 +58,10 @@ class _Run:
     source_start: int
     source: DType
     target: DType
+    shift: float
+
+
+_NO_SHIFTS: Mapping[str, float] = MappingProxyType({})
 
 
 class Casting:
@@ -63,8 +69,9 @@ class Casting:
 
     Args:
         layout: the stream in the version's own dtypes.
-        dtype: what its floating-point tensors are to be; others stay as they are.
+        dtype: what its floating-point tensors are to be; others stay as they are. None leaves all as they are.
         keep_in_fp32: what the names of tensors end with that are never narrowed.
+        shifts: what is added to each element of some tensors, by their names, in the dtype that they have before the cast.
 
     Attributes:
         layout: the stream as it is sent.
@@ -73,8 +80,16 @@ class Casting:
         InvalidArgument: as `cast_specs`.
     """
 
-    def __init__(self, layout: Layout, dtype: DType, keep_in_fp32: tuple[str, ...] = ()) -> None:
-        specs = cast_specs(layout.tensors.values(), dtype, keep_in_fp32)
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: DType | None,
+        keep_in_fp32: tuple[str, ...] = (),
+        shifts: Mapping[str, float] = _NO_SHIFTS,
+    ) -> None:
+        specs = list(layout.tensors.values())
+        if dtype is not None:
+            specs = cast_specs(specs, dtype, keep_in_fp32)
         self.layout = Layout.stream(specs, [placement.shard for placement in layout.placements])
         self._runs: list[_Run] = []
         for before, after in zip(layout.placements, self.layout.placements, strict=True):
@@ -82,12 +97,12 @@ class Casting:
                 layout.tensors[before.shard.tensor].dtype,
                 self.layout.tensors[after.shard.tensor].dtype,
             )
-            end = after.offset + after.nbytes
+            end, shift = after.offset + after.nbytes, shifts.get(before.shard.tensor, 0.0)
             last = self._runs[-1] if self._runs else None
-            if last is not None and (last.source, last.target) == (source, target):
+            if last is not None and (last.source, last.target, last.shift) == (source, target, shift):
                 self._runs[-1] = replace(last, end=end)
             elif after.nbytes:
-                self._runs.append(_Run(after.offset, end, before.offset, source, target))
+                self._runs.append(_Run(after.offset, end, before.offset, source, target, shift))
         self._starts = [run.start for run in self._runs]
 
     def gather(self, gather: Gather, offset: int, length: int) -> Buffer:
@@ -112,11 +127,13 @@ def _cast(gather: Gather, run: _Run, begin: int, end: int) -> Buffer:
     """The bytes ``begin`` to ``end`` of a run: of the elements that they touch, cast whole."""
     import torch
 
-    if run.source == run.target:
+    if run.source == run.target and not run.shift:
         return gather(run.source_start + begin, end - begin)
     first, last = begin // run.target.itemsize, -(-end // run.target.itemsize)
     size = run.source.itemsize
     raw = gather(run.source_start + first * size, (last - first) * size)
+    if run.shift:
+        raw = shifted(raw, run.source, run.shift).data
     elements = torch.empty(last - first, dtype=run.source.torch)  # aligned, as a view of a file need not be
     elements.view(torch.uint8).numpy()[:] = np.frombuffer(raw, np.uint8)
     cast = elements.to(run.target.torch).view(torch.uint8).numpy()

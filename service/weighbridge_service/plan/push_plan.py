@@ -33,6 +33,7 @@ class PreparedPush:
         shared: for each rank, its shards whose boxes other ranks hold, too, by index, where nobody knows whether they are replicas.
         placed: for each rank, the parts of its stream that do not lie in exactly one place of the files, sorted; ranks without any
             are not there.
+        shifts: what ranks add to each element of some of their tensors, by their names, before they push them.
     """
 
     assigned: Mapping[int, tuple[int, ...]]
@@ -43,6 +44,11 @@ class PreparedPush:
     spread: Spread | None = None
     shared: Mapping[int, Mapping[int, Shard]] = field(default_factory=dict)
     placed: Mapping[int, Sequence[PlacedRange]] = field(default_factory=dict)
+    shifts: Mapping[str, float] = field(default_factory=dict)
+
+    def shifts_of(self, rank: int) -> Mapping[str, float]:
+        """The shifts of those tensors that are in a rank's stream."""
+        return {name: self.shifts[name] for name in self.streams[rank].tensors if name in self.shifts}
 
 
 _HELD_IN = {TensorSpace.MEGATRON: "sharded_state_dict()", TensorSpace.HUGGING_FACE: "state dict or folder"}
@@ -76,7 +82,7 @@ def prepare_push(
 
     def plan_for(
         assigned: Mapping[int, tuple[int, ...]],
-    ) -> tuple[Mapping[int, Layout], Plan, frozenset[str]]:
+    ) -> tuple[Mapping[int, Layout], Plan, WeightMap]:
         streams = {rank: layout.select(assigned[rank]) for rank, layout in by_rank.items()}
         source = join_streams(streams)
         relation = relate(source.tensors)
@@ -95,17 +101,17 @@ def prepare_push(
                 details=error.details,
                 fix=f"every rank pushes all that its {_HELD_IN[space]} holds; check world_size",
             ) from error
-        return streams, plan, relation.unevenly_placed
+        return streams, plan, relation
 
     by_box = space == TensorSpace.HUGGING_FACE
     assigned = share_out(by_rank, by_box=by_box)
-    streams, plan, uneven = plan_for(assigned)
+    streams, plan, relation = plan_for(assigned)
     spread = None
     if len(set(homes)) > 1:
         # where a box goes is only known from a plan; of those who hold it, the one next to its file is to push it
         fillable = FillableBytes(layouts, homes, plan)
         assigned = share_out(by_rank, fillable.prefer, by_box=by_box)
-        streams, plan, uneven = plan_for(assigned)
+        streams, plan, relation = plan_for(assigned)
         spread = Spread(tuple(homes), fillable.owners, routes_of(plan, fillable.owners))
     grantable = {rank: _grantable(rank, stream.nbytes, spread) for rank, stream in streams.items()}
     return PreparedPush(
@@ -116,7 +122,8 @@ def prepare_push(
         grantable,
         spread,
         _shared(by_rank) if by_box else {},
-        placed_ranges(plan, uneven),
+        placed_ranges(plan, relation.unevenly_placed),
+        relation.shifts,
     )
 
 

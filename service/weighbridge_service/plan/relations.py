@@ -87,6 +87,8 @@ class WeightMap:
             on the way to Hugging Face, zero on the way back.
         seen: shapes of the model's tensors of which links have the last axis as two, because rows of different origin take turns
             along it: so two boxes say what would take one for each row.
+        shifts: what is added to each element of some of the trainer's tensors, by their names, on the way to Hugging Face, copies
+            included, and subtracted on the way back.
     """
 
     megatron: Mapping[str, TensorSpec]
@@ -95,6 +97,7 @@ class WeightMap:
     padding: tuple[tuple[str, Box], ...]
     copies: tuple[Link, ...] = ()
     seen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shifts: Mapping[str, float] = field(default_factory=dict)
 
     def as_seen(self, files: Layout) -> Layout:
         """A layout of the model's tensors, each of them whole, with the axes that the links have. The bytes are where they were."""
@@ -120,6 +123,17 @@ class WeightMap:
     def inverse_links(self) -> tuple[Link, ...]:
         """From Hugging Face to megatron-core."""
         return tuple(link.inverse() for link in self.links)
+
+    @cached_property
+    def shifts_there(self) -> Mapping[str, float]:
+        """The shifts by the names of the model's tensors, which get them."""
+        links = (link for link in (*self.links, *self.copies) if link.source in self.shifts)
+        return {link.target: self.shifts[link.source] for link in links}
+
+    @cached_property
+    def inverse_shifts(self) -> Mapping[str, float]:
+        """What is added to each element of the trainer's tensors on the way back."""
+        return {name: -shift for name, shift in self.shifts.items()}
 
 
 def identity_links(tensors: Iterable[TensorSpec]) -> tuple[Link, ...]:

@@ -37,7 +37,7 @@ from weighbridge_storage.memory.images import Hold
 from weighbridge_storage.versions.reading import open_version
 
 _KEPT_CASTS = 250_000
-"""Slices of pulls in another dtype that are remembered, over all models."""
+"""Slices of pulls in another dtype, and shards of restores to which constants are added, that are remembered, over all models."""
 _LATELY_SECONDS = 1.0
 """How long a head that was read, for the plan of a pull or for anybody else, holds for versions in memory. What another replica takes out of
 history can be read for far longer."""
@@ -168,14 +168,23 @@ class Serving:
         target, kept = dtypes.parse(dtype), model.keep_in_fp32
         return self._casts.get_or_make((layout.digest, target, kept), lambda: Casting(layout, target, kept))
 
+    def _shifting(self, model: RegisteredModel, layout: Layout) -> Casting | None:
+        """What adds constants to elements of shards that are restored; None if nothing does."""
+        shifts = model.restore_shifts(layout)
+        if not shifts:
+            return None
+        key = layout.digest, tuple(shifts.items())
+        return self._casts.get_or_make(key, lambda: Casting(layout, None, shifts=shifts))
+
     def restore(
         self, name: str, version: str, layout: Layout, offset: int, striping: Striping = WHOLE
     ) -> Reading:
         """The shards of a trainer rank as a stream, from byte ``offset`` on, or a part of it."""
         model_name = ModelName.parse(name)
         model = self._catalog.model(model_name)
+        shifting = self._shifting(model, layout)
         opened = self._open(model_name, version)
-        return self._reading(opened, layout, (offset, striping), None, model.restore_transfer)
+        return self._reading(opened, layout, (offset, striping), shifting, model.restore_transfer)
 
     def close_gone(self, name: ModelName, history: History) -> None:
         """Close files of versions that history does not have any more: a folder keeps their room as long as they are mapped."""

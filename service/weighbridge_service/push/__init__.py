@@ -8,7 +8,7 @@ May import: `admission`, `catalog`, `models`, `plan`, `runtime`, `weighbridge_st
 - `intake`: what ranks and other replicas call.
 - `registry`: the sessions of this process.
 - `session`: owner of the state of one version.
-- `effect_runner`: effects carried out.
+- `effect_runner`: effects carried out, and what pushes share for that.
 - `effect_pools`: threads for effects.
 - `timers`: wake-ups of sessions.
 - `ended`: what is remembered of a push that has ended.
@@ -18,6 +18,7 @@ May import: `admission`, `catalog`, `models`, `plan`, `runtime`, `weighbridge_st
 - `image_allocator`: images of versions, and memory ahead of them.
 - `mappings`: which process has which memory mapped.
 - `publisher`: what a push does in the store.
+- `replica_checksums`: what ranks hold under one box, compared.
 - `replica_exchange`: what replicas tell each other by way of the store.
-- `handover`: a push as another replica takes it over.
+- `handover`: a push as it is handed over to another replica; `taking_over`: its takeover there.
 """

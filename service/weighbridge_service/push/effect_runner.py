@@ -6,19 +6,20 @@ import functools
 import logging
 import operator
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, WeighbridgeError
-from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Agreement, Declaration, Home, numbers_of
 from weighbridge_service.push.handover import HandedShare, HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator, VersionRequest
 from weighbridge_service.push.image_writer import ImageWriter
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
-from weighbridge_service.push.machine.state import PushState
+from weighbridge_service.push.machine.phases import FINAL, Phase
+from weighbridge_service.push.machine.state import Limits, PushState
+from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.publisher import Publisher
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_storage.documents.entries import OpenEntry
@@ -41,39 +42,63 @@ class Owner(Protocol):
         """Take the events of the data plane."""
 
 
+@dataclass(frozen=True, slots=True)
+class Facilities:
+    """What all pushes of a process share.
+
+    Attributes:
+        home: this process, as other replicas see it.
+        limits: what pushes that begin now go by.
+        allocator: gives images.
+        mappings: who has images mapped.
+        successors: other replicas, to which versions are handed over when this one leaves.
+    """
+
+    home: Home
+    limits: Limits
+    allocator: ImageAllocator
+    mappings: Mappings
+    successors: Successors
+
+
 class EffectRunner:
     """What a push needs and holds outside of its state. The session calls `run` for one effect of a kind at a time.
 
     Args:
-        model: the registration under which the version was opened.
         publisher: of the version.
         exchange: with other replicas.
-        allocator: gives images.
-        successors: other replicas that may take the version over.
+        facilities: what it shares with other pushes.
+        image: holds the bytes of a version that was taken over from another replica.
 
     Attributes:
+        model: the registration under which the version was opened.
         writer: the data plane; None before there is an image.
         image: what the version's files are put together in; None before that, and when it was released.
     """
 
     def __init__(
         self,
-        model: RegisteredModel,
         publisher: Publisher,
         exchange: Exchange,
-        allocator: ImageAllocator,
-        successors: Successors,
+        facilities: Facilities,
+        image: Image | None = None,
     ) -> None:
+        self.model = publisher.model
         self.writer: ImageWriter | None = None
-        self.image: Image | None = None
-        self._model = model
+        self.image = image
         self._publisher = publisher
         self._exchange = exchange
-        self._allocator = allocator
-        self._successors = successors
+        self._allocator = facilities.allocator
+        self._mappings = facilities.mappings
+        self._successors = facilities.successors
         self._request: VersionRequest | None = None
         self._digests: dict[str, FileDigests] = {}
         self._handed_in: dict[int, Written] = {}
+
+    @property
+    def entry(self) -> OpenEntry:
+        """What head.json said of the version when it was opened."""
+        return self._publisher.entry
 
     @property
     def written(self) -> Written:
@@ -101,7 +126,7 @@ class EffectRunner:
             case do.MakePlan():
                 declared = state.declarations.declared
                 digests = [declared[rank].digest for rank in range(len(declared))]
-                return on.Planned(self._model.prepare(digests, numbers_of(declared)))
+                return on.Planned(self.model.prepare(digests, numbers_of(declared)))
             case do.AcquireImage():
                 return self._acquire_image(state, owner)
             case do.NameMissing():
@@ -142,13 +167,17 @@ class EffectRunner:
                 wanted = state.share.owners - self._handed_in.keys()
                 if wanted:
                     self._handed_in |= self._exchange.handed_in(agreed.claim, wanted)
-                nonfinite = {number: _nonfinite_of(files) for number, files in self._handed_in.items()}
+                nonfinite = {
+                    number: sum(tensor.nonfinite for tensor in files.tensors.values())
+                    for number, files in self._handed_in.items()
+                }
                 return on.ReplicasHandedIn(frozenset(self._handed_in), nonfinite)
             case do.HandOver(to):
                 self._hand_over(to, state, agreed)
                 return on.HandedOver(to)
             case do.WriteManifestAndPublish():
-                written = self.written if agreed.alone else _all_of(self._handed_in.values())
+                handed_in = functools.reduce(operator.or_, self._handed_in.values(), NOTHING_WRITTEN)
+                written = self.written if agreed.alone else handed_in
                 opened = self._opened(state)
                 entry = self._publisher.publish(opened, agreed, written, state.ready_ms, state.verified_ms)
                 if state.told:
@@ -156,13 +185,54 @@ class EffectRunner:
                 return on.Published(entry)
         raise AssertionError(effect)
 
+    def follow_up(self, effect: do.Awaited, answer: on.Event, state: PushState) -> None:
+        """See to what is left of an effect, once the session has taken its answer."""
+        if state.phase in FINAL:
+            self._leave_line()  # it may have been asked for after the end
+        given_up = state.gave_up or state.phase in (Phase.FAILED, Phase.ABORTED)
+        if given_up and isinstance(effect, do.Upload | do.UploadDigests):
+            self._publisher.discard_if_gone()
+        writer = self.writer
+        if isinstance(answer, on.ImageGranted) and writer is not None:
+            writer.begin()
+
+    def carry_out_now(self, effect: do.Effect, state: PushState) -> None:
+        """Carry out what is answered by nothing and takes no time."""
+        match effect:
+            case do.CloseStream(rank) if self.writer is not None:
+                self.writer.close_stream(rank)
+            case do.RecallMemory() if self.image is not None:
+                self._mappings.recall(self.image.region)
+            case do.CloseWriter(error):
+                self._close_writer(error)
+            case do.ReleaseImage():
+                self._close_writer(state.error)
+                image, self.image = self.image, None
+                if image is not None:
+                    image.release()
+            case do.Remember(known):
+                self.model.known_set = known
+
+    def give_up(self, effect: do.GiveUp) -> Sequence[on.Event]:
+        """Close the version in head.json and delete what there is of it; what follows from that."""
+        reason, unless_claimed = effect.error.message, effect.unless_claimed
+        left = self._publisher.give_up(reason, aborted=effect.aborted, unless_claimed=unless_claimed)
+        return [on.LeftToOthers()] if left else []
+
     # --- memory
+
+    def _close_writer(self, error: WeighbridgeError | None) -> None:
+        self._leave_line()
+        if self.writer is not None:
+            self.writer.close(error)
+        if error is None and self.image is not None:
+            self.image.freeze()
 
     def _acquire_image(self, state: PushState, owner: Owner) -> on.Event:
         agreed, share = _agreed(state), state.share
         if self._request is None:
             files = frozenset[str]() if share is None else share.files.keys()
-            self._request = self._allocator.request(self._model, state.opened.number, files)
+            self._request = self._allocator.request(self.model, state.opened.number, files)
         image = self._request.take()
         try:
             home = state.declarations.home
@@ -173,7 +243,7 @@ class EffectRunner:
         self.image = image
         return on.ImageGranted()
 
-    def leave_line(self) -> None:
+    def _leave_line(self) -> None:
         """Wait for no image any more."""
         if self._request is not None:
             self._request.leave()
@@ -184,29 +254,29 @@ class EffectRunner:
         self._digests, self._handed_in = {}, {}
         self._publisher.forget()
 
-    def _held(self) -> Image:
+    def _image_there(self) -> Image:
         image = self.image
         if image is None:
             raise VersionFailed(f"{self._publisher} was given up")
         return image
 
     def _digest(self, file: str, owner: Owner, *, sha256: bool) -> on.Event:
-        image = self._held()
+        image = self._image_there()
         with image.hold():
             data = image.read_only_buffers[file]
-            digests = digest_file(self._model.files, file, data, owner.go_on, sha256=sha256)
+            digests = digest_file(self.model.files, file, data, owner.go_on, sha256=sha256)
         owner.go_on()  # what is kept after the end would stay
         self._digests[file] = digests
         return on.Digested(file, sum(digests.nonfinite.values()))
 
     def _compare_sample(self) -> None:
-        image = self._held()
+        image = self._image_there()
         if self.writer is not None:
             with image.hold():
                 self.writer.compare_sample(image.read_only_buffers)
 
     def _upload(self, file: str, owner: Owner) -> on.Event:
-        image = self._held()
+        image = self._image_there()
         with image.hold():
             data = image.read_only_buffers[file]
             is_there = self._publisher.upload(file, data, self._digests.get(file), owner.go_on)
@@ -221,7 +291,7 @@ class EffectRunner:
             missing += [f"rank {rank} has no stream yet" for rank in sorted(state.share.ranks)]
         else:
             missing += self.writer.missing_of_all()
-        if state.memory_held_at is not None:
+        if state.memory_mapped_at is not None:
             missing.append("a process can still write to the memory of files that have arrived")
         missing += [f"rank {rank} has not sealed" for rank in sorted(state.share.ranks - state.sealed)]
         return missing
@@ -238,14 +308,14 @@ class EffectRunner:
         if spread is not None and state.share is not None:
             share = HandedShare(state.share.me, agreed.homes, spread.owners, agreed.handovers)
         nonfinite = state.holding.known
-        handed = HandedVersion(self._model, entry, agreed.claim, state.ready_ms, ranks, share, nonfinite)
+        handed = HandedVersion(self.model, entry, agreed.claim, state.ready_ms, ranks, share, nonfinite)
         memory_wait = (
             seconds / 2 / max(len(state.successors), 1)
         )  # the rest is for reading, and for the next ones
         try:
             self._successors.hand_over(to, handed, seconds, memory_wait)
         except (DeadlineExceeded, Unavailable):
-            if not self._publisher.is_held_by(to):  # its answer may be lost
+            if not self._publisher.is_owned_by(to):  # its answer may be lost
                 raise
 
     def _opened(self, state: PushState) -> OpenEntry:
@@ -261,9 +331,9 @@ class EffectRunner:
 
     def _tell(self, here: Mapping[int, Declaration]) -> on.Event:
         for digest in {declaration.digest for declaration in here.values()}:
-            if not self._model.is_offered(digest):
-                self._exchange.offer_layout(digest, *self._model.declared_layout(digest))
-                self._model.offered(digest)
+            if not self.model.is_offered(digest):
+                self._exchange.offer_layout(digest, *self.model.declared_layout(digest))
+                self.model.offered(digest)
         self._exchange.tell(here)
         return on.ReplicasTold(frozenset(here))
 
@@ -272,8 +342,8 @@ class EffectRunner:
         try:
             for batch in self._exchange.listen():
                 for declaration in batch.values():
-                    if not self._model.knows_layout(declaration.digest):
-                        self._model.add_layout(*self._exchange.layout(declaration.digest))
+                    if not self.model.knows_layout(declaration.digest):
+                        self.model.add_layout(*self._exchange.layout(declaration.digest))
                 heard += batch.items()
         except WeighbridgeError:
             if not heard:
@@ -291,14 +361,6 @@ def _agreed(state: PushState) -> Agreement:
     if state.agreed is None:
         raise AssertionError(f"{state.name} is not agreed on")
     return state.agreed
-
-
-def _all_of(parts: Iterable[Written]) -> Written:
-    return functools.reduce(operator.or_, parts, NOTHING_WRITTEN)
-
-
-def _nonfinite_of(written: Written) -> int:
-    return sum(tensor.nonfinite for tensor in written.tensors.values())
 
 
 def _unexpected(effect: do.Awaited, error: Exception) -> WeighbridgeError:

@@ -188,7 +188,8 @@ class ImageWriter:
                 filled.append(transfer.scatter(piece, start, buffers, stream))
         except BaseException as error:
             self._post(self._leave(rank, [], []))
-            self._post([on.Broken(_loss(self._name, error))])
+            lost = f"bytes that arrived for {self._name} could not be placed: {error!r}"
+            self._post([on.Broken(WeighbridgeError(lost))])
             raise
         if fresh[0] == (offset, end):
             self._sample.offer(rank, offset, end, checksum)
@@ -250,7 +251,7 @@ class ImageWriter:
         if not self._whole or (self._was_granted and self._incomplete) or any(self._grants.values()):
             return []
         if self._image.region.may_change():
-            return [] if self._incomplete else [on.MemoryHeld()]
+            return [] if self._incomplete else [on.MemoryMapped()]
         files, self._whole = frozenset(self._whole), []
         self._filled = True
         return [on.FilesFilled(files)]
@@ -325,8 +326,8 @@ class ImageWriter:
         """See whether the processes that were in doubt have ended, or let go of the image."""
         with self._lock:
             events = self._show()
-        released = not any(isinstance(event, on.MemoryHeld) for event in events)
-        self._post([*events, on.MemoryReleased()] if released else [on.MemoryStillHeld()])
+        released = not any(isinstance(event, on.MemoryMapped) for event in events)
+        self._post([*events, on.MemoryUnmapped()] if released else [on.MemoryStillMapped()])
 
     # --- what has come
 
@@ -394,11 +395,6 @@ class ImageWriter:
             idle = not self._writers
         if idle:
             self._hold.release()
-
-
-def _loss(name: str, error: BaseException) -> WeighbridgeError:
-    """What a version fails of when bytes that count as received were not placed."""
-    return WeighbridgeError(f"bytes that arrived for {name} could not be placed: {error!r}")
 
 
 def _each(pieces: Pieces, write: Callable[[int, memoryview, int], None], count: Callable[[int], None]) -> int:

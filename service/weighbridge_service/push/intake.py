@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version
@@ -15,49 +14,36 @@ from weighbridge.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     LayoutError,
-    ResourceExhausted,
     Unavailable,
     VersionFailed,
 )
 from weighbridge_service.catalog.catalog import Catalog
-from weighbridge_service.catalog.holding import Holding
-from weighbridge_service.plan.declarations import Agreement, Declarations, Home
-from weighbridge_service.plan.replica_checksums import ReplicaChecksum
+from weighbridge_service.push.effect_runner import Facilities
 from weighbridge_service.push.ended import EndedPush
-from weighbridge_service.push.handover import HandedVersion, Successors
-from weighbridge_service.push.image_allocator import ImageAllocator
 from weighbridge_service.push.image_writer import MemoryGrant, Pieces
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.answers import (
     Declared,
     ask_again,
     check_absent,
-    check_owned,
     not_all_declared,
     to_push,
 )
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE
 from weighbridge_service.push.machine.shown import aborted, why_lost
-from weighbridge_service.push.machine.state import Limits, PushState
-from weighbridge_service.push.mappings import Mappings
-from weighbridge_service.push.opener import Opener, check_text, version_opened
+from weighbridge_service.push.opener import Opener, check_text
 from weighbridge_service.push.pending import Pending, settled
-from weighbridge_service.push.quotas import Quotas
 from weighbridge_service.push.registry import Push, Registry
-from weighbridge_service.push.session import PushSession, now
-from weighbridge_service.runtime.config import ServiceConfig
+from weighbridge_service.push.replica_checksums import ReplicaChecksum
+from weighbridge_service.push.session import now
 from weighbridge_storage.documents.names import ModelName
-from weighbridge_storage.head.head_changes import still_open
-from weighbridge_storage.memory.image_pool import ImagePool
-from weighbridge_storage.memory.images import Image, place_files
-from weighbridge_storage.stores.objects import ByteArray
+from weighbridge_storage.head.open_versions import still_open
+from weighbridge_storage.memory.images import place_files
 
 log = logging.getLogger(__name__)
 
 _LONG_POLL = 5.0
 """Seconds that one call waits for other ranks to declare."""
-_MEMORY_PAUSE = 0.1
-"""Seconds between two questions for memory of what is taken over."""
 
 
 class Intake:
@@ -65,58 +51,27 @@ class Intake:
 
     Args:
         catalog: which models there are.
-        registry: takes the sessions of versions.
-        images: where versions are put together.
-        mappings: who has images mapped.
-        config: limits and time-outs.
-        home: this process, as other replicas see it.
-        successors: other replicas, to which versions are handed over when this one leaves.
-        quotas: what identities and namespaces may have.
+        registry: the sessions of versions.
+        opener: opens versions, and finds those that are being received.
+        facilities: what pushes share.
 
     Attributes:
-        home: as given.
-        opener: opens versions, and finds those that are being received.
-        limits: what pushes that begin now go by.
+        opener: as given.
+        home: this process, as other replicas see it.
         bytes_in: bytes of weights that have arrived.
         bytes_in_locally: of these, bytes that trainers have written to shared memory themselves.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        registry: Registry,
-        images: ImagePool,
-        mappings: Mappings,
-        config: ServiceConfig,
-        home: Home,
-        successors: Successors,
-        quotas: Quotas,
-    ) -> None:
-        self.home = home
-        self.limits = Limits(
-            receive_timeout=config.receive_timeout,
-            image_wait=config.image_wait,
-            lease=config.open_lease,
-            spreading=bool(config.advertise),
-            sha256=config.sha256,
-        )
+    def __init__(self, catalog: Catalog, registry: Registry, opener: Opener, facilities: Facilities) -> None:
+        self.opener = opener
+        self.home = facilities.home
         self.bytes_in = 0
         self.bytes_in_locally = 0
         self._catalog = catalog
-        self._successors = successors
-        self._allocator = ImageAllocator(images)
         self._registry = registry
-        self.opener = Opener(
-            catalog,
-            registry,
-            self._allocator,
-            mappings,
-            home,
-            successors,
-            self.limits,
-            config.max_receiving,
-            quotas,
-        )
+        self._allocator = facilities.allocator
+        self._successors = facilities.successors
+        self._spreading = facilities.limits.spreading
         self._counting = threading.Lock()
 
     # --- declaring
@@ -131,6 +86,8 @@ class Intake:
         layout: Layout | None,
         space: TensorSpace,
         seconds: float,
+        *,
+        adds_shifts: bool = False,
     ) -> Pending[Declared]:
         """Say what a rank holds. The answer waits for the other ranks, for a few seconds at most.
 
@@ -143,9 +100,11 @@ class Intake:
             layout: the layout; None if the service is believed to know it.
             space: to which the names of its tensors belong.
             seconds: how long the caller waits.
+            adds_shifts: whether it adds constants to elements where it is told to.
 
         Raises:
             LayoutError: the layouts contradict the model or each other; the version has failed.
+            FailedPrecondition: the caller does not add constants, and there are some to add.
             DeadlineExceeded: not all ranks came within ``seconds``, and that is sooner than the caller would be told to ask again.
         """
         session = self.opener.find_or_join(name, number, client_id)
@@ -159,7 +118,7 @@ class Intake:
 
         def answer(agreed: bool) -> Declared:
             if agreed:
-                return to_push(found.result(), self.home, rank)
+                return to_push(found.result(), self.home, rank, adds_shifts=adds_shifts)
             if seconds < _LONG_POLL:
                 raise not_all_declared(session.state)
             return ask_again(session.state)
@@ -221,7 +180,7 @@ class Intake:
         """
         if self.opener.draining:
             raise Unavailable("the service is shutting down")
-        if self.limits.spreading:
+        if self._spreading:
             raise FailedPrecondition(
                 "with --advertise, which files of a version this service puts together is known only when it is planned",
                 fix="push once: memory for the next version is made meanwhile",
@@ -354,89 +313,7 @@ class Intake:
             raise FailedPrecondition(f"{found} is visible already and cannot be aborted")
         return found
 
-    # --- leaving, and others that leave
-
-    def take_over(
-        self,
-        sender: Home,
-        version: HandedVersion,
-        fill: Callable[[Mapping[str, ByteArray]], None],
-        may_wait: Callable[[], bool],
-    ) -> None:
-        """Own a version, or a share of one, that another replica hands over. Doing it again does nothing.
-
-        Args:
-            sender: the replica that leaves.
-            version: what it hands over.
-            fill: reads all files into arrays of their sizes.
-            may_wait: whether there is time yet to wait for memory.
-
-        Raises:
-            FailedPrecondition: this replica leaves itself.
-            AlreadyExists: it has had the version before, and it was given up or is another push's.
-            ResourceExhausted: there is no memory for the files.
-            WeighbridgeError: what ``fill`` raises.
-        """
-        if self._has_taken(version):
-            return
-        model, entry = version.model, version.entry
-        image = self._image_for(version, may_wait)
-        begun = False
-        try:
-            fill(image.buffers)
-            image.freeze()
-            with self.opener.opening(model.name):
-                if self._has_taken(version):
-                    return
-                opened, agreed = version_opened(model, entry), version.agreed_by(self.home)
-                declared = Declarations.taken_over(opened, self.home, version.ranks, agreed)
-                holding = Holding.of(entry).with_elsewhere(version.number, version.nonfinite)
-                state = PushState.taken_over(
-                    opened, declared, version.number, self.limits, version.ready_ms, now(), holding
-                )
-                self._catalog.adopt(model)
-                session = self.opener.session(state, model, entry, version.ranks[0][0], image)
-                self._enter_taken(session, agreed, version.number)
-                begun = True
-        finally:
-            if not begun:
-                image.release()
-        log.info("%s: taken over from %s", session.snapshot.version, sender)
-        self._registry.supersede(session)
-
-    def _enter_taken(self, session: PushSession, agreed: Agreement, number: int) -> None:
-        """Begin the session of what was taken over; beside those of a version in which this replica takes part."""
-        there = self._registry.of_version(session.model.name, session.number)
-        if not there:
-            self._registry.add(session)
-            return
-        self._registry.add_taken(session)
-        session.post(on.Superseded())  # nobody reads its image here once the version is durable
-        for each in (push for push in there if isinstance(push, PushSession)):
-            each.post(on.ShareMoved(number, self.home, agreed.handovers[number]))
-
-    def _image_for(self, version: HandedVersion, may_wait: Callable[[], bool]) -> Image:
-        """Memory for files that are taken over, in its turn."""
-        request = self._allocator.request(version.model, version.entry.number, version.files)
-        try:
-            while True:
-                try:
-                    return request.take()
-                except ResourceExhausted as error:
-                    if error.retry_after is None or not may_wait():
-                        raise
-                time.sleep(_MEMORY_PAUSE)
-        finally:
-            request.leave()
-
-    def _has_taken(self, version: HandedVersion) -> bool:
-        """Whether what is handed over is this replica's already."""
-        if self.opener.draining:
-            raise FailedPrecondition("the service is shutting down")
-        there = self._registry.of_version(version.model.name, version.entry.number)
-        for push in there:
-            check_owned(push.state, version.claim)
-        return any(version.share is None or push.share_number == version.number for push in there)
+    # --- leaving
 
     def drain(self, seconds: float) -> bool:
         """Refuse new versions and wait for those under way, or hand them over; whether none of them is lost.

@@ -21,24 +21,22 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge_service.access.identities import EVERYBODY
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.identity_quotas import Opening
-from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.quotas import may_have
 from weighbridge_service.admission.refusals import Refusals
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.head_versions import invisible_version
-from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.models.registered_model import RegisteredModel
-from weighbridge_service.plan.declarations import Home, alone_at
+from weighbridge_service.plan.declarations import alone_at
 from weighbridge_service.push.effect_pools import EffectPools
+from weighbridge_service.push.effect_runner import EffectRunner, Facilities
 from weighbridge_service.push.ended import EndedPush
-from weighbridge_service.push.handover import Successors
-from weighbridge_service.push.image_allocator import ImageAllocator
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.answers import is_known
 from weighbridge_service.push.machine.opening import OpeningRequest, check_not_received_alone
-from weighbridge_service.push.machine.state import Limits, PushState
-from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.machine.state import PushState
 from weighbridge_service.push.publisher import Publisher, give_up
 from weighbridge_service.push.quotas import Quotas
 from weighbridge_service.push.registry import Push, Registry, WaitsSaid
@@ -49,7 +47,7 @@ from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import OpenEntry
 from weighbridge_storage.documents.names import ModelName, first_version_of
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import Said, check_same_metadata, check_same_request
+from weighbridge_storage.head.open_versions import Said, check_same_metadata, check_same_request
 from weighbridge_storage.memory.images import Image
 
 log = logging.getLogger(__name__)
@@ -70,11 +68,7 @@ class Opener:
     Args:
         catalog: which models there are.
         registry: takes the sessions.
-        allocator: gives them images.
-        mappings: who has images mapped.
-        home: this process, as other replicas see it.
-        successors: other replicas, to which versions are handed over when this one leaves.
-        limits: what pushes that begin now go by.
+        facilities: what pushes share.
         max_receiving: how many versions may be received at one time.
         quotas: what identities and namespaces may have.
 
@@ -87,22 +81,16 @@ class Opener:
         self,
         catalog: Catalog,
         registry: Registry,
-        allocator: ImageAllocator,
-        mappings: Mappings,
-        home: Home,
-        successors: Successors,
-        limits: Limits,
+        facilities: Facilities,
         max_receiving: int,
         quotas: Quotas,
     ) -> None:
         self.draining = False
         self._catalog = catalog
         self._registry = registry
-        self._allocator = allocator
-        self._mappings = mappings
-        self._home = home
-        self._successors = successors
-        self._limits = limits
+        self._facilities = facilities
+        self._home = facilities.home
+        self._limits = facilities.limits
         self._max_receiving = max_receiving
         self._quotas = quotas
         self._pools = EffectPools()
@@ -160,7 +148,15 @@ class Opener:
                 self._check_room(called)
             lease_ms = round(self._limits.lease * 1000)
             asked = OpeningRequest(
-                request_id, *asked_for, self._home, lease_ms, said, given_up, receiving, nbytes, called
+                request_id,
+                *asked_for,
+                self._home,
+                lease_ms,
+                said,
+                given_up,
+                receiving,
+                nbytes,
+                called,
             )
             is_open = partial(self._is_open, model_name, request_id, given_up)
             with self._quotas.opening(identity, model, nbytes, is_open) as room:
@@ -279,7 +275,7 @@ class Opener:
         begun = now()
         lease_left = (entry.until_ms - begun.unix_ms) / 1000
         opened = version_opened(model, entry)
-        known, holding = model.known_set, Holding.of(entry)
+        known, holding = model.known_set, HoldReasons.of(entry)
         state = PushState.begin(
             opened, self._home, self._limits, known, lease_left, begun, holding
         ).described(entry)
@@ -289,23 +285,11 @@ class Opener:
         self, state: PushState, model: RegisteredModel, entry: OpenEntry, client_id: str, image: Image | None
     ) -> PushSession:
         """A session in this state, which is entered nowhere yet; its image, if it holds one already."""
-        store, heads = self._catalog.store, self._catalog.heads
-        return PushSession(
-            state,
-            client_id=client_id,
-            request_id=entry.request_id,
-            by=entry.by,
-            model=model,
-            publisher=Publisher(store, heads, model, entry, self._home),
-            exchange=Exchange(store, model.name, entry.number, self._home, first_version_of(model.files_id)),
-            allocator=self._allocator,
-            successors=self._successors,
-            mappings=self._mappings,
-            pools=self._pools,
-            timers=self._timers,
-            surroundings=self._registry,
-            image=image,
-        )
+        store, first_version = self._catalog.store, first_version_of(model.files_id)
+        publisher = Publisher(store, self._catalog.heads, model, entry, self._home)
+        exchange = Exchange(store, model.name, entry.number, self._home, first_version)
+        runner = EffectRunner(publisher, exchange, self._facilities, image)
+        return PushSession(state, client_id, runner, self._pools, self._timers, self._registry)
 
     def find(self, name: str, number: int) -> PushSession:
         """The session of a version that is being received here. Raises as `EndedPush.refuse` if it was."""

@@ -18,15 +18,15 @@ from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import (
+from weighbridge_storage.head.head_store import HeadStore
+from weighbridge_storage.head.history import History
+from weighbridge_storage.head.open_versions import (
     claim_version,
     give_up_abandoned,
     give_up_version,
     renew_version,
     still_open,
 )
-from weighbridge_storage.head.head_store import HeadStore
-from weighbridge_storage.head.history import History
 from weighbridge_storage.stores.objects import ByteArray, ObjectStore
 from weighbridge_storage.versions.digests import FileDigests
 from weighbridge_storage.versions.manifest import Manifest
@@ -121,7 +121,7 @@ class Publisher:
         except VersionFailed as error:
             return on.HeadSaid(effect, verdict.GIVEN_UP, reason=error.message)
 
-    def is_held_by(self, other: Home) -> bool:
+    def is_owned_by(self, other: Home) -> bool:
         """Whether head.json says that another replica has taken the version over, or that it is published.
 
         A store that is away says nothing.

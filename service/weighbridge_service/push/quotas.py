@@ -15,8 +15,8 @@ from weighbridge._core.usage import (
 )
 from weighbridge.errors import ResourceExhausted
 from weighbridge_service.access.identities import Identity
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.identity_quotas import IdentityQuotas, Opening
-from weighbridge_service.admission.peer import Peer
 from weighbridge_service.catalog.stored_bytes import StoredBytes
 from weighbridge_service.models.registered_model import RegisteredModel
 

@@ -25,13 +25,9 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge_service.catalog.snapshots import VersionSnapshot
-from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Agreement
-from weighbridge_service.plan.replica_checksums import ReplicaChecksum, ReplicaChecksums
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner
-from weighbridge_service.push.handover import Successors
-from weighbridge_service.push.image_allocator import ImageAllocator
 from weighbridge_service.push.image_writer import ImageWriter, MemoryGrant
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
@@ -47,13 +43,11 @@ from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMP
 from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
-from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.pending import WaitingCalls, uncancelled
-from weighbridge_service.push.publisher import Publisher
-from weighbridge_service.push.replica_exchange import Exchange
+from weighbridge_service.push.replica_checksums import ReplicaChecksum, ReplicaChecksums
 from weighbridge_service.push.timers import Timers
 from weighbridge_service.runtime.clock import unix_ms
-from weighbridge_storage.memory.images import Hold, Image
+from weighbridge_storage.memory.images import Hold
 from weighbridge_storage.stores.objects import ByteArray
 from weighbridge_storage.versions.writing import Written
 
@@ -88,49 +82,36 @@ class PushSession:
     Args:
         state: of the push, just opened.
         client_id: who opened the version.
-        request_id: which request opened it.
-        by: name of the identity that did; empty if it has none.
-        model: the registration under which it was opened.
-        publisher, exchange: of this version.
-        allocator: gives images.
-        successors: other replicas that may take it over.
-        mappings: who has images mapped.
-        pools: carry effects out.
+        runner: carries its effects out, and has what it needs and holds for that.
+        pools: the threads of effects.
         timers: wake the session.
         surroundings: what it tells of.
-        image: holds the bytes of a version that was taken over from another replica.
+
+    Attributes:
+        client_id: as given.
+        request_id: which request opened the version.
+        by: name of the identity that did; empty if it has none.
+        model: the registration under which it was opened.
     """
 
     def __init__(
         self,
         state: PushState,
-        *,
         client_id: str,
-        request_id: str,
-        by: str,
-        model: RegisteredModel,
-        publisher: Publisher,
-        exchange: Exchange,
-        allocator: ImageAllocator,
-        successors: Successors,
-        mappings: Mappings,
+        runner: EffectRunner,
         pools: EffectPools,
         timers: Timers,
         surroundings: Surroundings,
-        image: Image | None = None,
     ) -> None:
         self.client_id = client_id
-        self.request_id = request_id
-        self.by = by
-        self.model = model
-        self._publisher = publisher
-        self._mappings = mappings
+        self.request_id = runner.entry.request_id
+        self.by = runner.entry.by
+        self.model = runner.model
+        self._runner = runner
         self._pools = pools
         self._timers = timers
         self._surroundings = surroundings
         self._replicas = ReplicaChecksums()
-        self._runner = EffectRunner(model, publisher, exchange, allocator, successors)
-        self._runner.image = image
         self._lock = threading.Lock()
         self._state = state
         self._events: deque[on.Event] = deque()
@@ -274,27 +255,14 @@ class PushSession:
                     self.post(on.EffectFailed(effect, Unavailable(f"{effect} could not be begun: {error!r}")))
 
     def _start(self, effect: do.Effect, state: PushState) -> None:
-        runner = self._runner
+        writer = self._runner.writer
         match effect:
-            case do.ProbeMemory() if runner.writer is not None:
-                runner.writer.probe()
+            case do.ProbeMemory() if writer is not None:
+                writer.probe()
             case do.Awaited():
                 self._pools.submit(effect, partial(self._carry_out, effect))
             case do.GiveUp():
-                self._pools.submit(effect, partial(self._give_up, effect))
-            case do.CloseStream(rank) if runner.writer is not None:
-                runner.writer.close_stream(rank)
-            case do.RecallMemory() if runner.image is not None:
-                self._mappings.recall(runner.image.region)
-            case do.CloseWriter(error):
-                self._close_writer(error)
-            case do.ReleaseImage():
-                self._close_writer(state.error)
-                image, runner.image = runner.image, None
-                if image is not None:
-                    image.release()
-            case do.Remember(known):
-                self.model.known_set = known
+                self._pools.submit(effect, lambda: self.post_all(self._runner.give_up(effect)))
             case do.Supersede():
                 self._surroundings.supersede(self)
             case do.WantMemory():
@@ -303,33 +271,15 @@ class PushSession:
                 self._surroundings.notify(self)
             case do.Forget():
                 self._surroundings.forget(self)
+            case _:
+                self._runner.carry_out_now(effect, state)
 
     def _carry_out(self, effect: do.Awaited) -> None:
         if self._state.phase in FINAL:  # it has ended while this waited for a thread
             return
         answer = self._runner.run(effect, self._state, self)
         self.post(answer)
-        state = self._state
-        if state.phase in FINAL:
-            self._runner.leave_line()  # it may have been asked for after the end
-        given_up = state.gave_up or state.phase in (Phase.FAILED, Phase.ABORTED)
-        if given_up and isinstance(effect, do.Upload | do.UploadDigests):
-            self._publisher.discard_if_gone()
-        writer = self._runner.writer
-        if isinstance(answer, on.ImageGranted) and writer is not None:
-            writer.begin()
-
-    def _give_up(self, effect: do.GiveUp) -> None:
-        reason, unless_claimed = effect.error.message, effect.unless_claimed
-        if self._publisher.give_up(reason, aborted=effect.aborted, unless_claimed=unless_claimed):
-            self.post(on.LeftToOthers())
-
-    def _close_writer(self, error: WeighbridgeError | None) -> None:
-        self._runner.leave_line()
-        if self._runner.writer is not None:
-            self._runner.writer.close(error)
-        if error is None and self._runner.image is not None:
-            self._runner.image.freeze()
+        self._runner.follow_up(effect, answer, self._state)
 
     def go_on(self) -> None:
         """Raise if what an effect is at is not wanted any more."""
@@ -387,7 +337,7 @@ class PushSession:
         """A rank declares its layout; the agreement, once all have. Raises, or gives what raises, as `answer_declare`."""
         check_incomplete(self._state)
         self._state.declarations.check_rank(rank)
-        event = on.Declared(rank, client_id, digest)
+        event = on.RankDeclared(rank, client_id, digest)
         return self.asked(lambda state: answer_declare(state, rank, client_id, digest), event)
 
     def writer_for(self, rank: int, client_id: str) -> ImageWriter:

@@ -19,7 +19,7 @@ from weighbridge_service.models.model_tensors import ModelTensors
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push.handover import HandedShare, HandedVersion
-from weighbridge_service.push.intake import Intake
+from weighbridge_service.push.taking_over import TakingOver
 from weighbridge_service.replicas.directory import Directory
 from weighbridge_service.replicas.links import Links
 from weighbridge_service.replicas.progress import Progress, Stage, home_from_proto, home_to_proto
@@ -71,12 +71,12 @@ class Takeovers:
     """Takes versions over from replicas that leave. Thread-safe.
 
     Args:
-        intake: receives them.
+        taking_over: receives them.
         links: connections to those replicas.
     """
 
-    def __init__(self, intake: Intake, links: Links) -> None:
-        self._intake = intake
+    def __init__(self, taking_over: TakingOver, links: Links) -> None:
+        self._taking_over = taking_over
         self._links = links
 
     def take_over(
@@ -118,7 +118,10 @@ class Takeovers:
                 for _ in pool.map(read, parts):
                     pass
 
-        self._intake.take_over(sender, version, fill, lambda: go_on() and time.monotonic() < wait_until)
+        def may_wait() -> bool:
+            return go_on() and time.monotonic() < wait_until
+
+        self._taking_over.take_over(sender, version, fill, may_wait)
         self._tell_others(sender, version)
 
     def _tell_others(self, sender: Home, version: HandedVersion) -> None:

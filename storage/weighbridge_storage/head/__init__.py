@@ -3,7 +3,8 @@
 May import: `stores`, `documents`, `weighbridge`.
 
 - `head`: content of `head.json`.
-- `head_changes`: its transitions; pure.
+- `head_changes`: transitions of history, refs and rules; pure.
+- `open_versions`: transitions of versions that are being received; pure.
 - `ref_requests`: transitions of refs that are protected; pure.
 - `head_store`: conditional reads and writes of heads.
 - `history`: versions that a head leads to.

@@ -1,6 +1,6 @@
 """Head of a model: the content of its `head.json`, the only object that several writers ever rewrite.
 
-`Head` is a value; `head_changes` says what may change in it, `head_store` how writers take turns, and `docs/formats.md` how it is
+`Head` is a value; `head_changes` and `open_versions` say what may change in it, `head_store` how writers take turns, and `docs/formats.md` how it is
 written. Its size does not grow with the number of versions: it holds the entries of the newest few, and a reference to the root of a
 tree that holds the others (`history`).
 """

@@ -1,4 +1,4 @@
-"""Transitions of a model's head. Everything here is pure: a function takes a head and gives the next one.
+"""Transitions of a model's history, refs and rules. Everything here is pure: a function takes a head and gives the next one.
 
 What needs to know versions that the head itself may not list takes the `History` that the head leads to.
 """
@@ -6,248 +6,24 @@ What needs to know versions that the head itself may not list takes the `History
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from weighbridge._core.metadata import Metadata
-from weighbridge._core.resources import HELD_CANDIDATE, REF_LATEST, Gate, Retention
-from weighbridge._core.text.counts import counted
+from weighbridge._core.resources import REF_LATEST, Gate, Retention
 from weighbridge.errors import (
     AlreadyExists,
     FailedPrecondition,
-    InvalidArgument,
     NotFound,
     ResourceExhausted,
-    VersionFailed,
 )
-from weighbridge_storage.documents.entries import (
-    ABORTED,
-    FAILED,
-    MAX_TEXT,
-    Approval,
-    FailedEntry,
-    OpenEntry,
-    Ref,
-    VersionEntry,
-)
-from weighbridge_storage.documents.names import MAX_VERSION, check_ref_name, shown
-from weighbridge_storage.head.head import REMEMBERED_FAILURES, REMEMBERED_WRITES, Deletion, Head, Mark
+from weighbridge_storage.documents.entries import Approval, Ref, VersionEntry
+from weighbridge_storage.documents.names import check_ref_name, shown
+from weighbridge_storage.head.head import REMEMBERED_WRITES, Deletion, Head, Mark
 from weighbridge_storage.head.history import History
+from weighbridge_storage.head.open_versions import still_open
 
-MAX_OPEN = 1024
-"""Most versions of one model that are received at one time."""
 MAX_REFS = 1024
 """Most refs of one model."""
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What a rank says of a version when it opens it, beside its step and run. All ranks say the same, or only some of them anything.
-
-    Attributes:
-        candidate: that it is held until it is approved.
-        allow_nonfinite: that it is not held for elements that are NaN or infinite.
-        metadata: what is kept with it.
-        cast_from: dtypes, by safetensors' names, of tensors that the rank casts to the model's.
-    """
-
-    candidate: bool = False
-    allow_nonfinite: bool = False
-    metadata: Metadata = field(default_factory=dict)
-    cast_from: frozenset[str] = frozenset()
-
-
-_NOTHING_SAID = Said()
-
-
-def open_version(
-    head: Head,
-    *,
-    request_id: str,
-    step: int,
-    run: str,
-    ranks: int,
-    now_ms: int,
-    lease_ms: int,
-    said: Said = _NOTHING_SAID,
-    nbytes: int = 0,
-    by: str = "",
-) -> tuple[Head, OpenEntry]:
-    """Take the next number for a version, or find the one that this request has opened before and that is still open.
-
-    A number is given once, whatever becomes of the version.
-
-    Args:
-        head: the model's.
-        request_id: which request this is; not empty.
-        step, run, ranks: what the version will say of itself.
-        now_ms: milliseconds since 1970 UTC.
-        lease_ms: how long the version stays open unless it is renewed.
-        said: what else is said of it; is added to what was said before.
-        nbytes: size that its safetensors files will have together; 0 if that is not known.
-        by: who opens it, as the service knows them; stays who came first.
-
-    Raises:
-        InvalidArgument: the request has opened a version of another step or run, with another number of ranks, or with other metadata.
-        ResourceExhausted: all numbers up to `MAX_VERSION` have been given, or too many versions are open.
-    """
-    for there in head.open.values():
-        if there.request_id == request_id:
-            check_same_request(there.number, (there.step, there.run, there.ranks), (step, run, ranks))
-            entry = _with_said(there, said)
-            return (head if entry == there else replace(head, open={**head.open, entry.number: entry})), entry
-    if head.next_version > MAX_VERSION:
-        raise ResourceExhausted(f"all version numbers up to {MAX_VERSION} have been given")
-    if len(head.open) >= MAX_OPEN:
-        raise ResourceExhausted(
-            counted(len(head.open), "version of the model is", "versions of the model are")
-            + " being received",
-            fix="wait until one is done, or abort one",
-        )
-    entry = OpenEntry(
-        number=head.next_version,
-        request_id=request_id,
-        step=step,
-        run=run,
-        ranks=ranks,
-        created_ms=now_ms,
-        until_ms=now_ms + lease_ms,
-        files_id=head.files_id,
-        parent=head.latest,
-        held=(HELD_CANDIDATE,) if said.candidate or head.gate.approval_required else (),
-        allow_nonfinite=said.allow_nonfinite or head.gate.allow_nonfinite,
-        metadata=said.metadata,
-        nbytes=nbytes,
-        by=by,
-        cast_from=tuple(sorted(said.cast_from)),
-    )
-    changed = replace(head, next_version=head.next_version + 1, open={**head.open, entry.number: entry})
-    return changed, entry
-
-
-def check_same_request(number: int, there: tuple[int, str, int], asked: tuple[int, str, int]) -> None:
-    """Raise InvalidArgument if what was said at a version's opening, step, run and ranks, is not what is asked for now."""
-    if there[2] != asked[2]:
-        raise InvalidArgument(
-            f"version {number} was opened with {there[2]} ranks, and now with {asked[2]}",
-            fix="all ranks pass the same world_size; if two trainers push this step, give each its own run",
-        )
-    if there[:2] != asked[:2]:
-        raise InvalidArgument(
-            f"version {number} of run {there[1]!r} was opened with the same request_id; this is step {asked[0]} "
-            f"of {asked[1]!r}",
-            fix="give each push a request_id of its own",
-        )
-
-
-def _with_said(there: OpenEntry, said: Said) -> OpenEntry:
-    """An open version of which a further rank says something. What was approved meanwhile stays so."""
-    check_same_metadata(there.number, there.metadata, said.metadata)
-    return replace(
-        there,
-        held=tuple(sorted({*there.held, HELD_CANDIDATE})) if said.candidate else there.held,
-        allow_nonfinite=there.allow_nonfinite or said.allow_nonfinite,
-        metadata=there.metadata or said.metadata,
-        cast_from=tuple(sorted(said.cast_from.union(there.cast_from))),
-    )
-
-
-def check_same_metadata(number: int, there: Metadata, asked: Metadata) -> None:
-    """Raise InvalidArgument if a rank gives other metadata than another one has given; one that gives none contradicts nobody."""
-    differing = [key for key in sorted(there.keys() | asked.keys()) if there.get(key) != asked.get(key)]
-    if there and asked and differing:
-        raise InvalidArgument(
-            f"two ranks give version {number} different metadata",
-            details=[f"{key}: {shown(there.get(key))} and {shown(asked.get(key))}" for key in differing],
-            fix="all ranks of a push give the same metadata, or only one of them gives any",
-        )
-
-
-def claim_version(head: Head, number: int, claim: str, holder: str = "") -> Head:
-    """Say who writes an open version's folder. Claiming it again with the same claim changes nothing.
-
-    Args:
-        head: before.
-        number: which version.
-        claim: names the agreement under which it is written.
-        holder: where the replica is that has taken it over under that claim; empty for the one that the claim names.
-
-    Raises:
-        VersionFailed: it is no longer open.
-        AlreadyExists: somebody else has claimed it.
-    """
-    there = still_open(head, number)
-    if there.claim not in ("", claim):
-        raise AlreadyExists(f"version {number} is being written by others", fix="push the step again")
-    claimed = replace(there, claim=claim, holder=holder or there.holder)
-    return head if claimed == there else replace(head, open={**head.open, number: claimed})
-
-
-def renew_version(head: Head, number: int, until_ms: int) -> Head:
-    """Move on the time at which an open version may be taken for abandoned.
-
-    Raises:
-        VersionFailed: it is no longer open.
-    """
-    there = still_open(head, number)
-    return replace(head, open={**head.open, number: replace(there, until_ms=max(there.until_ms, until_ms))})
-
-
-def give_up_version(head: Head, number: int, reason: str, now_ms: int, *, aborted: bool = False) -> Head:
-    """Close an open version for good: nobody can publish it any more, and its objects may be deleted.
-
-    Nothing changes if it is not open.
-
-    Args:
-        head: before.
-        number: which version.
-        reason: why.
-        now_ms: milliseconds since 1970 UTC.
-        aborted: whether somebody asked for it.
-    """
-    there = head.open.get(number)
-    if there is None:
-        return head
-    entry = FailedEntry(
-        number,
-        "".join(c if c.isprintable() else " " for c in reason)[:MAX_TEXT],
-        now_ms,
-        state=ABORTED if aborted else FAILED,
-        step=there.step,
-        run=there.run,
-        ranks=there.ranks,
-        created_ms=there.created_ms,
-    )
-    failed = {**head.failed, number: entry}
-    return replace(
-        head,
-        open={other: entry for other, entry in head.open.items() if other != number},
-        failed=dict(sorted(failed.items(), key=lambda item: item[1].failed_ms)[-REMEMBERED_FAILURES:]),
-    )
-
-
-def give_up_abandoned(head: Head, now_ms: int) -> Head:
-    """Close the open versions of which nothing was heard for longer than they were to stay open."""
-    for number, entry in head.open.items():
-        if entry.until_ms < now_ms:
-            head = give_up_version(head, number, "it was abandoned: nothing more was heard of it", now_ms)
-    return head
-
-
-def still_open(head: Head, number: int) -> OpenEntry:
-    """An open version.
-
-    Raises:
-        VersionFailed: it is not open; says why, where that is known.
-    """
-    there = head.open.get(number)
-    if there is not None:
-        return there
-    failed = head.failed.get(number)
-    raise VersionFailed(
-        f"version {number} was given up: {failed.reason}" if failed else f"version {number} is not open",
-        fix="push the step again",
-    )
 
 
 def publish(history: History, entry: VersionEntry) -> Head:

@@ -188,7 +188,7 @@ class HeadStore:
             Unavailable: the store cannot be read, or takes no nodes; nothing was changed.
             WeighbridgeError: as `ObjectStore.put`.
         """
-        give_up = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._patience_s
         results: dict[str, T] = {}
         found = self.read_any(model)
         attempt = 0
@@ -227,7 +227,7 @@ class HeadStore:
             seen = base.generation
             for pause_s in (0.0, _pause_s(attempt)):
                 time.sleep(pause_s)
-                found = self._read_back(model, give_up)
+                found = self._read_back(model, deadline)
                 now = Head() if found is None else found[0]
                 for landed in results.keys() & set(now.writes):
                     return results[landed]
@@ -238,7 +238,7 @@ class HeadStore:
                     doubtful = unsure = False
                 seen = now.generation
             stuck = seen == base.generation
-            if time.monotonic() > give_up or (stuck and isinstance(failure, DataLoss)):
+            if time.monotonic() > deadline or (stuck and isinstance(failure, DataLoss)):
                 if stuck:
                     raise (_unknown_outcome(model, failure.message) if unsure else failure) from failure
                 raise Conflict(
@@ -246,14 +246,14 @@ class HeadStore:
                 ) from failure
             attempt += 1
 
-    def _read_back(self, model: ModelName, give_up: float) -> tuple[Head, str] | None:
-        """As `read_any`, but tries until the time ``give_up`` while the store fails."""
+    def _read_back(self, model: ModelName, deadline: float) -> tuple[Head, str] | None:
+        """As `read_any`, but tries until the time ``deadline`` while the store fails."""
         attempt = 0
         while True:
             try:
                 return self.read_any(model)
             except (Unavailable, DeadlineExceeded) as error:
-                if time.monotonic() > give_up:
+                if time.monotonic() > deadline:
                     raise _unknown_outcome(model, error.message) from error
             time.sleep(_pause_s(attempt))
             attempt += 1

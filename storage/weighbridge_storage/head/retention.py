@@ -30,8 +30,9 @@ from weighbridge._core.collection import (
 from weighbridge._core.resources import Retention
 from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import delete_versions, give_up_abandoned
+from weighbridge_storage.head.head_changes import delete_versions
 from weighbridge_storage.head.history import History
+from weighbridge_storage.head.open_versions import give_up_abandoned
 
 
 @dataclass(frozen=True, slots=True)

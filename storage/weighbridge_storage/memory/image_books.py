@@ -165,15 +165,15 @@ class ImageBooks:
         self._reused += 1
         return region
 
-    def give_up(self, count: int, *, in_memory: bool) -> list[Region]:
+    def strike_off(self, count: int, *, in_memory: bool) -> list[Region]:
         """Strike the longest unused free regions off the books; closing them takes time, and is left to the caller."""
         return [self._strike_off(region) for region in self._of(in_memory)[:count]]
 
-    def give_surplus_up(self, most: int) -> list[Region]:
+    def strike_surplus_off(self, most: int) -> list[Region]:
         """Strike those off the books that were not used for longest, until no more than so many are free."""
         return [self._strike_off(region) for region in self._free[: max(len(self._free) - most, 0)]]
 
-    def give_all_up(self) -> list[Region]:
+    def strike_all_off(self) -> list[Region]:
         """Strike all free regions off the books."""
         return [self._strike_off(region) for region in list(self._free)]
 

@@ -185,8 +185,8 @@ class ImagePool:
                 if not isinstance(admitted, GiveBack):
                     region = self._enter(admitted, request)
                     break
-                given_up = self._books.give_up(admitted.count, in_memory=admitted.in_memory)
-            self._close_all(given_up)
+                struck = self._books.strike_off(admitted.count, in_memory=admitted.in_memory)
+            self._close_all(struck)
         self.leave(request)
         if region is None:
             region = self._make(request, in_memory=admitted.in_memory)
@@ -275,8 +275,8 @@ class ImagePool:
         """Give all free regions back to the system; returns their bytes."""
         with self._changed:
             self._books.look_again()
-            given_up = self._books.give_all_up()
-        return self._close_all(given_up)
+            struck = self._books.strike_all_off()
+        return self._close_all(struck)
 
     def usage(self) -> PoolUsage:
         """What the pool holds now."""
@@ -396,7 +396,7 @@ class ImagePool:
             return
         with self._changed:
             free = self._books.put_back(region, holding)
-            surplus = self._books.give_surplus_up(_MOST_FREE)
+            surplus = self._books.strike_surplus_off(_MOST_FREE)
             self._changed.notify_all()
         if not free:
             self._recall(region)

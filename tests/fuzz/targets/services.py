@@ -40,7 +40,7 @@ from weighbridge.v1 import local_lane_pb2
 from weighbridge_service.api.grpc.event_loop import EventLoop
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.api.http.connections import connections
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 
 _METHODS = tuple(method for service in SERVICES for method in service.methods)
 _SECONDS = 0.03

@@ -31,7 +31,7 @@ from weighbridge import EngineClient, TrainerClient, __version__
 from weighbridge._cli import commands, looking, main
 from weighbridge._cli.parsing import Reference, parse_reference
 from weighbridge._cli.serving import serve_command
-from weighbridge._clients.pushing import Pusher
+from weighbridge._clients.rank_stream import RankStream
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
@@ -606,7 +606,7 @@ def test_a_push_that_breaks_is_given_up_at_once(
     def broken(*args: object) -> None:
         raise DataLoss("the stream is broken")
 
-    monkeypatch.setattr(Pusher, "_stream", broken)
+    monkeypatch.setattr(RankStream, "_stream", broken)
     error = error_of(weighbridge(service, "push", hf_dir, "acme/broken", "--step", 1))
     assert error["message"] == "the stream is broken"
     newest = as_json(weighbridge(service, "versions", "acme/broken", "--all"))[0]

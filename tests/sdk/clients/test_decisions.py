@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.support.waiting import is_done_within
 from weighbridge import Boxes, EngineClient, FullTensors
-from weighbridge._clients import control_calls, push_calls
-from weighbridge._clients.control_calls import Watch
-from weighbridge._clients.known_layouts import KnownLayouts
-from weighbridge._clients.steps import Call, Pause, Steps, take
+from weighbridge._clients.calls import model_calls, pull_calls, push_calls, version_calls
+from weighbridge._clients.calls.known_layouts import KnownLayouts
+from weighbridge._clients.calls.steps import Call, Pause, Steps, take
+from weighbridge._clients.calls.watching import Watch
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -123,7 +123,7 @@ def test_all_pages_are_asked_for() -> None:
             next_page_token=f"page {page}" if page < 3 else "",
         ).SerializeToString()
 
-    found = take(control_calls.list_models(), answer)
+    found = take(model_calls.list_models(), answer)
     assert [model.name for model in found] == [f"tests/{page}{each}" for page in (1, 2, 3) for each in "ab"]
     assert asked == ["", "page 1", "page 2"]
 
@@ -145,15 +145,15 @@ def test_no_more_versions_are_asked_for_than_are_wanted(service_page: int) -> No
             next_page_token=str(numbers[-1]),
         ).SerializeToString()
 
-    found = take(control_calls.list_versions(MODEL, include_invisible=True, limit=3), answer)
+    found = take(version_calls.list_versions(MODEL, include_invisible=True, limit=3), answer)
     assert [version.number for version in found] == [8, 7, 6]
     assert asked == ([(3, ""), (3, "7")] if service_page == 2 else [(3, "")])
     with pytest.raises(InvalidArgument, match="0 versions"):
-        take(control_calls.list_versions(MODEL, include_invisible=True, limit=0), answer)
+        take(version_calls.list_versions(MODEL, include_invisible=True, limit=0), answer)
 
 
 def test_waiting_asks_again_until_the_deadline_and_then_says_for_what() -> None:
-    steps = control_calls.wait_for(MODEL, 3, VersionState.READY, 0.0, None)
+    steps = version_calls.wait_for(MODEL, 3, VersionState.READY, 0.0, None)
     first = next(steps)
     assert isinstance(first, Call)
     wanted = pb.GetVersionRequest.FromString(b"".join(first.request))
@@ -170,15 +170,15 @@ def test_a_file_that_would_lie_elsewhere_is_refused(name: str) -> None:
         return pb.GetModelFilesResponse(files=[file]).SerializeToString()
 
     with pytest.raises(DataLoss):
-        take(control_calls.model_files(MODEL, ""), answer)
+        take(model_calls.model_files(MODEL, ""), answer)
 
 
 @pytest.mark.parametrize(
     ("steps", "refused"),
     [
-        (lambda: control_calls.delete_version(MODEL, 0), InvalidArgument),
-        (lambda: control_calls.delete_version(MODEL, 1 << 64), InvalidArgument),
-        (lambda: control_calls.register_model(MODEL, {"a": bytes(64 << 20)}, "", (), True), InvalidArgument),
+        (lambda: version_calls.delete_version(MODEL, 0), InvalidArgument),
+        (lambda: version_calls.delete_version(MODEL, 1 << 64), InvalidArgument),
+        (lambda: model_calls.register_model(MODEL, {"a": bytes(64 << 20)}, "", (), True), InvalidArgument),
     ],
 )
 def test_what_cannot_be_is_not_asked(
@@ -191,7 +191,7 @@ def test_what_cannot_be_is_not_asked(
 @pytest.mark.parametrize("state", [VersionState.FAILED, VersionState.RETIRED, "durable"])
 def test_what_cannot_be_waited_for_is_refused_at_once(state: Any) -> None:
     with pytest.raises(InvalidArgument, match="wait for open, receiving, ready, verified, durable"):
-        next(control_calls.wait_for(MODEL, 1, state, None, None))
+        next(version_calls.wait_for(MODEL, 1, state, None, None))
 
 
 @pytest.mark.parametrize("refs", ["abc", [(MODEL, "live", 1)], [(MODEL, 3)], [(MODEL,)]])
@@ -206,14 +206,14 @@ def test_refs_that_are_none_are_refused_before_anything_is_asked(refs: Any) -> N
      (Boxes([("w", (1 << 70,), (1,))]), None)],
 )  # fmt: skip
 def test_a_pull_that_nobody_could_mean_is_refused_with_what_to_ask_for(layout: Any, dtype: Any) -> None:
-    steps = control_calls.plan_pull(KnownLayouts(), MODEL, 1, layout, dtype)
+    steps = pull_calls.plan_pull(KnownLayouts(), MODEL, 1, layout, dtype)
     with pytest.raises(InvalidArgument, match=r"malformed.*\n.*FullTensors, TensorParallel or Boxes"):
         next(steps).do()  # type: ignore[union-attr]
 
 
 def test_a_pull_in_what_is_no_dtype_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(InvalidArgument, match=r"'16' is no dtype.*\n.*bf16"):
-        next(control_calls.plan_pull(KnownLayouts(), MODEL, 1, None, 16))  # type: ignore[arg-type]
+        next(pull_calls.plan_pull(KnownLayouts(), MODEL, 1, None, 16))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("server", ["127.0.0.1:99999", "host:0", "[::1]:65536"])

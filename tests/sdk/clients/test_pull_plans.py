@@ -14,10 +14,10 @@ import pytest
 from tests.support.raw_clients import tiny_folder
 from tests.support.services import RunningService, running_service
 from weighbridge import EngineClient, FullTensors, TensorParallel, TrainerClient
-from weighbridge._clients import control_calls
-from weighbridge._clients.known_layouts import KnownLayouts
-from weighbridge._clients.pulling import PullPlan
-from weighbridge._clients.steps import Call, take
+from weighbridge._clients.calls import pull_calls
+from weighbridge._clients.calls.known_layouts import KnownLayouts
+from weighbridge._clients.calls.pull_calls import PullPlan
+from weighbridge._clients.calls.steps import Call, take
 from weighbridge._core.boxes import Box
 from weighbridge._core.dtypes import parse
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
@@ -133,7 +133,7 @@ def _planned(layouts: KnownLayouts, answer: weight_service_pb2.PlanPullResponse,
         assert request.known_layout == known
         return answer.SerializeToString()
 
-    return take(control_calls.plan_pull(layouts, MODEL, "live", None, None), call)
+    return take(pull_calls.plan_pull(layouts, MODEL, "live", None, None), call)
 
 
 def test_the_layout_that_a_service_sends_anew_takes_the_place_of_the_known_one() -> None:

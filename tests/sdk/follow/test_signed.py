@@ -15,7 +15,7 @@ from tests.support.services import RunningService, running_service
 from tests.support.signing import SigningAuthority, new_key
 from weighbridge import EngineClient, Signer, TrainerClient, Trusted
 from weighbridge._cli import commands
-from weighbridge._clients.signature_calls import get_manifest
+from weighbridge._clients.calls.signature_calls import get_manifest
 from weighbridge._signing.manifest_text import ManifestText
 from weighbridge._signing.signer import sign
 from weighbridge._signing.statement import Statement

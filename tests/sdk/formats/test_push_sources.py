@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -11,9 +12,12 @@ import torch
 from weighbridge._clients.push_routes import without
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
+from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
-from weighbridge._formats.push_sources import StagingPool, TensorSource
+from weighbridge._formats.push_sources import MappedSource, ShardSource, StagingPool, TensorSource
 from weighbridge._lane.plans import LanePlans
+from weighbridge._memory.mappings import MappedMemory, Use
+from weighbridge._memory.strided import ShardCopies
 from weighbridge.errors import DataLoss, LayoutError
 from weighbridge.v1 import local_lane_pb2 as pb
 
@@ -115,3 +119,70 @@ def test_casts_are_counted_by_tensor_and_widening_ones_are_exact() -> None:
     kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float32]
     held = [torch.ones(2, 2, dtype=kind) for kind in kinds for _ in halves]
     assert TensorSource(StagingPool(), layout, held).casts == (3, 2)
+
+
+SHIFTS = {"b": 1.0, "c": -1.0}
+
+
+def shifted_by_torch(held: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [each + SHIFTS.get(name, 0.0) for name, each in zip(SHAPES, held, strict=True)]
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_staged_parts_of_tensors_with_a_constant_are_those_of_the_sums(contiguous: bool) -> None:
+    held = tensors(contiguous=contiguous)
+    whole = stream(shifted_by_torch(held))
+    before = stream(held)
+    made = TensorSource(StagingPool(), LAYOUT, held).shifted(SHIFTS)
+    for ranges in ([(0, len(whole))], *([each] for each in itertools.combinations(range(0, 68, 3), 2))):
+        staged = made.stage(ranges)
+        for start, stop in ranges:
+            assert bytes(staged.read(start, stop)) == whole[start:stop]
+        staged.release()
+    assert stream(held) == before  # the trainer's own are left as they are
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_tensors_with_a_constant_are_written_as_the_sums_and_counted_so(mapped: bool) -> None:
+    held = tensors(contiguous=True)
+    held[2][3] = torch.nan
+    held[3][0, 0, 1] = torch.inf
+    held[0][0, 0] = -torch.inf
+    whole = stream(shifted_by_torch(held))
+    nbytes = LAYOUT.nbytes
+    descriptor = os.memfd_create("sums")
+    os.ftruncate(descriptor, 4096)
+    memory = MappedMemory(descriptor, "test", 4096, Use.WRITE)
+    os.close(descriptor)
+    copies = [
+        [ByteCopy((p.nbytes,), 0, (1,), 0, 100 + p.offset, (1,))] if p.nbytes else []
+        for p in LAYOUT.placements
+    ]
+    source: ShardSource = TensorSource(StagingPool(), LAYOUT, held)
+    if mapped:
+        file = np.frombuffer(b"!" + stream(held), np.uint8)
+        places = [p._replace(buffer="f", offset=p.offset + 1) for p in LAYOUT.placements]
+        source = MappedSource(LAYOUT, places, {"f": file})
+    try:
+        written = source.shifted(SHIFTS).write([ShardCopies(each) for each in copies], [memory])
+        assert written is not None
+        assert list(written.counts) == [1, 0, 1, 1]
+        assert memory.bytes[100 : 100 + nbytes].tobytes() == whole
+        assert not memory.bytes[:100].any()
+        assert not memory.bytes[100 + nbytes :].any()
+    finally:
+        memory.close()
+
+
+def test_a_stream_of_mapped_files_with_a_constant_can_be_read_from_any_byte_on() -> None:
+    held = tensors(contiguous=True)
+    whole = stream(shifted_by_torch(held))
+    source = MappedSource(
+        LAYOUT,
+        [p._replace(buffer="f") for p in LAYOUT.placements],
+        {"f": np.frombuffer(stream(held), np.uint8)},
+    )
+    made = source.shifted(SHIFTS)
+    assert made.stage([(0, len(whole))]) is made
+    for start, stop in itertools.combinations(range(len(whole) + 1), 2):
+        assert bytes(made.read(start, stop)) == whole[start:stop]

@@ -10,8 +10,8 @@ from google.protobuf.message import Message
 from tests.sdk.signing.test_statements import SHA, bundle, manifest, statement
 from tests.support.signing import new_key
 from weighbridge import Signer, Trusted
-from weighbridge._clients.signature_calls import get_signatures, verify_signed
-from weighbridge._clients.steps import Call, take
+from weighbridge._clients.calls.signature_calls import get_signatures, verify_signed
+from weighbridge._clients.calls.steps import Call, take
 from weighbridge._signing.exporting import write_signature_files
 from weighbridge._signing.signer import sign
 from weighbridge.v1 import model_service_pb2 as pb

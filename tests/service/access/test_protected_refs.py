@@ -32,7 +32,7 @@ from weighbridge._cli import commands
 from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_storage.head.head import REMEMBERED_REQUESTS
 
 MODEL = "acme/smol"

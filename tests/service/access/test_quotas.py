@@ -38,12 +38,12 @@ from weighbridge._cli import commands
 from weighbridge._core import striping
 from weighbridge_service.access import access as access_module
 from weighbridge_service.access.identities import Evidence, Identity
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.byte_budget import Direction
-from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.http import callers, hub_routes
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.catalog import stored_bytes as stored_module
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 
 MODEL, OTHER = "acme/smol", "acme/other"
 A, B, OWNER = (Credentials(token=f"token-of-{name}") for name in ("a", "b", "owner"))

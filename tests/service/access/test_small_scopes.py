@@ -29,7 +29,7 @@ from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http import callers, hub_reading, hub_routes
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.server import HttpServer
 
 MINE, SECRET, HIDDEN = "mine/smol", "mine/smollm", "s/mine"

@@ -22,7 +22,7 @@ from weighbridge_service.access import tokens
 from weighbridge_service.access.scopes import ADMIN, Verb
 from weighbridge_service.api.http import app as http_app
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 
 MODEL, OTHER = "acme/smol", "acme/other"
 _DOCUMENT = Path(__file__).parents[3] / "docs" / "access.md"

@@ -22,7 +22,7 @@ from weighbridge import AsyncEngineClient, Credentials, EngineClient, TrainerCli
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.runtime.config import ServiceConfig
 from weighbridge_service.server import HttpServer, run
 

@@ -24,6 +24,7 @@ from weighbridge import EngineClient, TrainerClient
 from weighbridge._transport import rpc
 from weighbridge.errors import InvalidArgument, ResourceExhausted, Unavailable
 from weighbridge.v1 import weight_service_pb2
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.byte_budget import (
     LEAST_BYTES,
     MESSAGE_ROOM,
@@ -31,7 +32,6 @@ from weighbridge_service.admission.byte_budget import (
     Direction,
     Reservation,
 )
-from weighbridge_service.admission.peer import Peer
 
 MODEL = "tests/budget"
 MIB = 1 << 20

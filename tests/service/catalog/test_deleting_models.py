@@ -16,7 +16,7 @@ from weighbridge import EngineClient, TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import FailedPrecondition, NotFound
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.fsck.repair import check_store
 from weighbridge_storage.documents.names import ModelName
 
@@ -124,7 +124,7 @@ def test_what_is_being_pushed_keeps_a_model_until_it_is_given_up(
         trainer.abort(MODEL, number)
         assert trainer.delete_model(MODEL).versions == 1
     running.service.collecting.collect(MODEL)
-    assert not running.service.intake._registry.of_model(ModelName.parse(MODEL))
+    assert not running.service.registry.of_model(ModelName.parse(MODEL))
     assert push(running, narrow, step=2) == number + 1, "the same run and step as before"
 
 

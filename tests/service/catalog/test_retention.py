@@ -23,7 +23,7 @@ from weighbridge._core.resources import VersionState
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
 from weighbridge.v1 import model_service_pb2, resources_pb2
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_storage.documents.names import ModelName, version_prefix
 
 MODEL = "acme/tiny"
@@ -266,7 +266,7 @@ def test_a_reader_that_comes_too_late_is_told_that_the_version_was_deleted(local
 
 
 def test_a_service_collects_by_itself_and_leaves_readers_alone(tmp_path: Path) -> None:
-    with running_service(tmp_path / "store", collect_every=0.1, grace_seconds=4.0) as running:
+    with running_service(tmp_path / "store", collect_every=0.1, grace_seconds=1.0) as running:
         source = tiny_folder(tmp_path / "hf")
         with TrainerClient(running.address) as trainer:
             trainer.register_files(MODEL, source.files)
@@ -276,7 +276,7 @@ def test_a_service_collects_by_itself_and_leaves_readers_alone(tmp_path: Path) -
             trainer.set_retention(MODEL, Retention(keep_last=1))
             model, store = ModelName.parse(MODEL), running.service.catalog.store
             eventually(lambda: not list(store.list(version_prefix(model, 1))))
-            end = time.monotonic() + 6.0
+            end = time.monotonic() + 2.5
             while time.monotonic() < end:
                 assert list(store.list(version_prefix(model, 2))), "it is being read"
                 time.sleep(0.05)

@@ -148,7 +148,7 @@ def test_who_was_sent_to_the_store_itself_has_a_lease_at_once_that_is_not_writte
     hour_ms = 10 * GRACE.ms
     seen = []
     for _ in range(60):
-        readers.lend(SMOL, 1, hour_ms)
+        readers.extend(SMOL, 1, hour_ms)
         readers.renew()
         (until_ms,) = leases_in(local).values()
         assert until_ms >= clock() + hour_ms, "a URL that was given now can be used for so long"

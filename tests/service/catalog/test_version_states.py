@@ -119,7 +119,7 @@ def test_a_version_that_is_damaged_in_memory_fails_before_it_is_durable(
     layout = whole_layout(source.arrays)
     stream = stream_of(source.arrays, layout, raw.declare(MODEL, number, layout))
     raw.push(MODEL, number, cut(stream[:5000]))
-    session = running.service.intake._registry.get(NAME, number)
+    session = running.service.registry.get(NAME, number)
     assert session is not None
     image = session._runner.image
     assert image is not None
@@ -241,7 +241,7 @@ def test_an_abort_that_takes_too_long_says_so(
     running: RunningService, raw: RawClient, source: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = raw.open(MODEL)
-    [session] = running.service.intake._registry.of_version(NAME, number)
+    [session] = running.service.registry.of_version(NAME, number)
     monkeypatch.setattr(session, "_take", lambda _event: None)  # nothing that happens is taken note of
     with pytest.raises(
         DeadlineExceeded, match=r"could not be given up in time: .*waits for rank 0 to declare"

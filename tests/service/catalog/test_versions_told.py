@@ -26,7 +26,7 @@ from weighbridge._core.resources import VersionState
 from weighbridge._formats.safetensors_files import lay_out_files
 from weighbridge.errors import VersionFailed
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.models import registered_model
 from weighbridge_storage.documents.names import ModelName
 
@@ -96,7 +96,7 @@ def test_a_durable_version_is_told_alike_at_each_replica_and_after_a_restart(
         first = told(running[0], number)
         assert [told(each, number) for each in running[1:]] == [first, first]
         if spread:
-            states = [each.service.intake._registry.get(NAME, number) for each in running]
+            states = [each.service.registry.get(NAME, number) for each in running]
             assert sum(session is not None for session in states) == 2, "no push over two replicas"
     assert (first["state"], first["nonfinite_elements"]) == ("durable", 11)
     assert first["ranks"] == first["sealed_ranks"] == 2

@@ -69,7 +69,7 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge_demo.megatron_cpu import Parallel
-from weighbridge_service.converting import units, worker, workers, working_folder
+from weighbridge_service.converting import convert, units, worker, workers, working_folder
 from weighbridge_service.converting.checkpoint_keys import KeyForm, LayerSpec
 from weighbridge_service.converting.conversions import ConvertOptions
 from weighbridge_service.converting.convert import convert_folder
@@ -102,6 +102,7 @@ OTHER_MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_vl_moe": PUBLISHED["qwen3_vl_moe"][0],
     "glm4v_moe": PUBLISHED["glm4v_moe"][0],
     "nemotron_h": PUBLISHED["nemotron_h"][0],
+    "qwen3_next": PUBLISHED["qwen3_next-decoder"][0],
     "llama4": lambda: llama4_model(every=1),
     "llama4-interleaved": lambda: llama4_text_model(every=2),
 }
@@ -195,6 +196,32 @@ def test_models_with_images_and_stacked_experts_come_back(tmp_path: Path, key: s
     # a conversion to the same names would pass the comparison above
     tensors = read_torch_dist(tmp_path / "checkpoint").layout.tensors
     assert any(name.endswith("self_attention.linear_qkv.weight") for name in tensors)
+
+
+def test_constants_are_added_to_elements_that_units_cut_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm that Megatron-core has less one, in units and gathers that begin and end inside an element."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 4)
+    experts = {"num_experts": 2, "moe_intermediate_size": 2, "shared_expert_intermediate_size": 2}
+    linear = {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 2}
+    config = tiny_config(
+        "qwen3_next", tied=False, num_hidden_layers=2, vocab_size=8, num_attention_heads=1, num_key_value_heads=1,
+        linear_value_head_dim=11, full_attention_interval=2, **sizes, **experts, **linear,
+    )  # fmt: skip
+    model = tiny_model(config, seed=1).bfloat16()
+    norm = model.model.layers[0].linear_attn.norm.weight
+    norm.data.copy_(torch.randn(11) * 3)
+    model.save_pretrained(tmp_path / "hf")
+    monkeypatch.setattr(units, "UNIT_BYTES", 33)
+    monkeypatch.setattr(convert, "_share", lambda budget, wanted: (2, 7))
+    convert_folder(tmp_path / "hf", tmp_path / "checkpoint", ConvertOptions(vocab_multiple=1))
+    found = assemble(tmp_path / "checkpoint", read_torch_dist(tmp_path / "checkpoint").layout)
+    assert torch.equal(found["decoder.layers.0.self_attention.out_norm.weight"], norm.data - 1)
+    convert_folder(tmp_path / "checkpoint", tmp_path / "back")
+    expected = loaded(tmp_path / "hf")
+    expected["model.layers.0.linear_attn.norm.weight"] = norm.data - 1 + 1
+    same(loaded(tmp_path / "back"), expected)
 
 
 def test_a_value_head_comes_back(tmp_path: Path) -> None:

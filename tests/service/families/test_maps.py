@@ -1,6 +1,6 @@
 """Are the maps of all families those that stores know, whatever transformers makes them?
 
-`data/family_maps.json` has configs as transformers 4.57 and 5.23 write them, and of each the identity that heads keep and a digest
+`data/family_maps.json` has configs as transformers 4.57 and 5.23 (of qwen3_next 5.19) write them, and of each the identity that heads keep and a digest
 of the slices that engines pull, as they were made with transformers 4.57. `make test-transformers` compares the newest with them.
 """
 

@@ -20,7 +20,7 @@ from weighbridge import TrainerClient
 from weighbridge._core.checks import Check, CheckStatus
 from weighbridge.errors import FailedPrecondition, Unavailable
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.health import Health
 from weighbridge_service.health.checks import StoreChecks, check_clock, check_disk
 from weighbridge_service.health.monitor import Monitor, NamedCheck, Observation, finding

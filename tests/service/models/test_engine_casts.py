@@ -50,6 +50,31 @@ def test_a_cast_stream_is_what_torch_casts_and_can_begin_at_any_byte(target: str
         assert bytes(casting.gather(gather, start, stop - start)) == expected[start:stop]
 
 
+@pytest.mark.parametrize("target", [None, "fp32"])
+def test_a_stream_with_constants_is_what_torch_adds_and_can_begin_at_any_byte(target: str | None) -> None:
+    state = {
+        f"t{i}.{name}": torch.randn(3 + i, 7).to(dtypes.parse(name).torch)
+        for i in range(3)
+        for name in (*DTYPES, "i64")
+    }
+    shifts = {name: -1.0 for name in state if name.startswith("t1.") and not name.endswith("i64")}
+    source = Source(PlainBridge(), state)
+    layout = source.layout(FullTensors())
+    casting = Casting(layout, None if target is None else dtypes.parse(target), shifts=shifts)
+    gather = partial(source.transfer(layout).gather, files=mapped_files(source.buffers))
+    expected = b""
+    for name, tensor in state.items():
+        made = tensor - 1 if name in shifts else tensor
+        made = made.to(dtypes.parse(target).torch) if target and made.is_floating_point() else made
+        expected += made.reshape(-1).view(torch.uint8).numpy().tobytes()
+    assert bytes(casting.gather(gather, 0, len(expected))) == expected
+    chance = random.Random(2)
+    for _ in range(300):
+        start = chance.randrange(len(expected))
+        stop = min(start + chance.choice([1, 2, 3, 5, 17, 100, 1000]), len(expected))
+        assert bytes(casting.gather(gather, start, stop - start)) == expected[start:stop]
+
+
 @pytest.mark.parametrize("target", ["i64", "bool", "fp8_e4m3", "u8"])
 def test_weights_are_cast_to_floating_point_only(target: str) -> None:
     source = Source(PlainBridge(), {"a": torch.randn(3)})

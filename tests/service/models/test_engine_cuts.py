@@ -127,6 +127,33 @@ def test_state_space_models_are_cut_section_by_section(size: int, ep: int) -> No
             assert all(torch.equal(one, other) for one, other in zip(parts, wanted, strict=True)), name
 
 
+@pytest.mark.parametrize(("size", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_gated_delta_nets_are_cut_by_their_heads(size: int, ep: int) -> None:
+    """As vLLM's Qwen3-Next has them: channels of the convolution section by section, and the rest of the model as usual, what predicts
+    further tokens included."""
+    model = PUBLISHED["qwen3_next-predicting"][0]()
+    make_random(model, seed=3)
+    bridge = real_bridge(model.config)
+    state = {name: model.state_dict()[name] for name in bridge.hugging_face}
+    source = Source(bridge, state)
+    for rank in range(size):
+        experts = (ep, rank, 1, 0) if ep > 1 else None
+        wanted = by_hand(state, 4, size, rank, experts)
+        for name in [name for name in wanted if ".linear_attn." in name]:
+            whole, kind = state[name], name.split(".linear_attn.")[1]
+            if kind == "conv1d.weight":
+                wanted[name] = torch.cat([part.chunk(size)[rank] for part in whole.split([48, 48, 160])])
+            elif kind == "out_proj.weight":
+                wanted[name] = whole.chunk(size, dim=1)[rank]
+            elif kind != "norm.weight":
+                wanted[name] = whole.chunk(size)[rank]
+        asked = TensorParallel(size, rank, experts=ExpertParallel(*experts) if experts else None)
+        found: dict[str, Tensor] = {}
+        for name, part in source.slices(asked):
+            found[name] = torch.cat([found[name], part]) if name in found else part
+        same(found, wanted)
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_an_indexer_of_sparse_attention_is_whole_on_every_rank(size: int) -> None:
     """As vLLM's and SGLang's DeepSeek-V3.2 have it: every rank chooses the tokens that all heads attend to."""

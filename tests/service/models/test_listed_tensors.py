@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from tests.storage.head.test_head import allocate
+from tests.support.heads import allocate
 from tests.support.services import RunningService, running_service
 from tests.support.torch_ranks import fill
 from weighbridge import (

@@ -1,4 +1,4 @@
-"""What may be registered under one name, again and again, and which models does a process remember?
+"""What may be registered under one name, again and again?
 
 Heads as earlier versions of the service wrote them are made by hand: a registration is JSON.
 """
@@ -8,27 +8,15 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.storage.head.test_head import allocate
-from tests.support.raw_clients import (
-    RawClient,
-    TinyModel,
-    assert_equal,
-    cut,
-    stream_of,
-    tiny_folder,
-    whole_layout,
-)
+from tests.support.heads import allocate
 from tests.support.reference import tiny_config
-from tests.support.services import RunningService, running_service
 from tests.support.waiting import is_done_within
-from weighbridge import EngineClient, TrainerClient
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import TensorSpec
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
@@ -244,6 +232,7 @@ def test_an_output_layer_that_the_config_ties_is_refused_with_the_reason(catalog
         {"model_type": "deepseek_v3", "num_hidden_layers": 512, "n_routed_experts": 16384},
         {"model_type": "minimax_m2", "num_hidden_layers": 512, "num_local_experts": 16384},
         {"model_type": "nemotron_h", "hybrid_override_pattern": "E" * 512, "n_routed_experts": 16384},
+        {"model_type": "qwen3_next", "num_hidden_layers": 512, "num_experts": 16384},
         {"model_type": "llama4_text", "num_hidden_layers": 512, "num_local_experts": 16384},
         {"model_type": "llama4", "text_config": {"num_hidden_layers": 512, "num_local_experts": 16384}},
         # what the config leaves open counts as well, and layers that predict further tokens
@@ -285,6 +274,13 @@ def test_experts_beyond_count_over_all_layers_are_refused_at_once(
         ("deepseek_v3", "qk_rope_head_dim", -8),
         ("deepseek_v32", "index_head_dim", 1 << 40),
         ("deepseek_v32", "q_lora_rank", None),
+        ("qwen3_next", "linear_num_key_heads", 0),
+        ("qwen3_next", "linear_num_key_heads", 5),
+        ("qwen3_next", "linear_value_head_dim", 1 << 14),
+        ("qwen3_next", "linear_key_head_dim", 1 << 40),
+        ("qwen3_next", "full_attention_interval", 0),
+        ("qwen3_next", "full_attention_interval", "4"),
+        ("qwen3_next", "num_nextn_predict_layers", 2),
         ("llama", "head_dim", 1 << 14),
         ("llama", "hidden_size", 1 << 20),
         ("llama", "num_hidden_layers", "4"),
@@ -323,87 +319,3 @@ def test_layers_that_a_hybrid_model_cannot_have_are_refused(
     content = json.dumps({"model_type": "nemotron_h", **fields}).encode()
     with pytest.raises(InvalidArgument, match=message):
         catalog.register_model(str(NAME), {"config.json": content})
-
-
-# -- what a process remembers --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> TinyModel:
-    return tiny_folder(tmp_path / "hf")
-
-
-def remembered(running: RunningService) -> list[str]:
-    return [str(name) for name in running.service.catalog._models]
-
-
-def test_idle_models_are_forgotten_and_load_again_when_they_are_asked_for(
-    tmp_path: Path, source: TinyModel
-) -> None:
-    names = [f"acme/model-{number}" for number in range(4)]
-    with running_service(tmp_path / "store") as running, TrainerClient(running.address) as trainer:
-        for name in names:
-            trainer.register_files(name, source.files)
-            trainer.push_folder(name, source.folder).wait()
-    with (
-        running_service(tmp_path / "store", kept_models=2) as running,
-        TrainerClient(running.address) as trainer,
-        EngineClient(running.address) as engine,
-    ):
-        for name in [*names, *names]:
-            assert_equal(engine, name, "latest", source.arrays)
-            assert len(remembered(running)) <= 2
-        assert remembered(running) == names[-2:]
-        assert_equal(engine, names[-2], "latest", source.arrays)
-        trainer.register_files("acme/further", source.files)
-        assert remembered(running) == [names[-2], "acme/further"]  # used last
-        # what is forgotten is there all the same
-        assert [model.name for model in trainer.models()] == sorted([*names, "acme/further"])
-        assert [version.number for version in trainer.versions(names[0])] == [1]
-        assert trainer.register_files(names[0], source.files).refs == {"latest": 1, "live": 1}
-        assert trainer.push_folder(names[1], source.folder).wait().number == 2
-        assert_equal(engine, names[1], 2, source.arrays)
-
-
-def test_a_model_with_a_version_under_way_is_never_forgotten(tmp_path: Path, source: TinyModel) -> None:
-    layout = whole_layout(source.arrays)
-    with (
-        running_service(tmp_path / "store", kept_models=2) as running,
-        TrainerClient(running.address) as trainer,
-        EngineClient(running.address) as engine,
-        RawClient(running.address) as raw,
-    ):
-        busy = [f"acme/busy-{number}" for number in range(3)]  # more than are kept
-        for name in busy:
-            trainer.register_files(name, source.files)
-        opened = {name: raw.open(name) for name in busy}
-        for number in range(3):
-            trainer.register_files(f"acme/idle-{number}", source.files)
-        assert set(busy) < set(remembered(running))
-        assert len(remembered(running)) == len(busy) + 1
-        for name, number in opened.items():
-            assigned = raw.declare(name, number, layout)
-            raw.push(name, number, cut(stream_of(source.arrays, layout, assigned)))
-            trainer.register_files("acme/idle-0", source.files)
-            raw.seal(name, number)
-            assert_equal(engine, name, number, source.arrays)
-
-
-def test_models_come_and_go_while_versions_of_all_of_them_are_pushed(
-    tmp_path: Path, source: TinyModel
-) -> None:
-    names = [f"acme/model-{number}" for number in range(6)]
-    with (
-        running_service(tmp_path / "store", kept_models=1) as running,
-        EngineClient(running.address) as engine,
-    ):
-
-        def push(name: str) -> list[int]:
-            with RawClient(running.address) as raw, TrainerClient(running.address) as trainer:
-                trainer.register_files(name, source.files)
-                return [raw.push_whole(name, source.arrays) for _ in range(3)]
-
-        with ThreadPoolExecutor(len(names)) as pool:
-            assert list(pool.map(push, names)) == [[1, 2, 3]] * len(names)
-        for name in names:
-            assert_equal(engine, name, 3, source.arrays)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -21,13 +22,16 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._formats.safetensors_files import lay_out_files
 from weighbridge.errors import InvalidArgument, LayoutError
-from weighbridge_service.families import model_types
+from weighbridge_service.families import Rule, model_types
+from weighbridge_service.families.dense import Llama
 from weighbridge_service.models.bridges import Bridge, Target, bridge_for
 from weighbridge_service.models.model_tensors import ModelTensors
+from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.models.tracing import trace
-from weighbridge_service.models.weight_maps import derive_weight_map
+from weighbridge_service.models.weight_maps import derive_weight_map, shifts_back
 from weighbridge_service.plan.planning import make_plan
 from weighbridge_service.plan.transfers import Transfer
+from weighbridge_storage.documents.names import ModelName
 
 F32 = dtypes.parse("fp32")
 CASES = [(family, tied) for family in TINY_FAMILIES for tied in (True, False)]
@@ -127,6 +131,60 @@ def test_what_has_sections_is_not_taken_whole() -> None:
     section = TensorSpec(f"{name}.B", F32, (24, 64))
     (link,) = derive_weight_map(bridge, tensors, {section.name: section}).links
     assert link.target_box == Box((2 * 96, 0), (24, 64))
+
+
+class ShiftedLlama(Llama):
+    """A llama whose norms Megatron-core has less one half, but for that of the first layer."""
+
+    def rules(self) -> list[Rule]:
+        """Those of a llama, with the constant."""
+        rules = list(super().rules())
+        norm = next(rule for rule in rules if rule.megatron.endswith(".linear_qkv.layer_norm_weight"))
+        first = replace(
+            norm,
+            megatron=norm.megatron.replace("{layer}", "0"),
+            hugging_face=tuple(name.replace("{layer}", "0") for name in norm.hugging_face),
+        )
+        return [first, *(replace(rule, shift=0.5) if rule is norm else rule for rule in rules)]
+
+
+def test_a_tensor_of_layers_with_different_constants_is_refused_and_its_layers_are_not() -> None:
+    bridge = Bridge(ShiftedLlama(json.loads(tiny_config("llama", tied=False).to_json_string())))
+    tensors = ModelTensors(F32).specs(bridge)
+    specs = _megatron_specs(bridge, tensors)
+    name = "decoder.layers.{}self_attention.linear_qkv.layer_norm_weight"
+    weight_map = derive_weight_map(bridge, tensors, specs)
+    assert weight_map.shifts == {name.format(f"{layer}."): 0.5 for layer in (1, 2, 3)}
+    assert weight_map.inverse_shifts == shifts_back(bridge, specs)
+    assert weight_map.shifts_there == {f"model.layers.{n}.input_layernorm.weight": 0.5 for n in (1, 2, 3)}
+    stacked = TensorSpec(name.format(""), F32, (4, 64))
+    with pytest.raises(LayoutError) as error:
+        derive_weight_map(bridge, tensors, {stacked.name: stacked})
+    assert "different constants" in error.value.details[0]
+
+
+def test_constants_are_added_to_floating_point_numbers_only() -> None:
+    bridge = Bridge(ShiftedLlama(json.loads(tiny_config("llama", tied=False).to_json_string())))
+    name = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
+    whole_numbers = {
+        key: replace(spec, dtype=dtypes.parse("i32")) for key, spec in ModelTensors(F32).specs(bridge).items()
+    }
+    with pytest.raises(LayoutError) as error:
+        derive_weight_map(bridge, whole_numbers, {name: TensorSpec(name, dtypes.parse("i32"), (64,))})
+    assert "adds 0.5 to its elements" in error.value.details[0]
+
+
+def test_a_constant_tells_a_model_from_the_same_without_it() -> None:
+    config = tiny_config("llama", tied=False).to_json_string().encode()
+
+    def identity(family: type[Llama]) -> str:
+        model = RegisteredModel(
+            ModelName("tests", "any"), config, ModelTensors(F32), "0" * 32, ["config.json"]
+        )
+        vars(model)["bridge"] = Bridge(family(json.loads(config)))
+        return model.identity
+
+    assert identity(ShiftedLlama) != identity(Llama)
 
 
 @contextmanager

@@ -26,8 +26,9 @@ from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._formats.safetensors_files import lay_out_files
 from weighbridge.errors import DataLoss, Unavailable, WeighbridgeError
-from weighbridge_service import exports, service
-from weighbridge_service.exports import Exports, ExportState
+from weighbridge_service import service
+from weighbridge_service.exports import tensors
+from weighbridge_service.exports.jobs import Exports, ExportState
 from weighbridge_service.models import registered_model
 from weighbridge_service.pull import read_ahead
 from weighbridge_service.pull.reading import Reading
@@ -86,7 +87,7 @@ def small_files() -> Iterator[None]:
         patch.setattr(registered_model, "lay_out_files", partial(lay_out_files, max_shard_bytes=200_000))
         patch.setattr(service, "BlockCache", partial(BlockCache, block=BLOCK))
         patch.setattr(read_ahead, "STEP_BYTES", 3 * BLOCK)
-        patch.setattr(exports, "STEP_BYTES", 3 * BLOCK)
+        patch.setattr(tensors, "STEP_BYTES", 3 * BLOCK)
         yield
 
 

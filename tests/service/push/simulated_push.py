@@ -26,7 +26,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.plan.declarations import (
     Agreement,
     Declaration,
@@ -46,14 +46,13 @@ from weighbridge_service.push.machine.state import Limits, Moment, PushState
 from weighbridge_service.push.machine.transitions import step
 from weighbridge_storage.documents.entries import Approval, OpenEntry, VersionEntry
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import (
+from weighbridge_storage.head.head_changes import approve, publish
+from weighbridge_storage.head.open_versions import (
     Said,
-    approve,
     claim_version,
     give_up_abandoned,
     give_up_version,
     open_version,
-    publish,
     renew_version,
 )
 
@@ -352,7 +351,7 @@ class World:
             case do.NameMissing():
                 return on.TimedOut(("something",))
             case do.ProbeMemory():
-                return on.MemoryStillHeld() if push.held else on.MemoryReleased()
+                return on.MemoryStillMapped() if push.held else on.MemoryUnmapped()
             case do.TellReplicas():
                 here = state.declarations.here
                 self.told.setdefault(number, {}).update(here)
@@ -441,14 +440,14 @@ class World:
                 self.post(replica, each, moved)
         self.taken_over.add((to, push.number, state.share_number))
 
-    def handed_over(self, state: PushState) -> Holding:
+    def handed_over(self, state: PushState) -> HoldReasons:
         """What a replica that takes a version over is told of why it is held."""
         entry = replace(
             OpenEntry(state.opened.number, "r0", 0, "r", 1, 0, 0, "", 0),
             held=state.holding.opened,
             allow_nonfinite=state.holding.allows_nonfinite,
         )
-        return Holding.of(entry).with_elsewhere(state.share_number or 0, state.holding.known)
+        return HoldReasons.of(entry).with_elsewhere(state.share_number or 0, state.holding.known)
 
     def answer(self, replica: Replica, push: Push, effect: do.Awaited, *, store_away: bool = False) -> None:
         """Answer an effect that is under way: as it should be, with a failure, or with one although it was done."""
@@ -468,7 +467,7 @@ class World:
             elif isinstance(effect, do.NameMissing):
                 event = on.TimedOut(())
             elif isinstance(effect, do.ProbeMemory):
-                event = on.MemoryStillHeld()
+                event = on.MemoryStillMapped()
             else:
                 event = on.EffectFailed(effect, error)
         self.post(replica, push, event)
@@ -524,7 +523,7 @@ class World:
             "acme/m", entry.number, VersionState.OPEN, ranks=entry.ranks, create_time_ms=entry.created_ms
         )
         left = (entry.until_ms - self.now.unix_ms) / 1000
-        known, holding = replica.known, Holding.of(entry)
+        known, holding = replica.known, HoldReasons.of(entry)
         state = PushState.begin(opened, replica.home, self.limits, known, left, self.now, holding)
         replica.pushes[entry.number] = push = Push(state)
         self.post(replica, push, on.Tick())
@@ -544,7 +543,7 @@ class World:
             self.begin(replica, entry)
         client = f"c{rank}" if self.dice.random() < 0.95 else "stranger"
         digest = f"d{rank}" if self.dice.random() < 0.95 else "other"
-        self.post(replica, replica.pushes[push.number], on.Declared(rank, client, digest))
+        self.post(replica, replica.pushes[push.number], on.RankDeclared(rank, client, digest))
 
     def deliver(self) -> None:
         """A rank pushes all its bytes: they get to all replicas that put files together."""
@@ -569,7 +568,7 @@ class World:
                 if not part.held:
                     self.post(replica, part, on.FilesFilled(frozenset(FILES)))
                 else:
-                    self.post(replica, part, on.MemoryHeld())
+                    self.post(replica, part, on.MemoryMapped())
             if home_of(agreed, rank) == replica.home:
                 self.post(replica, part, on.RankWhole(rank))
 
@@ -697,7 +696,7 @@ class World:
             on.SealAsked,
             on.RankWhole,
             on.ReplicaSaid,
-            on.MemoryHeld,
+            on.MemoryMapped,
         )  # by the data plane: true
         again = [e for e in everything if not isinstance(e, told)]
         event = self.dice.choice(
@@ -735,7 +734,7 @@ class World:
         self.begin(replica, entry)
         push = replica.pushes[entry.number]
         for rank in range(ranks):
-            self.post(replica, push, on.Declared(rank, f"c{rank}", f"d{rank}"))
+            self.post(replica, push, on.RankDeclared(rank, f"c{rank}", f"d{rank}"))
         self.answer_until(replica, push, Phase.FILLING)
         if self.dice.random() < 0.5:  # the store is away from here on: not even a claim may be there
             self.fault_rate = rate
@@ -756,7 +755,7 @@ class World:
             self.begin(replica, entry)
             push = replica.pushes[entry.number]
             parts.append((replica, push))
-            self.post(replica, push, on.Declared(rank, f"c{rank}", f"d{rank}"))
+            self.post(replica, push, on.RankDeclared(rank, f"c{rank}", f"d{rank}"))
         while any(push.state.phase is not Phase.FILLING for _, push in parts):
             self.advance(1.0)
             for replica, push in parts:

@@ -87,13 +87,13 @@ def live(running: RunningService) -> int:
 def handed_to(running: RunningService) -> list[HandedVersion]:
     """What other replicas hand over to a service, from now on."""
     handed: list[HandedVersion] = []
-    take_over = running.service.intake.take_over
+    take_over = running.service.taking_over.take_over
 
     def keep(sender: Home, version: HandedVersion, *rest: Callable[..., Any]) -> None:
         handed.append(version)
         take_over(sender, version, *rest)
 
-    running.service.intake.take_over = keep  # type: ignore[method-assign]
+    running.service.taking_over.take_over = keep  # type: ignore[method-assign]
     return handed
 
 
@@ -250,14 +250,14 @@ def test_a_replica_that_ends_during_the_handover_is_named(
     with replicas(tmp_path, source, 2) as (leaving, dying):
         HeldStore(tmp_path / "store", source, [1])
         number = push(leaving.address, source.arrays)
-        take_over, stopped = dying.service.intake.take_over, threading.Event()
+        take_over, stopped = dying.service.taking_over.take_over, threading.Event()
 
         def die(sender: Home, version: HandedVersion, *rest: Callable[..., Any]) -> None:
             threading.Thread(target=dying.grpc.stop, args=(0.0,)).start()
             stopped.wait(30)
             take_over(sender, version, *rest)
 
-        dying.service.intake.take_over = die  # type: ignore[method-assign]
+        dying.service.taking_over.take_over = die  # type: ignore[method-assign]
         with caplog.at_level(logging.WARNING):
             assert not leaving.service.intake.drain(4.0)
         assert "is lost: " in caplog.text
@@ -299,7 +299,7 @@ def test_a_handover_that_is_repeated_changes_nothing_and_another_push_of_the_num
         def never(*_files: object) -> bool:
             raise AssertionError("it is there")
 
-        take_over = staying.service.intake.take_over
+        take_over = staying.service.taking_over.take_over
         take_over(home, version, never, never)
         with pytest.raises(AlreadyExists):
             take_over(home, replace(version, claim="another"), never, never)

@@ -1,4 +1,4 @@
-"""Holding of a version while it is pushed: is it known in time, to everybody, and does it take no other version's place?"""
+"""Hold of a version while it is pushed: is it known in time, to everybody, and does it take no other version's place?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.service.push.simulated_push import FILES, LIMITS, planned
 from tests.support.raw_clients import RawClient, assert_equal, tiny_folder
 from tests.support.services import running_service
 from weighbridge import EngineClient, TrainerClient, Version, VersionState
-from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.plan.declarations import Declaration, Home
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
@@ -33,9 +33,9 @@ def begun(entry: OpenEntry = OPENED, homes: tuple[int, ...] = (0,)) -> PushState
     replicas = [Home(f"host{i}:1", "boot") for i in range(max(homes) + 1)]
     limits = replace(LIMITS, spreading=len(replicas) > 1)
     opened = Version("acme/m", 1, VersionState.OPEN, ranks=len(homes))
-    state = PushState.begin(opened, replicas[0], limits, None, 120.0, NOW, Holding.of(entry))
+    state = PushState.begin(opened, replicas[0], limits, None, 120.0, NOW, HoldReasons.of(entry))
     elsewhere = [(r, Declaration(f"c{r}", "d", replicas[h])) for r, h in enumerate(homes) if h]
-    events: list[on.Event] = [on.Declared(0, "c0", "d")]
+    events: list[on.Event] = [on.RankDeclared(0, "c0", "d")]
     if elsewhere:
         events.append(on.HeardElsewhere(elsewhere))
     events += [on.Planned(planned(homes)), on.ImageGranted(), on.Claimed()]

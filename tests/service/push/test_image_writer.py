@@ -274,14 +274,14 @@ def test_files_are_not_filled_while_a_process_that_did_not_say_that_it_is_done_c
     stream = np.frombuffer(bench.stream(0), np.uint8)
     grant.prepared.transfer.scatter(stream, 0, grant.image.buffers, "0")
     assert bench.writer.end_grant(grant, complete=True) == len(stream)
-    assert bench.said(on.MemoryHeld), "its descriptor is still open"
+    assert bench.said(on.MemoryMapped), "its descriptor is still open"
     assert not bench.filled()
     assert [event.rank for event in bench.said(on.RankWhole)] == [1, 2, 3, 0]
     bench.writer.probe()
-    assert bench.said(on.MemoryStillHeld)
+    assert bench.said(on.MemoryStillMapped)
     os.close(fd)
     bench.writer.probe()
-    assert isinstance(bench.events[0][-1], on.MemoryReleased)
+    assert isinstance(bench.events[0][-1], on.MemoryUnmapped)
     bench.check()
     with pytest.raises(FailedPrecondition, match="have come"):
         bench.writer.grant(0)
@@ -296,7 +296,7 @@ def test_files_are_filled_once_the_process_in_doubt_has_ended() -> None:
     bench.writer.end_grant(grant, complete=False)
     for rank in range(RANKS):
         bench.push(rank)
-    assert bench.said(on.MemoryHeld)
+    assert bench.said(on.MemoryMapped)
     assert not bench.filled()
     ended = True
     bench.writer.probe()

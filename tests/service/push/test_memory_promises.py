@@ -173,7 +173,7 @@ def test_a_push_that_waits_too_long_says_who_has_the_memory(tmp_path: Path, sour
     settings: dict[str, Any] = {"memory_budget": IMAGE_BYTES, "spill_budget": 0, "image_wait": 0.3}
     with (
         running_service(tmp_path / "store", **settings) as running,
-        TrainerClient(running.address) as trainer,
+        TrainerClient(running.address, retry_seconds=1.0) as trainer,
         EngineClient(running.address) as engine,
     ):
         trainer.register_files(FIRST, source.files)

@@ -39,9 +39,9 @@ from weighbridge_service.push.timers import Timers
 from weighbridge_storage.documents.entries import OpenEntry
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import open_version
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
+from weighbridge_storage.head.open_versions import open_version
 from weighbridge_storage.memory.images import Image
 from weighbridge_storage.memory.regions import Region
 from weighbridge_storage.versions.manifest import TensorEntry
@@ -193,7 +193,7 @@ def test_who_asks_again_after_the_end_of_a_push_is_told_how_it_ended(
             lambda: client.push(MODEL, number, [(0, stream)]),
             lambda: running.service.intake.abort_version(MODEL, number, "no", 10.0).result().state,
             lambda: client.received(MODEL, number, rank=1),
-            lambda: running.service.intake._has_taken(handed("other")),
+            lambda: running.service.taking_over.has_taken(handed("other")),
         ]
         found = []
         for call in calls[ending == "aborted" :]:  # an aborted version that is opened again is another one
@@ -208,7 +208,7 @@ def test_who_asks_again_after_the_end_of_a_push_is_told_how_it_ended(
         entry = OpenEntry(number, "r/1", 1, "r", 1, 1, 1, model.files_id, 0)
         return HandedVersion(model, entry, claim, 1, [])
 
-    known = running.service.intake._registry
+    known = running.service.registry
     assert isinstance(known.find(NAME, number), PushSession)
     before = answers()
     client.open(MODEL, request_id="r/2")
@@ -227,7 +227,7 @@ def test_a_rank_that_comes_while_a_push_ends_does_not_begin_it_again(
     head = running.service.catalog.head(NAME)
     running.service.intake.abort_version(MODEL, number, "changed my mind", 10.0).result()
     client.open(MODEL, request_id="r/2")
-    known = running.service.intake._registry
+    known = running.service.registry
     assert isinstance(known.find(NAME, number), EndedPush)
     monkeypatch.setattr(running.service.catalog, "head", lambda _name: head)  # does not say so yet
     answers, find = iter([None]), known.find
@@ -318,7 +318,7 @@ def test_a_version_that_was_aborted_while_it_waited_gets_no_image(
             declared = pool.submit(client.declare, MODEL, first, layout)
             assert busy.wait(60)
             refused = pool.submit(client.declare, MODEL, second, layout)
-            waiting = running.service.intake._registry
+            waiting = running.service.registry
             eventually(lambda: do.AcquireImage() in waiting.get(NAME, second).state.running)  # type: ignore[union-attr]
             running.service.intake.abort_version(MODEL, second, "changed my mind", 10.0).result()
             done.set()

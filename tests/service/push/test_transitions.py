@@ -27,7 +27,7 @@ def spread_push(homes: tuple[int, ...]) -> PushState:
     limits = replace(LIMITS, spreading=True)
     state = PushState.begin(opened, replicas[0], limits, None, 120.0, NOW)
     elsewhere = [(r, Declaration(f"c{r}", "d", replicas[h])) for r, h in enumerate(homes) if h]
-    state, _ = step(state, on.Declared(0, "c0", "d"), NOW)
+    state, _ = step(state, on.RankDeclared(0, "c0", "d"), NOW)
     state, _ = step(state, on.HeardElsewhere(elsewhere), NOW)
     for event in (
         on.Planned(planned(homes)), on.ImageGranted(), on.Claimed(), on.FilesFilled(frozenset(FILES)), on.RankWhole(0),
@@ -61,7 +61,7 @@ def test_other_replicas_are_told_at_once_when_a_part_is_complete_and_when_it_end
     state = PushState.begin(opened, replicas[0], replace(LIMITS, spreading=True), None, 120.0, NOW)
     told = []
     for event in (
-        on.Declared(0, "c0", "d"),
+        on.RankDeclared(0, "c0", "d"),
         on.HeardElsewhere([(1, Declaration("c1", "d", replicas[1]))]),
         on.Planned(planned((0, 1))),
         on.ImageGranted(),
@@ -121,7 +121,12 @@ def filled_alone(limits: Limits = LIMITS) -> tuple[PushState, tuple[do.Effect, .
     home = Home("host0:1", "boot0")
     opened = Version("acme/m", 1, VersionState.OPEN, ranks=1, create_time_ms=1)
     state = PushState.begin(opened, home, limits, None, 120.0, NOW)
-    for event in (on.Declared(0, "c0", "d0"), on.Planned(planned((0,))), on.ImageGranted(), on.RankWhole(0)):
+    for event in (
+        on.RankDeclared(0, "c0", "d0"),
+        on.Planned(planned((0,))),
+        on.ImageGranted(),
+        on.RankWhole(0),
+    ):
         state, _ = step(state, event, NOW)
     return step(state, on.FilesFilled(frozenset(FILES)), NOW)
 
@@ -225,7 +230,7 @@ def test_memory_of_a_version_that_cannot_be_made_durable_goes_to_a_newer_one_whe
 def test_a_version_that_waits_for_memory_says_so_to_older_ones() -> None:
     opened = Version("acme/m", 2, VersionState.OPEN, ranks=1)
     state = PushState.begin(opened, Home("host0:1", "boot0"), LIMITS, None, 120.0, NOW)
-    state, _ = step(state, on.Declared(0, "c0", "d0"), NOW)
+    state, _ = step(state, on.RankDeclared(0, "c0", "d0"), NOW)
     state, _ = step(state, on.Planned(planned((0,))), NOW)
     full = ResourceExhausted("no room")
     full.retry_after = 1.0

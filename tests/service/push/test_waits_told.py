@@ -16,7 +16,7 @@ from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._cli import commands
-from weighbridge._clients import control_calls
+from weighbridge._clients.calls import version_calls
 from weighbridge._core.resources import VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text import waits
@@ -34,7 +34,7 @@ def source(tmp_path: Path) -> TinyModel:
 @pytest.fixture
 def service(tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningService]:
     """One that says every 0.2 s what is waited for."""
-    for module in (waits, registry, control_calls):
+    for module in (waits, registry, version_calls):
         monkeypatch.setattr(module, "REMIND_SECONDS", 0.2)
     with running_service(tmp_path / "store", {MODEL: source.files}, drain_seconds=0.1) as running:
         yield running

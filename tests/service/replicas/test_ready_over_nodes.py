@@ -33,7 +33,7 @@ from weighbridge import EngineClient, TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge._formats.safetensors_files import lay_out_files
 from weighbridge.errors import FailedPrecondition, Unavailable, VersionFailed, WeighbridgeError
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.models import registered_model
 from weighbridge_storage.documents.names import ModelName, version_prefix
 

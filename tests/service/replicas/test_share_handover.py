@@ -61,7 +61,7 @@ def home_of(running: RunningService) -> Home:
 
 def files_held(running: RunningService, number: int) -> set[str]:
     """The files of a version that are in images of a replica."""
-    sessions = running.service.intake._registry.of_version(NAME, number)
+    sessions = running.service.registry.of_version(NAME, number)
     return {file for session in sessions for file in files_named(running) if session.holds(file)}
 
 
@@ -197,7 +197,7 @@ def test_a_replica_whose_files_are_in_the_store_leaves_the_rest_to_the_others(
 
         staying.service.catalog.store.put = slow  # type: ignore[method-assign]
         number = push([leaving.address, staying.address], source)
-        [session] = leaving.service.intake._registry.of_version(NAME, number)
+        [session] = leaving.service.registry.of_version(NAME, number)
         eventually(lambda: session.state.handed_in_here)
         assert leaving.service.intake.drain(6.0), "nothing is lost with it"
         assert session.state.phase is not Phase.HANDED_OVER
@@ -307,13 +307,13 @@ def test_memory_that_others_use_is_waited_for_within_the_time_that_the_one_that_
             raw.declare(
                 MODEL, other, rows_layout(source.arrays, 0, 1)
             )  # its image is all that there is room for
-            take_over, asked = staying.service.intake.take_over, threading.Event()
+            take_over, asked = staying.service.taking_over.take_over, threading.Event()
 
             def ask(*arguments: Any) -> None:
                 asked.set()
                 take_over(*arguments)
 
-            staying.service.intake.take_over = ask  # type: ignore[method-assign]
+            staying.service.taking_over.take_over = ask  # type: ignore[method-assign]
             drained: list[bool] = []
             with caplog.at_level(logging.WARNING):
                 draining = threading.Thread(

@@ -47,18 +47,12 @@ from weighbridge_storage.documents.names import (
 )
 from weighbridge_storage.head.collecting import collect
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import (
-    claim_version,
-    delete_versions,
-    open_version,
-    publish,
-    set_ref,
-    set_retention,
-)
+from weighbridge_storage.head.head_changes import delete_versions, publish, set_ref, set_retention
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.history_tree import names
 from weighbridge_storage.head.leases import Grace, read_lease, write_lease
+from weighbridge_storage.head.open_versions import claim_version, open_version
 from weighbridge_storage.opening import open_store
 from weighbridge_storage.stores.local import LocalStore
 from weighbridge_storage.stores.objects import Buffer, ByteArray, ObjectStore, PutMode

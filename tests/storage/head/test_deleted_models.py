@@ -23,16 +23,10 @@ from weighbridge_storage.documents.names import (
 )
 from weighbridge_storage.head.collecting import collect
 from weighbridge_storage.head.head import Deletion, Head
-from weighbridge_storage.head.head_changes import (
-    claim_version,
-    delete_model,
-    give_up_version,
-    open_version,
-    publish,
-    register,
-)
+from weighbridge_storage.head.head_changes import delete_model, publish, register
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.leases import Grace, write_lease
+from weighbridge_storage.head.open_versions import claim_version, give_up_version, open_version
 from weighbridge_storage.stores.objects import ObjectStore
 
 SMOL = ModelName("acme", "smol")

@@ -15,17 +15,8 @@ from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, No
 from weighbridge_storage.documents.entries import Approval, VersionEntry
 from weighbridge_storage.head import head as head_module
 from weighbridge_storage.head.head import HELD_VERSIONS, Head
-from weighbridge_storage.head.head_changes import (
-    Said,
-    approve,
-    claim_version,
-    delete_versions,
-    open_version,
-    publish,
-    set_gate,
-    set_ref,
-    stamp,
-)
+from weighbridge_storage.head.head_changes import approve, delete_versions, publish, set_gate, set_ref, stamp
+from weighbridge_storage.head.open_versions import Said, claim_version, open_version
 from weighbridge_storage.head.retention import decide, retire
 
 CLAIM = "claim"

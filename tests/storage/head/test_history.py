@@ -26,12 +26,9 @@ from weighbridge_storage.documents.names import ModelName, node_key, node_of_key
 from weighbridge_storage.head.collecting import collect
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import (
-    claim_version,
     delete_versions,
     forget_versions,
-    give_up_version,
     mark_history,
-    open_version,
     publish,
     register,
     set_ref,
@@ -41,6 +38,7 @@ from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import MOST_RECENT, History
 from weighbridge_storage.head.history_tree import names
 from weighbridge_storage.head.leases import Grace
+from weighbridge_storage.head.open_versions import claim_version, give_up_version, open_version
 from weighbridge_storage.stores.local import LocalStore
 from weighbridge_storage.stores.objects import Buffer, IfMatch, ObjectStore, PutMode
 

@@ -14,15 +14,13 @@ from weighbridge.errors import InvalidArgument
 from weighbridge_storage.documents.entries import OpenEntry, Ref, VersionEntry
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import (
-    claim_version,
     delete_versions,
     forget_versions,
-    give_up_version,
-    open_version,
     publish,
     set_ref,
     set_retention,
 )
+from weighbridge_storage.head.open_versions import claim_version, give_up_version, open_version
 from weighbridge_storage.head.retention import Decision, decide, retire
 
 NOW = 1_000_000

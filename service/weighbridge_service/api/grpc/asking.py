@@ -8,8 +8,8 @@ from typing import Any
 from google.protobuf.descriptor import MethodDescriptor
 
 from weighbridge_service.access.audit import Audit
+from weighbridge_service.access.peer import authorize
 from weighbridge_service.access.scopes import Verb
-from weighbridge_service.admission.peer import authorize
 from weighbridge_service.api.grpc.call import Call
 
 VERBS = {

@@ -22,8 +22,8 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument, Unavailable,
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.certificates import Certificates
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.message_waits import MessageWaits
-from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.api.grpc.asking import VERBS, check_allowed, record
 from weighbridge_service.api.grpc.call import Call

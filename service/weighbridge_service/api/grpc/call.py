@@ -13,7 +13,7 @@ from weighbridge.errors import Unavailable
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.certificates import names_from_grpc
 from weighbridge_service.access.identities import EVERYBODY, Evidence, Identity
-from weighbridge_service.admission.peer import Peer
+from weighbridge_service.access.peer import Peer
 
 T = TypeVar("T")
 

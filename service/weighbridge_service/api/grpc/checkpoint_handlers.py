@@ -19,11 +19,11 @@ from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams, received, sent
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.methods import Methods, streamed
-from weighbridge_service.plan.replica_checksums import ReplicaChecksum
 from weighbridge_service.push.machine.answers import Declared
 from weighbridge_service.push.pending import Pending
+from weighbridge_service.push.replica_checksums import ReplicaChecksum
 from weighbridge_service.service import Weighbridge
-from weighbridge_storage.head.head_changes import Said
+from weighbridge_storage.head.open_versions import Said
 
 T = TypeVar("T")
 
@@ -74,6 +74,7 @@ class CheckpointHandlers:
                 layout,
                 wire.space_from_proto(request.layout.space) if layout else TensorSpace.MEGATRON,
                 call.patience(float("inf")),
+                adds_shifts=request.adds_shifts,
             )
 
         declared = await self._answered(call, declare)
@@ -93,6 +94,7 @@ class CheckpointHandlers:
                 checkpoint_service_pb2.PlacedRange(start=each.start, end=each.end, places=each.places)
                 for each in declared.placed
             ],
+            shifts=declared.shifts,
         )
 
     async def _answered(self, call: Call, ask: Callable[[], Pending[T]]) -> T:

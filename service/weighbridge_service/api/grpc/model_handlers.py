@@ -11,7 +11,8 @@ from weighbridge._core.metadata import conditions
 from weighbridge._core.resources import Gate, Retention, Version
 from weighbridge._transport import wire
 from weighbridge.errors import InvalidArgument
-from weighbridge.v1 import model_service_pb2, resources_pb2
+from weighbridge.v1 import model_service_pb2 as pb
+from weighbridge.v1 import resources_pb2
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.api.grpc.call import Call
@@ -36,7 +37,7 @@ def _page(size: int) -> int:
 @lru_cache(maxsize=256)
 def _watched(index: int, version: Version) -> bytes:
     """What all who watch the version as their ref with this index are sent."""
-    response = model_service_pb2.WatchRefsResponse(index=index, version=wire.version_to_proto(version))
+    response = pb.WatchRefsResponse(index=index, version=wire.version_to_proto(version))
     return response.SerializeToString()
 
 
@@ -69,45 +70,35 @@ class ModelHandlers:
         self._watches = watches
         self._watching = HostQuota("watches", _MOST_WATCHES)
 
-    def RegisterModel(
-        self, request: model_service_pb2.RegisterModelRequest, call: Call
-    ) -> model_service_pb2.RegisterModelResponse:
+    def RegisterModel(self, request: pb.RegisterModelRequest, call: Call) -> pb.RegisterModelResponse:
         files = _files(request.files)
         found = wire.specs_from_proto(request.tensors)
         model = self._catalog.register_model(
             request.model, files, request.dtype, found, weight_map=not request.no_weight_map
         )
-        return model_service_pb2.RegisterModelResponse(model=wire.model_to_proto(model))
+        return pb.RegisterModelResponse(model=wire.model_to_proto(model))
 
-    def GetModel(
-        self, request: model_service_pb2.GetModelRequest, call: Call
-    ) -> model_service_pb2.GetModelResponse:
-        return model_service_pb2.GetModelResponse(
+    def GetModel(self, request: pb.GetModelRequest, call: Call) -> pb.GetModelResponse:
+        return pb.GetModelResponse(
             model=wire.model_to_proto(self._catalog.get_model(request.model, call.peer.sees))
         )
 
-    def ListModels(
-        self, request: model_service_pb2.ListModelsRequest, call: Call
-    ) -> model_service_pb2.ListModelsResponse:
+    def ListModels(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
         size = _page(request.page_size)
         models = self._catalog.list_models(request.page_token, size, call.peer.sees)
-        return model_service_pb2.ListModelsResponse(
+        return pb.ListModelsResponse(
             models=map(wire.model_to_proto, models),
             next_page_token=models[-1].name if len(models) == size else "",
         )
 
-    def GetModelFiles(
-        self, request: model_service_pb2.GetModelFilesRequest, call: Call
-    ) -> model_service_pb2.GetModelFilesResponse:
+    def GetModelFiles(self, request: pb.GetModelFilesRequest, call: Call) -> pb.GetModelFilesResponse:
         files = self._catalog.model_files(request.model, request.version)
-        response = model_service_pb2.GetModelFilesResponse()
+        response = pb.GetModelFilesResponse()
         for name, content in files.items():
             response.files.add(name=name, content=content)
         return response
 
-    async def GetVersion(
-        self, request: model_service_pb2.GetVersionRequest, call: Call
-    ) -> model_service_pb2.GetVersionResponse:
+    async def GetVersion(self, request: pb.GetVersionRequest, call: Call) -> pb.GetVersionResponse:
         wanted = wire.state_from_proto(request.wait_for)
         if wanted is None and request.wait_for:
             raise InvalidArgument(f"there is no state {request.wait_for} to wait for")
@@ -117,11 +108,9 @@ class ModelHandlers:
         else:
             patience = call.patience(_WAIT_SECONDS)
             version = await self._watches.reached(request.model, request.version, wanted, patience)
-        return model_service_pb2.GetVersionResponse(version=wire.version_to_proto(version))
+        return pb.GetVersionResponse(version=wire.version_to_proto(version))
 
-    def ListVersions(
-        self, request: model_service_pb2.ListVersionsRequest, call: Call
-    ) -> model_service_pb2.ListVersionsResponse:
+    def ListVersions(self, request: pb.ListVersionsRequest, call: Call) -> pb.ListVersionsResponse:
         size = _page(request.page_size)
         before = request.page_token or "0"
         if not before.isascii() or not before.isdigit() or len(before) > 12:
@@ -133,14 +122,12 @@ class ModelHandlers:
             include_invisible=request.include_invisible,
             where=conditions(request.where),
         )
-        return model_service_pb2.ListVersionsResponse(
+        return pb.ListVersionsResponse(
             versions=map(wire.version_to_proto, versions),
             next_page_token=str(versions[-1].number) if len(versions) == size else "",
         )
 
-    async def WatchRefs(
-        self, request: model_service_pb2.WatchRefsRequest, call: Call
-    ) -> AsyncIterator[bytes]:
+    async def WatchRefs(self, request: pb.WatchRefsRequest, call: Call) -> AsyncIterator[bytes]:
         if not 0 < len(request.refs) <= _MOST_REFS:
             raise InvalidArgument(f"{len(request.refs)} refs are not between 1 and {_MOST_REFS}")
         follows = [self._watches.follow(each.model, each.ref, each.after) for each in request.refs]
@@ -149,9 +136,7 @@ class ModelHandlers:
                 async for index, version in found:
                     yield _watched(index, version)
 
-    def SetRef(
-        self, request: model_service_pb2.SetRefRequest, call: Call
-    ) -> model_service_pb2.SetRefResponse:
+    def SetRef(self, request: pb.SetRefRequest, call: Call) -> pb.SetRefResponse:
         version, found = self._refs.move(
             request.model,
             request.ref,
@@ -160,13 +145,11 @@ class ModelHandlers:
             request_id=request.request_id,
             note=request.note,
         )
-        return model_service_pb2.SetRefResponse(
+        return pb.SetRefResponse(
             version=wire.version_to_proto(version), request=wire.ref_request_to_proto(found)
         )
 
-    def DeleteRef(
-        self, request: model_service_pb2.DeleteRefRequest, call: Call
-    ) -> model_service_pb2.DeleteRefResponse:
+    def DeleteRef(self, request: pb.DeleteRefRequest, call: Call) -> pb.DeleteRefResponse:
         found = self._refs.delete(
             request.model,
             request.ref,
@@ -174,11 +157,9 @@ class ModelHandlers:
             request_id=request.request_id,
             note=request.note,
         )
-        return model_service_pb2.DeleteRefResponse(request=wire.ref_request_to_proto(found))
+        return pb.DeleteRefResponse(request=wire.ref_request_to_proto(found))
 
-    def ApproveRef(
-        self, request: model_service_pb2.ApproveRefRequest, call: Call
-    ) -> model_service_pb2.ApproveRefResponse:
+    def ApproveRef(self, request: pb.ApproveRefRequest, call: Call) -> pb.ApproveRefResponse:
         found = self._refs.approve(
             request.model,
             request.ref,
@@ -186,25 +167,21 @@ class ModelHandlers:
             call.peer.asker(Verb.APPROVE, request.model, request.ref),
             note=request.note,
         )
-        return model_service_pb2.ApproveRefResponse(request=wire.ref_request_to_proto(found))
+        return pb.ApproveRefResponse(request=wire.ref_request_to_proto(found))
 
-    def WithdrawRef(
-        self, request: model_service_pb2.WithdrawRefRequest, call: Call
-    ) -> model_service_pb2.WithdrawRefResponse:
+    def WithdrawRef(self, request: pb.WithdrawRefRequest, call: Call) -> pb.WithdrawRefResponse:
         asker = call.peer.asker(Verb.TAG, request.model, request.ref)
         found = self._refs.withdraw(request.model, request.ref, request.request_id, asker)
-        return model_service_pb2.WithdrawRefResponse(request=wire.ref_request_to_proto(found))
+        return pb.WithdrawRefResponse(request=wire.ref_request_to_proto(found))
 
-    def SetProtection(
-        self, request: model_service_pb2.SetProtectionRequest, call: Call
-    ) -> model_service_pb2.SetProtectionResponse:
+    def SetProtection(self, request: pb.SetProtectionRequest, call: Call) -> pb.SetProtectionResponse:
         asker = call.peer.asker(Verb.TAG, request.model, request.ref)
         found = self._refs.protect(request.model, request.ref, request.approvals, asker)
-        return model_service_pb2.SetProtectionResponse(protections=map(wire.protection_to_proto, found))
+        return pb.SetProtectionResponse(protections=map(wire.protection_to_proto, found))
 
     def DeleteProtection(
-        self, request: model_service_pb2.DeleteProtectionRequest, call: Call
-    ) -> model_service_pb2.DeleteProtectionResponse:
+        self, request: pb.DeleteProtectionRequest, call: Call
+    ) -> pb.DeleteProtectionResponse:
         found = self._refs.unprotect(
             request.model,
             request.ref,
@@ -212,113 +189,83 @@ class ModelHandlers:
             request_id=request.request_id,
             note=request.note,
         )
-        return model_service_pb2.DeleteProtectionResponse(request=wire.ref_request_to_proto(found))
+        return pb.DeleteProtectionResponse(request=wire.ref_request_to_proto(found))
 
-    def ListRefs(
-        self, request: model_service_pb2.ListRefsRequest, call: Call
-    ) -> model_service_pb2.ListRefsResponse:
-        return model_service_pb2.ListRefsResponse(
+    def ListRefs(self, request: pb.ListRefsRequest, call: Call) -> pb.ListRefsResponse:
+        return pb.ListRefsResponse(
             refs=self._catalog.refs(request.model),
             requests=map(wire.ref_request_to_proto, self._refs.requests(request.model)),
             protections=map(wire.protection_to_proto, self._refs.protections(request.model)),
         )
 
     @takes_long
-    def VerifyVersion(
-        self, request: model_service_pb2.VerifyVersionRequest, call: Call
-    ) -> model_service_pb2.VerifyVersionResponse:
+    def VerifyVersion(self, request: pb.VerifyVersionRequest, call: Call) -> pb.VerifyVersionResponse:
         found = self._catalog.verify(request.model, request.version, sha256=request.sha256)
-        return model_service_pb2.VerifyVersionResponse(**found.to_json())
+        return pb.VerifyVersionResponse(**found.to_json())
 
-    def ReadManifest(
-        self, request: model_service_pb2.ReadManifestRequest, call: Call
-    ) -> model_service_pb2.ReadManifestResponse:
+    def ReadManifest(self, request: pb.ReadManifestRequest, call: Call) -> pb.ReadManifestResponse:
         data, total = self._signatures.manifest_part(
             request.model, request.number, request.offset, _MANIFEST_BYTES
         )
-        return model_service_pb2.ReadManifestResponse(data=data, total_bytes=total)
+        return pb.ReadManifestResponse(data=data, total_bytes=total)
 
-    def GetSignatures(
-        self, request: model_service_pb2.GetSignaturesRequest, call: Call
-    ) -> model_service_pb2.GetSignaturesResponse:
+    def GetSignatures(self, request: pb.GetSignaturesRequest, call: Call) -> pb.GetSignaturesResponse:
         number, found = self._signatures.of_version(request.model, request.version)
-        return model_service_pb2.GetSignaturesResponse(
+        return pb.GetSignaturesResponse(
             number=number,
             signatures=[resources_pb2.Signature(id=each.id, content=each.content) for each in found],
         )
 
-    def AddSignature(
-        self, request: model_service_pb2.AddSignatureRequest, call: Call
-    ) -> model_service_pb2.AddSignatureResponse:
+    def AddSignature(self, request: pb.AddSignatureRequest, call: Call) -> pb.AddSignatureResponse:
         added = self._signatures.add(request.model, request.number, request.content)
-        return model_service_pb2.AddSignatureResponse(id=added)
+        return pb.AddSignatureResponse(id=added)
 
-    def GetRetention(
-        self, request: model_service_pb2.GetRetentionRequest, call: Call
-    ) -> model_service_pb2.GetRetentionResponse:
+    def GetRetention(self, request: pb.GetRetentionRequest, call: Call) -> pb.GetRetentionResponse:
         retention = self._collecting.retention(request.model)
-        return model_service_pb2.GetRetentionResponse(retention=wire.retention_to_proto(retention))
+        return pb.GetRetentionResponse(retention=wire.retention_to_proto(retention))
 
-    def SetRetention(
-        self, request: model_service_pb2.SetRetentionRequest, call: Call
-    ) -> model_service_pb2.SetRetentionResponse:
+    def SetRetention(self, request: pb.SetRetentionRequest, call: Call) -> pb.SetRetentionResponse:
         asked = wire.read(Retention, request.retention)
         retention = self._collecting.set_retention(request.model, asked)
-        return model_service_pb2.SetRetentionResponse(retention=wire.retention_to_proto(retention))
+        return pb.SetRetentionResponse(retention=wire.retention_to_proto(retention))
 
-    def GetGate(
-        self, request: model_service_pb2.GetGateRequest, call: Call
-    ) -> model_service_pb2.GetGateResponse:
-        return model_service_pb2.GetGateResponse(gate=wire.gate_to_proto(self._gates.gate(request.model)))
+    def GetGate(self, request: pb.GetGateRequest, call: Call) -> pb.GetGateResponse:
+        return pb.GetGateResponse(gate=wire.gate_to_proto(self._gates.gate(request.model)))
 
-    def SetGate(
-        self, request: model_service_pb2.SetGateRequest, call: Call
-    ) -> model_service_pb2.SetGateResponse:
+    def SetGate(self, request: pb.SetGateRequest, call: Call) -> pb.SetGateResponse:
         gate = self._gates.set_gate(request.model, wire.read(Gate, request.gate))
-        return model_service_pb2.SetGateResponse(gate=wire.gate_to_proto(gate))
+        return pb.SetGateResponse(gate=wire.gate_to_proto(gate))
 
-    def ApproveVersion(
-        self, request: model_service_pb2.ApproveVersionRequest, call: Call
-    ) -> model_service_pb2.ApproveVersionResponse:
+    def ApproveVersion(self, request: pb.ApproveVersionRequest, call: Call) -> pb.ApproveVersionResponse:
         by = call.peer.called(request.by)
         version = self._gates.approve(
             request.model, request.number, by=by, note=request.note, reasons=request.reasons
         )
-        return model_service_pb2.ApproveVersionResponse(version=wire.version_to_proto(version))
+        return pb.ApproveVersionResponse(version=wire.version_to_proto(version))
 
     @takes_long
-    def DeleteVersion(
-        self, request: model_service_pb2.DeleteVersionRequest, call: Call
-    ) -> model_service_pb2.DeleteVersionResponse:
+    def DeleteVersion(self, request: pb.DeleteVersionRequest, call: Call) -> pb.DeleteVersionResponse:
         version = self._collecting.delete_version(request.model, request.number)
-        return model_service_pb2.DeleteVersionResponse(version=wire.version_to_proto(version))
+        return pb.DeleteVersionResponse(version=wire.version_to_proto(version))
 
     @takes_long
-    def DeleteModel(
-        self, request: model_service_pb2.DeleteModelRequest, call: Call
-    ) -> model_service_pb2.DeleteModelResponse:
+    def DeleteModel(self, request: pb.DeleteModelRequest, call: Call) -> pb.DeleteModelResponse:
         found = self._collecting.delete_model(request.model, request.request_id)
-        return model_service_pb2.DeleteModelResponse(versions=found.versions)
+        return pb.DeleteModelResponse(versions=found.versions)
 
     @takes_long
-    def CollectVersions(
-        self, request: model_service_pb2.CollectVersionsRequest, call: Call
-    ) -> model_service_pb2.CollectVersionsResponse:
+    def CollectVersions(self, request: pb.CollectVersionsRequest, call: Call) -> pb.CollectVersionsResponse:
         report = self._collecting.collect(request.model, dry_run=request.dry_run)
-        return model_service_pb2.CollectVersionsResponse(collection=wire.collection_to_proto(report))
+        return pb.CollectVersionsResponse(collection=wire.collection_to_proto(report))
 
     @takes_long
-    def WarmModel(
-        self, request: model_service_pb2.WarmModelRequest, call: Call
-    ) -> model_service_pb2.WarmModelResponse:
+    def WarmModel(self, request: pb.WarmModelRequest, call: Call) -> pb.WarmModelResponse:
         images, image_bytes = self._intake.warm(request.model)
-        return model_service_pb2.WarmModelResponse(
-            memory=model_service_pb2.WarmMemory(
+        return pb.WarmModelResponse(
+            memory=pb.WarmMemory(
                 model=request.model, images=images, wanted=IMAGES_OF_A_MODEL, image_bytes=image_bytes
             )
         )
 
-    def GetUsage(
-        self, request: model_service_pb2.GetUsageRequest, call: Call
-    ) -> model_service_pb2.GetUsageResponse:
-        return model_service_pb2.GetUsageResponse(**self._quotas.usage(call.peer).to_json())
+    def GetUsage(self, request: pb.GetUsageRequest, call: Call) -> pb.GetUsageResponse:
+        return pb.GetUsageResponse(**self._quotas.usage(call.peer).to_json())

@@ -17,8 +17,8 @@ import grpc
 
 from weighbridge._transport.request_parts import MAX_REQUEST_BYTES
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.message_waits import MessageWaits
-from weighbridge_service.admission.peer import Peer
 from weighbridge_service.admission.quotas import RETRY_SECONDS, HostQuota
 from weighbridge_service.admission.turns import Turns
 

@@ -27,7 +27,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge_service.admission.peer import Peer
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.questions import Answer, Found, Question, differs, from_memory, look

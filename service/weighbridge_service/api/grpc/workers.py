@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from weighbridge.errors import ResourceExhausted, Unavailable
-from weighbridge_service.admission.peer import Peer
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.quotas import RETRY_SECONDS
 from weighbridge_service.admission.turns import Turns
 

@@ -5,6 +5,7 @@ May import: `api.lane`, `service`, and folders below.
 - `app`: the application and its routes.
 - `parameters`: parameters of paths.
 - `resources`: bodies of requests and responses.
+- `reports`: bodies of what `operations` answers.
 - `refs`: routes of refs, with their bodies.
 - `problems`: RFC 9457 problem documents.
 - `operations`: probes, checks, memory, usage, metrics.

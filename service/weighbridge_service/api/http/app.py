@@ -58,7 +58,7 @@ from weighbridge_service.api.http.resources import (
     VersionsOut,
 )
 from weighbridge_service.api.http.threads import in_threads
-from weighbridge_service.exports import ExportJob, Exports
+from weighbridge_service.exports.jobs import ExportJob, Exports
 from weighbridge_service.health import Health
 from weighbridge_service.service import Weighbridge
 

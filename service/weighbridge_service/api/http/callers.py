@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weighbridge.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.identities import EVERYBODY, Evidence, Identity
+from weighbridge_service.access.peer import LOCAL, Peer, authorize
 from weighbridge_service.access.scopes import Verb
-from weighbridge_service.admission.peer import LOCAL, Peer, authorize
 
 CERTIFICATE = "weighbridge-certificate"
 """Key of the names in a connection's certificate, in the state of its requests."""

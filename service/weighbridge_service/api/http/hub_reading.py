@@ -92,7 +92,7 @@ class Hub:
         """Where a file can be had from the store itself for `URL_SECONDS`; None if the store has no such URLs."""
         url = self._catalog.store.presigned_url(version_key(version.model, version.number, path), URL_SECONDS)
         if url is not None:
-            self._readers.lend(version.model, version.number, URL_SECONDS * 1000)
+            self._readers.extend(version.model, version.number, URL_SECONDS * 1000)
         return url
 
     def _model(self, name: str) -> tuple[ModelName, History]:

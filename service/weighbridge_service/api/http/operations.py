@@ -17,7 +17,7 @@ from weighbridge.errors import NotFound
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.metrics import Metrics
-from weighbridge_service.api.http.resources import (
+from weighbridge_service.api.http.reports import (
     CheckOut,
     ChecksOut,
     MemoryOut,

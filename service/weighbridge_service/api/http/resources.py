@@ -1,4 +1,4 @@
-"""Bodies of requests and responses of the HTTP face."""
+"""Bodies of requests and responses about models, versions, rules and exports."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
 from weighbridge._core import dtypes
-from weighbridge._core.checks import CheckStatus
 from weighbridge._core.resources import Signature, VersionState
 from weighbridge._signing.bundle import MAX_BYTES, Bundle
-from weighbridge_service.exports import ExportState
-from weighbridge_service.runtime.memory_plan import MemoryReport
+from weighbridge_service.exports.jobs import ExportState
 from weighbridge_storage.documents.names import MODEL_PATTERN
-from weighbridge_storage.memory.image_books import HeldFor
-from weighbridge_storage.memory.image_decisions import Space
 
 
 class Out(BaseModel):
@@ -164,26 +160,6 @@ class VerificationOut(Out):
     nonfinite_elements: int = Field(
         description="Elements that are NaN or infinite, by the manifest. That is no problem of the files."
     )
-
-
-class QuotaOut(Out):
-    """A limit, and how much of it is used."""
-
-    kind: str = Field(
-        description="`streams`, `bytes_per_second` and `versions_per_hour` of an identity, `stored` of a namespace, in bytes."
-    )
-    of: str = Field(description="The identity or the namespace.")
-    used: int = Field(
-        description="Of `stored`, at all replicas together; of the others, at the one that was asked."
-    )
-    limit: int = Field(description="How much there may be.")
-
-
-class UsageOut(Out):
-    """The limits that the caller has, and those of namespaces of which it may look at a model."""
-
-    identity: str = Field(description="Who the caller is, in the service's policy.")
-    quotas: list[QuotaOut]
 
 
 class GateOut(Out):
@@ -339,136 +315,3 @@ class ExportsOut(Out):
     """The exports that are remembered."""
 
     exports: list[ExportOut] = Field(description="Exports, newest first.")
-
-
-class LimitOut(Out):
-    """A limit on memory."""
-
-    name: str = Field(description="What sets it.", examples=["memory.max of control group /"])
-    limit: int = Field(description="Most bytes.")
-    used: int = Field(description="Bytes in use that cannot be taken back, by whomever.")
-    available: int = Field(description="Bytes left.")
-
-
-class SpaceOut(Out):
-    """Room for images in memory, or on disk."""
-
-    budget: int = Field(description="Most bytes; 2**62 stands for no such bound, 0 for none at all.")
-    in_use: int = Field(description="Bytes of images that somebody has.")
-    free: int = Field(description="Bytes of memory or files that wait to be used again.")
-    available: int = Field(description="Bytes that the machine can give beyond these.")
-    most: int = Field(description="Bytes that the machine could give if nobody else took any.")
-
-    @classmethod
-    def of(cls, space: Space) -> SpaceOut:
-        """A space for people and programs."""
-        return cls(
-            budget=space.budget,
-            in_use=space.in_use,
-            free=sum(space.free),
-            available=space.available,
-            most=space.most,
-        )
-
-
-class HoldingOut(Out):
-    """An image that somebody has."""
-
-    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
-    number: int = Field(description="The version; 0 if it is kept for the model's next one.")
-    nbytes: int = Field(description="Its size.")
-    in_memory: bool = Field(description="Whether it lies in memory, and not on disk.")
-    use: HeldFor = Field(description="Why it is held.")
-    seconds: float = Field(description="For how long.")
-    readers: int = Field(description="Leases of those who read or write it.")
-    reading_seconds: float = Field(description="For how long the oldest of these has been there.")
-
-
-class WaitingImageOut(Out):
-    """An image that a push waits for."""
-
-    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
-    number: int = Field(description="The version.")
-    nbytes: int = Field(description="Its size.")
-    seconds: float = Field(description="For how long.")
-    reason: str = Field(description="What it waits for, with the figures.")
-
-
-class MemoryOut(Out):
-    """How the service stands with memory."""
-
-    budget: int = Field(description="Most bytes of images in memory.")
-    budget_chosen: bool = Field(
-        description="Whether somebody has named it; else it was found from the limits."
-    )
-    process: int = Field(description="Bytes that the service keeps for itself besides images.")
-    private: int = Field(description="Bytes of these that it has.")
-    limits: list[LimitOut] = Field(description="On what the service may use, alone or with others.")
-    memory: SpaceOut = Field(description="Room for images in memory.")
-    disk: SpaceOut = Field(description="Room for images in the scratch folder.")
-    holdings: list[HoldingOut] = Field(description="Who has which image, the longest held first.")
-    waiting: list[WaitingImageOut] = Field(description="Who waits for one, the first in line first.")
-
-    @classmethod
-    def of(cls, report: MemoryReport) -> MemoryOut:
-        """A report for people and programs."""
-        return cls(
-            budget=report.budget.nbytes,
-            budget_chosen=report.budget.chosen,
-            process=report.needs.process,
-            private=report.reading.private,
-            limits=[LimitOut.model_validate(limit) for limit in report.reading.limits],
-            memory=SpaceOut.of(report.memory),
-            disk=SpaceOut.of(report.disk),
-            holdings=[
-                HoldingOut(
-                    model=each.owner.model,
-                    number=each.owner.number,
-                    nbytes=each.nbytes,
-                    in_memory=each.in_memory,
-                    use=each.use,
-                    seconds=each.seconds,
-                    readers=each.readers,
-                    reading_seconds=each.reading_seconds,
-                )
-                for each in report.holdings
-            ],
-            waiting=[
-                WaitingImageOut(
-                    model=each.owner.model,
-                    number=each.owner.number,
-                    nbytes=each.nbytes,
-                    seconds=each.seconds,
-                    reason=each.reason,
-                )
-                for each in report.waiting
-            ],
-        )
-
-
-class CheckOut(Out):
-    """One thing that was looked at."""
-
-    name: str = Field(description="What was looked at.", examples=["memory budget"])
-    status: CheckStatus = Field(description="How it stands.")
-    what: str = Field(description="What was found, with the figures.")
-    fix: str = Field(description="What to do about it; empty if nothing needs to be done.")
-
-
-class ChecksOut(Out):
-    """What `weighbridge doctor` finds."""
-
-    checks: list[CheckOut] = Field(description="In the order in which they are best read.")
-
-
-class ReadinessOut(Out):
-    """That new work can be sent here."""
-
-    status: str = Field(examples=["ready"])
-    checks: list[CheckOut] = Field(description="What was looked at; none has failed.")
-
-
-class StatusOut(Out):
-    """An answer to a probe."""
-
-    status: str = Field(examples=["ok"])

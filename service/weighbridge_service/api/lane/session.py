@@ -19,8 +19,8 @@ from weighbridge._transport import wire
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.v1 import local_lane_pb2 as pb
 from weighbridge_service.access.identities import Evidence
+from weighbridge_service.access.peer import LOCAL, Peer, authorize
 from weighbridge_service.access.scopes import Verb
-from weighbridge_service.admission.peer import LOCAL, Peer, authorize
 from weighbridge_service.api.lane.peer_process import PeerProcess
 from weighbridge_service.api.lane.plans import fill_plan
 from weighbridge_service.pull.serving import LentVersion

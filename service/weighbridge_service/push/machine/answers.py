@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weighbridge._core.resources import HELD_CANDIDATE
+from weighbridge._core.text.counts import counted
 from weighbridge.errors import AlreadyExists, DeadlineExceeded, FailedPrecondition
 from weighbridge_service.plan.declarations import Agreement, Home
 from weighbridge_service.plan.placed_ranges import PlacedRange
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE, Phase
 from weighbridge_service.push.machine.shown import aborted, version_of
 from weighbridge_service.push.machine.state import PushState
-from weighbridge_storage.head.head_changes import Said
+from weighbridge_storage.head.open_versions import Said
 
 _NAMED = 20
 """Lines that an error lists at most."""
@@ -146,6 +147,7 @@ class Declared:
         claim: what the replicas have agreed on, if there are several.
         shared: indexes of the shards whose boxes other ranks hold, too, where nobody knows whether they are replicas.
         placed: the parts of the stream that do not lie in exactly one place of the files.
+        shifts: what is added to each element of some tensors, by their names, before they are pushed.
     """
 
     layout_needed: bool = False
@@ -157,15 +159,34 @@ class Declared:
     claim: str = ""
     shared: Sequence[int] = ()
     placed: Sequence[PlacedRange] = ()
+    shifts: Mapping[str, float] = field(default_factory=dict)
 
 
-def to_push(agreed: Agreement, home: Home, rank: int) -> Declared:
-    """What a rank of a replica is to push, and where."""
+def to_push(agreed: Agreement, home: Home, rank: int, *, adds_shifts: bool) -> Declared:
+    """What a rank of a replica is to push, and where.
+
+    Args:
+        agreed: what all ranks push.
+        home: the replica.
+        rank: which rank.
+        adds_shifts: whether it knows of shifts.
+
+    Raises:
+        FailedPrecondition: it does not, and there are some.
+    """
     prepared = agreed.prepared
     assigned, nbytes = prepared.assigned[rank], prepared.streams[rank].nbytes
     shared, placed = tuple(prepared.shared.get(rank, ())), prepared.placed.get(rank, ())
+    shifts = prepared.shifts_of(rank)
+    if shifts and not adds_shifts:
+        raise FailedPrecondition(
+            f"rank {rank} would push {counted(len(shifts), 'tensor')} as Megatron-core has them: its release of Weighbridge does not "
+            "know that the model's files have them plus a constant",
+            details=[f"{name}: plus {shift:g}" for name, shift in list(shifts.items())[:_NAMED]],
+            fix="update the trainer's weighbridge to the service's version",
+        )
     if agreed.alone:
-        return Declared(assigned=assigned, stream_bytes=nbytes, shared=shared, placed=placed)
+        return Declared(assigned=assigned, stream_bytes=nbytes, shared=shared, placed=placed, shifts=shifts)
     routes = {"" if to == home else to.address: list(ranges) for to, ranges in agreed.routes(rank).items()}
     return Declared(
         assigned=assigned,
@@ -174,6 +195,7 @@ def to_push(agreed: Agreement, home: Home, rank: int) -> Declared:
         claim=agreed.claim,
         shared=shared,
         placed=placed,
+        shifts=shifts,
     )
 
 

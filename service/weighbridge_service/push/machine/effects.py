@@ -117,7 +117,7 @@ class CollectHandIns(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class ProbeMemory(Awaited):
-    """See whether another process can still write to the image. `MemoryReleased` or `MemoryStillHeld`."""
+    """See whether another process can still write to the image. `MemoryUnmapped` or `MemoryStillMapped`."""
 
     WORDS = "the probe of its memory"
 

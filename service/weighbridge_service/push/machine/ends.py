@@ -14,7 +14,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
-from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
@@ -35,11 +35,11 @@ _UNMAP_SECONDS = 5.0
 """How long processes that were asked to unmap memory may take for it, with a rank waiting: they do it in milliseconds."""
 _UNMAP_PAUSE = 0.002
 
-Step = tuple[PushState, tuple[Effect, ...]]
+Transition = tuple[PushState, tuple[Effect, ...]]
 """The next state, and what is to be done."""
 
 
-def publish(state: PushState, entry: VersionEntry) -> Step:
+def publish(state: PushState, entry: VersionEntry) -> Transition:
     """The version is part of history, by this replica or another one, and is what history says: so all replicas say the same."""
     effects: list[Effect] = []
     if state.phase in (Phase.PLANNED, Phase.FILLING):
@@ -53,7 +53,7 @@ def publish(state: PushState, entry: VersionEntry) -> Step:
         image=state.image and not state.superseded,
         received_bytes=state.opened.tensor_bytes,
         opened=replace(state.opened, metadata=entry.metadata),
-        holding=Holding.stored(entry),
+        holding=HoldReasons.stored(entry),
         ready_ms=entry.ready_ms,
         verified_ms=entry.verified_ms,
         durable_ms=entry.durable_ms,
@@ -64,13 +64,13 @@ def publish(state: PushState, entry: VersionEntry) -> Step:
     return state, tuple(effects)
 
 
-def handed_over(state: PushState, to: Home) -> Step:
+def handed_over(state: PushState, to: Home) -> Transition:
     """Another replica has taken over what is here: this one has done its part."""
     state = replace(state, handed_to=to, error=None, gave_up=False, settling=None)
     return state.to(Phase.HANDED_OVER), ()
 
 
-def end(state: PushState, phase: Phase, error: WeighbridgeError) -> Step:
+def end(state: PushState, phase: Phase, error: WeighbridgeError) -> Transition:
     """Give the version up. It was never visible, or is no more."""
     ended, effects = _stop(state, phase, error)
     if not state.gave_up:
@@ -79,13 +79,13 @@ def end(state: PushState, phase: Phase, error: WeighbridgeError) -> Step:
     return ended, effects
 
 
-def _leave(state: PushState, error: AlreadyExists) -> Step:
+def _leave(state: PushState, error: AlreadyExists) -> Transition:
     """Other replicas write the version, under another agreement: it is theirs, and nothing is known of it here any more."""
     ended, effects = _stop(state, Phase.FAILED, error)
     return ended, (*effects, do.Forget())
 
 
-def _stop(state: PushState, phase: Phase, error: WeighbridgeError) -> Step:
+def _stop(state: PushState, phase: Phase, error: WeighbridgeError) -> Transition:
     effects: list[Effect] = [do.CloseWriter(aborted(state, error) if phase is Phase.ABORTED else error)]
     if state.image:
         effects.append(do.ReleaseImage())
@@ -94,7 +94,7 @@ def _stop(state: PushState, phase: Phase, error: WeighbridgeError) -> Step:
     return replace(state.to(phase), error=error, image=False), tuple(effects)
 
 
-def settle(state: PushState, error: WeighbridgeError) -> Step:
+def settle(state: PushState, error: WeighbridgeError) -> Transition:
     """Make no further attempt; but where one may have been made without our hearing of it, find that out first."""
     share = state.share
     if state.publishing or (share is not None and not share.alone):
@@ -102,7 +102,7 @@ def settle(state: PushState, error: WeighbridgeError) -> Step:
     return _conclude(state, error)
 
 
-def _conclude(state: PushState, error: WeighbridgeError) -> Step:
+def _conclude(state: PushState, error: WeighbridgeError) -> Transition:
     """The version will not become durable. One that is visible stays so until a newer one is."""
     if isinstance(error, AlreadyExists):
         return _leave(state, error)
@@ -112,7 +112,7 @@ def _conclude(state: PushState, error: WeighbridgeError) -> Step:
     return replace(state, gave_up=True, settling=None, error=error), (give_up,)
 
 
-def _not_found_out(state: PushState, error: WeighbridgeError, now: Moment) -> Step:
+def _not_found_out(state: PushState, error: WeighbridgeError, now: Moment) -> Transition:
     """The publication that has failed was not made, as far as can be seen."""
     if state.may_be_handed_over:
         return replace(state, settling=None, hand_over_at=min(state.hand_over_at, now.seconds)), ()
@@ -128,7 +128,7 @@ def dropped(state: PushState) -> WeighbridgeError:
     )
 
 
-def failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Moment) -> Step:
+def failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Moment) -> Transition:
     """An effect has failed: it is tried again, or the version is given up, whichever its error allows."""
     refused = isinstance(error, VersionFailed | AlreadyExists)  # nothing that would pass
     match effect:
@@ -166,7 +166,7 @@ def failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Mome
     return state.paused(effect, now.seconds + _PAUSES.after(times, 1.0)), ()
 
 
-def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Step:
+def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Transition:
     """What head.json says of the version now."""
     agreed = state.agreed
     if said.verdict is on.Verdict.PUBLISHED:
@@ -195,7 +195,7 @@ def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Step:
     return state, ()
 
 
-def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Step:
+def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Transition:
     """Give the version up if no rank was heard of in time."""
     seconds = state.limits.receive_timeout
     if state.phase not in BEFORE_SEALED or now.seconds < state.heard_at + seconds:
@@ -210,11 +210,11 @@ def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Step:
     return end(state, Phase.FAILED, error)
 
 
-def still_held(state: PushState, now: Moment) -> Step:
+def still_mapped(state: PushState, now: Moment) -> Transition:
     """Another process can still write to the image: wait for it, but not with a rank waiting for ever."""
-    if state.memory_held_at is None:
+    if state.memory_mapped_at is None:
         return state, ()
-    asked_at = max(state.memory_held_at, state.sealing_at)
+    asked_at = max(state.memory_mapped_at, state.sealing_at)
     if now.seconds - asked_at < _UNMAP_SECONDS:
         return state.paused(do.ProbeMemory(), now.seconds + _UNMAP_PAUSE), ()
     if state.seal_asked - state.sealed:

@@ -23,7 +23,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Declared(Event):
+class RankDeclared(Event):
     """A rank has declared its layout to this replica."""
 
     rank: int
@@ -46,7 +46,7 @@ class RankWhole(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryHeld(Event):
+class MemoryMapped(Event):
     """All bytes are here and all grants have ended, but another process can still write to the image."""
 
 
@@ -200,12 +200,12 @@ class Renewed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryReleased(Event):
+class MemoryUnmapped(Event):
     """No other process can write to the image any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryStillHeld(Event):
+class MemoryStillMapped(Event):
     """Another process can still write to the image."""
 
 
@@ -375,8 +375,8 @@ _ANSWERS: Mapping[type[Event], Awaited] = {
     ImageGranted: effects.AcquireImage(),
     Claimed: effects.Claim(),
     Renewed: effects.Renew(),
-    MemoryReleased: effects.ProbeMemory(),
-    MemoryStillHeld: effects.ProbeMemory(),
+    MemoryUnmapped: effects.ProbeMemory(),
+    MemoryStillMapped: effects.ProbeMemory(),
     SampleCompared: effects.CompareSample(),
     Published: effects.WriteManifestAndPublish(),
     TimedOut: effects.NameMissing(),

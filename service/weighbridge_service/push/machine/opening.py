@@ -10,7 +10,7 @@ from weighbridge.errors import AlreadyExists
 from weighbridge_service.plan.declarations import Home, alone_at, is_alone_elsewhere
 from weighbridge_storage.documents.entries import OpenEntry
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import Said, give_up_abandoned, give_up_version, open_version
+from weighbridge_storage.head.open_versions import Said, give_up_abandoned, give_up_version, open_version
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def waits_for(state: PushState) -> Iterator[str]:
             yield f"{ranks_text(sorted(share.ranks - state.sealed))} to push and seal"
         if len(state.filled) < len(share.files):
             yield f"bytes of {counted(len(share.files) - len(state.filled), 'file')}"
-    if state.memory_held_at is not None:
+    if state.memory_mapped_at is not None:
         yield "processes to unmap the image"
     if state.waits_for_others:
         yield "other replicas"

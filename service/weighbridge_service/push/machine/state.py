@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from weighbridge._core.resources import Version
 from weighbridge.errors import AlreadyExists, VersionFailed, WeighbridgeError
-from weighbridge_service.catalog.holding import Holding
+from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.plan.declarations import Agreement, Declarations, Home, KnownSet, Share
 from weighbridge_service.push.machine.effects import Awaited
 from weighbridge_service.push.machine.phases import FINAL, INCOMPLETE, TRANSITIONS, VISIBLE, Phase
@@ -46,7 +46,7 @@ class Moment:
     unix_ms: int
 
 
-_NOT_HELD = Holding()
+_NOT_HELD = HoldReasons()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class PushState:
         perhaps_unchanged: those that are uploaded only when they have digests: they may be the same in the version before.
         compared: whether the sample agrees.
         holding: why ``live`` passes it by, if it does.
-        memory_held_at: since when another process can still write to the image although everything is here; None if none can.
+        memory_mapped_at: since when another process can still write to the image although everything is here; None if none can.
         claimed: whether head.json records the agreement.
         told: ranks of whose declarations other replicas were told.
         complete_at: other replicas whose part is complete.
@@ -119,8 +119,8 @@ class PushState:
     digests_uploaded: frozenset[str] = frozenset()
     perhaps_unchanged: frozenset[str] = frozenset()
     compared: bool = False
-    holding: Holding = _NOT_HELD
-    memory_held_at: float | None = None
+    holding: HoldReasons = _NOT_HELD
+    memory_mapped_at: float | None = None
     claimed: bool = False
     told: frozenset[int] = frozenset()
     complete_at: frozenset[int] = frozenset()
@@ -158,7 +158,7 @@ class PushState:
         known: KnownSet | None,
         lease_left: float,
         now: Moment,
-        holding: Holding = _NOT_HELD,
+        holding: HoldReasons = _NOT_HELD,
     ) -> PushState:
         """A push that has just been opened.
 
@@ -188,7 +188,7 @@ class PushState:
         limits: Limits,
         ready_ms: int,
         now: Moment,
-        holding: Holding = _NOT_HELD,
+        holding: HoldReasons = _NOT_HELD,
     ) -> PushState:
         """A push whose files another replica has handed over to this one, with their bytes in an image.
 

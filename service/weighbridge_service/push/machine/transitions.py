@@ -14,7 +14,7 @@ from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import ends
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.effects import Awaited, Effect
-from weighbridge_service.push.machine.ends import Step
+from weighbridge_service.push.machine.ends import Transition
 from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMPLETE, VISIBLE, Phase
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.wanted import LISTEN, LOOK, wanted
@@ -25,7 +25,7 @@ _PROGRESS = 0.25
 """Seconds between two figures of what has arrived."""
 
 
-def step(state: PushState, event: on.Event, now: Moment) -> Step:
+def step(state: PushState, event: on.Event, now: Moment) -> Transition:
     """The state after an event, and what is to be done.
 
     Args:
@@ -50,7 +50,7 @@ def _told_to_replicas(state: PushState) -> tuple[Phase | None, bool, int] | None
     return state.phase if state.phase in FINAL else stage, state.handed_in_here, state.holding.here
 
 
-def _taken(state: PushState, event: on.Event, now: Moment) -> Step:
+def _taken(state: PushState, event: on.Event, now: Moment) -> Transition:
     if state.phase in FINAL:
         return _after_the_end(state, event)
     answered = on.answered_by(event)
@@ -71,7 +71,7 @@ def _taken(state: PushState, event: on.Event, now: Moment) -> Step:
     return _start(state, effects, now)
 
 
-def _after_the_end(state: PushState, event: on.Event) -> Step:
+def _after_the_end(state: PushState, event: on.Event) -> Transition:
     match event:
         case on.ImageGranted():  # it was under way
             return state, (do.ReleaseImage(),)
@@ -88,9 +88,9 @@ def _after_the_end(state: PushState, event: on.Event) -> Step:
     return state, ()
 
 
-def _apply(state: PushState, event: on.Event, now: Moment) -> Step:
+def _apply(state: PushState, event: on.Event, now: Moment) -> Transition:
     match event:
-        case on.Declared() | on.HeardElsewhere() | on.Planned():
+        case on.RankDeclared() | on.HeardElsewhere() | on.Planned():
             return _declared(state, event, now)
         case on.EffectFailed(effect, error):
             return ends.failed(state, effect, error, now)
@@ -118,10 +118,10 @@ def _apply(state: PushState, event: on.Event, now: Moment) -> Step:
             state = replace(state, superseded=True)
             if state.gave_up and state.error is not None:
                 return ends.end(state, Phase.FAILED, state.error)
-        case on.MemoryHeld() if state.memory_held_at is None and state.phase is Phase.FILLING:
-            return replace(state, memory_held_at=now.seconds), (do.RecallMemory(),)
-        case on.MemoryStillHeld():
-            return ends.still_held(state, now)
+        case on.MemoryMapped() if state.memory_mapped_at is None and state.phase is Phase.FILLING:
+            return replace(state, memory_mapped_at=now.seconds), (do.RecallMemory(),)
+        case on.MemoryStillMapped():
+            return ends.still_mapped(state, now)
     return _noted(state, event, now), ()
 
 
@@ -143,8 +143,8 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
             return state.described(entry)
         case on.Approved(reasons):
             return replace(state, holding=state.holding.with_approved(reasons))
-        case on.MemoryReleased():
-            return replace(state, memory_held_at=None)
+        case on.MemoryUnmapped():
+            return replace(state, memory_mapped_at=None)
         case on.Claimed():
             return replace(state, claimed=True)
         case on.Renewed():
@@ -213,10 +213,10 @@ def _complete_elsewhere(state: PushState, replicas: frozenset[int], *, handed_in
     return replace(state, stored_at=state.stored_at | replicas).at_once(do.CollectHandIns())
 
 
-def _declared(state: PushState, event: on.Event, now: Moment) -> Step:
+def _declared(state: PushState, event: on.Event, now: Moment) -> Transition:
     declarations, problem = state.declarations, None
     match event:
-        case on.Declared(rank, client_id, digest):
+        case on.RankDeclared(rank, client_id, digest):
             planning = do.MakePlan() in state.running
             after, problem = declarations.declare(rank, client_id, digest, planning=planning)
             if after is not declarations:  # who asks again waits for others, and must not do so for ever
@@ -231,7 +231,7 @@ def _declared(state: PushState, event: on.Event, now: Moment) -> Step:
     return (state, ()) if problem is None else ends.end(state, Phase.FAILED, problem)
 
 
-def _moved(state: PushState, moved: on.ShareMoved) -> Step:
+def _moved(state: PushState, moved: on.ShareMoved) -> Transition:
     """Who has a share is known. If it is the one of this replica, its answer to the handover was lost."""
     before = state.agreed
     state = replace(state, declarations=state.declarations.moved(moved.replica, moved.to, moved.handovers))
@@ -241,7 +241,7 @@ def _moved(state: PushState, moved: on.ShareMoved) -> Step:
     return state, ()
 
 
-def _advance(state: PushState, now: Moment) -> Step | None:
+def _advance(state: PushState, now: Moment) -> Transition | None:
     """The next transition that is possible, or None."""
     share = state.share
     match state.phase:
@@ -253,7 +253,7 @@ def _advance(state: PushState, now: Moment) -> Step | None:
             return state.to(Phase.FILLING), ()
         case Phase.FILLING:
             sealing = state.seal_asked & state.whole - state.sealed
-            if sealing and state.memory_held_at is None:
+            if sealing and state.memory_mapped_at is None:
                 after = replace(state, sealed=state.sealed | sealing)
                 return after, tuple(do.CloseStream(rank) for rank in sorted(sealing))
             if state.complete_here:
@@ -271,7 +271,7 @@ def _bytes_of(state: PushState) -> int:
     return sum(state.share.files.values()) if state.share is not None else 0
 
 
-def _start(state: PushState, effects: tuple[Effect, ...], now: Moment) -> Step:
+def _start(state: PushState, effects: tuple[Effect, ...], now: Moment) -> Transition:
     """Start what is wanted and due; of the rest, say when."""
     begun: list[Awaited] = []
     wake = now.seconds + _PROGRESS if state.phase is Phase.FILLING else float("inf")

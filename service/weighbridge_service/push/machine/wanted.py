@@ -57,7 +57,7 @@ def wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
             yield do.Upload(file), 0.0
         for file in sorted(state.digested - state.digests_uploaded):
             yield do.UploadDigests(file), 0.0
-    if state.memory_held_at is not None:
+    if state.memory_mapped_at is not None:
         yield do.ProbeMemory(), 0.0
     if share.alone and phase is Phase.VERIFIED and state.uploaded_here:
         yield do.WriteManifestAndPublish(), 0.0

@@ -17,8 +17,8 @@ from weighbridge.v1 import (
     replica_service_pb2,
     weight_service_pb2,
 )
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.access.scopes import Verb
-from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.grpc import asking
 from weighbridge_service.api.grpc.health_handlers import HEALTH, REFLECTION
 

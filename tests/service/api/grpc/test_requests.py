@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.message_waits import MessageWaits
-from weighbridge_service.admission.peer import Peer
 from weighbridge_service.api.grpc.requests import RequestLimits, Requests
 
 A, B = Peer("a", "1"), Peer("b", "1")

@@ -32,7 +32,8 @@ from weighbridge_service.api.grpc.watches import Watches
 from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.runtime.clock import unix_ms
-from weighbridge_storage.head.head_changes import delete_versions, forget_versions, open_version, set_ref
+from weighbridge_storage.head.head_changes import delete_versions, forget_versions, set_ref
+from weighbridge_storage.head.open_versions import open_version
 from weighbridge_storage.memory.image_pool import ImagePool
 from weighbridge_storage.stores.local import LocalStore
 

@@ -24,7 +24,7 @@ from weighbridge.v1 import (
     replica_service_pb2,
     replica_service_pb2_grpc,
 )
-from weighbridge_service.admission.peer import Peer
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.api.grpc import server
 from weighbridge_service.api.grpc.checkpoint_handlers import CheckpointHandlers
 from weighbridge_service.api.grpc.workers import Workers

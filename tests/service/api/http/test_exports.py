@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from tests.service.api.http.web import MODEL, Web, held_at, is_problem
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 
 
 def test_an_export_is_what_transformers_saved(web: Web) -> None:

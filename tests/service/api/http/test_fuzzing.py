@@ -24,7 +24,7 @@ from tests.support.services import running_service
 from tests.support.tracebacks import tracebacks
 from weighbridge import TrainerClient
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.server import HttpServer
 
 REQUESTS = int(os.environ.get("WEIGHBRIDGE_FUZZ_REQUESTS", "400"))

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from tests.support.services import running_service
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.api.http.guard import HostNames, refusal
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 
 NAMES = HostNames.of(["weights.example.com"])
 

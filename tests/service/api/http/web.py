@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from weighbridge import TrainerClient
-from weighbridge_service import exports as exports_module
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports import jobs
+from weighbridge_service.exports.jobs import Exports
 
 MODEL = "tests/smol"
 MODEL_URL = f"/v1/models/{MODEL}"
@@ -73,7 +73,7 @@ def web_of_two_versions(folders: pytest.TempPathFactory) -> Iterator[Web]:
 def held_at(monkeypatch: pytest.MonkeyPatch, share: float) -> Iterator[threading.Event]:
     """Exports stop on their way when this share is written, until the event is set."""
     go_on = threading.Event()
-    write = exports_module.write_hf_folder
+    write = jobs.write_hf_folder
 
     def slowly(*args: Any, on_progress: Callable[[int, int], None], **settings: Any) -> list[str]:
         def report(done: int, total: int) -> None:
@@ -84,7 +84,7 @@ def held_at(monkeypatch: pytest.MonkeyPatch, share: float) -> Iterator[threading
         return write(*args, on_progress=report, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(exports_module, "write_hf_folder", slowly)
+        patch.setattr(jobs, "write_hf_folder", slowly)
         try:
             yield go_on
         finally:

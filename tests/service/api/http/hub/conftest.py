@@ -11,7 +11,7 @@ from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import running_service
 from weighbridge import TrainerClient
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.server import HttpServer
 
 

@@ -22,7 +22,7 @@ from weighbridge._core.resources import VersionState
 from weighbridge.errors import DeadlineExceeded, Unavailable
 from weighbridge_service.api.http import hub_routes
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.push import publisher
 
 pytestmark = pytest.mark.xdist_group("hub")

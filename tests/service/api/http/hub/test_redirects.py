@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge_service.api.http import hub_routes
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports import Exports
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.server import HttpServer
 
 pytestmark = pytest.mark.xdist_group("hub")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from weighbridge._clients.steps import Pause, Steps, call_method
+from weighbridge._clients.calls.steps import Pause, Steps, call_method
 from weighbridge._core.layouts import Layout
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference
@@ -41,7 +41,8 @@ def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[
         DeadlineExceeded: not all ranks have come; names the absent ones.
     """
     request = pb.DeclareLayoutRequest(
-        model=header.model, number=header.number, rank=header.rank, client_id=header.client_id, digest=layout.digest
+        model=header.model, number=header.number, rank=header.rank, client_id=header.client_id, digest=layout.digest,
+        adds_shifts=True,
     )  # fmt: skip
     give_up, reminder = time.monotonic() + _DECLARE_SECONDS, Reminder()
     while True:

@@ -7,7 +7,7 @@ import pytest
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Shard
 from weighbridge.errors import LayoutError
-from weighbridge_service.plan.replica_checksums import ReplicaChecksum, ReplicaChecksums
+from weighbridge_service.push.replica_checksums import ReplicaChecksum, ReplicaChecksums
 
 NORM, UP = Shard("norm", Box((0,), (4,))), Shard("up", Box((0, 0), (4, 4)))
 LOWER = Shard("up", Box((4, 0), (4, 4)))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from weighbridge._clients.control_calls import verify
-from weighbridge._clients.steps import Steps, Work, call_method
+from weighbridge._clients.calls.steps import Steps, Work, call_method
+from weighbridge._clients.calls.version_calls import verify
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Signature, Verification

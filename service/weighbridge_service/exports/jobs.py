@@ -1,28 +1,22 @@
-"""Exports: versions written as Hugging Face folders in the folder of exports, in the background."""
+"""Jobs of exports: begun, followed, cancelled, and carried out in the background."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import enum
-import fcntl
-import itertools
 import logging
 import os
-import shutil
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from weighbridge._core import dtypes
-from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.dtypes import DType
-from weighbridge._core.layouts import Placement, TensorSpec
+from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats.hf_folder import write_hf_folder
 from weighbridge._formats.safetensors_files import DEFAULT_SHARD_BYTES
 from weighbridge._signing.exporting import write_signatures
@@ -35,28 +29,21 @@ from weighbridge.errors import (
     Unavailable,
     WeighbridgeError,
 )
-from weighbridge_service.plan.transfers import Bytes
-from weighbridge_service.pull.read_ahead import STEP_BYTES, ReadAhead, ReadStep
-from weighbridge_service.pull.reading import OpenedVersion
+from weighbridge_service.exports.folders import free_name, inside, partial_folder, sweep
+from weighbridge_service.exports.tensors import tensors_of
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_service.service import Weighbridge
-from weighbridge_storage.documents.names import ModelName, check_version_file_name, shown
+from weighbridge_storage.documents.names import ModelName, shown
 from weighbridge_storage.stores.objects import error_for
 from weighbridge_storage.versions.reading import read_manifest_text
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 2
 _MOST_WAITING = 100
 _KEPT_ENDED = 100
-_MOST_COMPONENTS = 8
 _PACE = 0.2
 """Seconds between two looks at a job that is being followed."""
-_PARTIAL = ".export-"
-"""How the names of folders begin that are being written."""
 
 
 class ExportState(enum.Enum):
@@ -128,7 +115,7 @@ class Exports:
         self._entries: dict[str, _Entry] = {}
         self._closed = False
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="export")
-        _sweep(self._root)
+        sweep(self._root)
 
     def start(
         self,
@@ -166,7 +153,7 @@ class Exports:
             found = opened.version
             if cast is not None:  # what cannot be cast is refused now, not in the job
                 self._service.serving.cast(model, opened.files.layout.tensors.values(), cast)
-        asked = None if folder is None else _inside(self._root, folder)
+        asked = None if folder is None else inside(self._root, folder)
         with self._lock:
             unfinished = [entry for entry in self._entries.values() if not entry.job.state.ended]
             if self._closed:
@@ -176,7 +163,7 @@ class Exports:
                     f"{len(unfinished)} exports are waiting", fix="wait until one is done, or cancel one"
                 )
             taken = {entry.job.folder for entry in unfinished}
-            target = asked or _free_name(
+            target = asked or free_name(
                 self._root, f"{found.model.replace('/', '--')}--{found.number}", taken
             )
             if str(target) in taken or os.path.lexists(target):
@@ -299,10 +286,9 @@ class Exports:
                 raise _Cancelled
 
         target = Path(job.folder)
-        self._root.mkdir(parents=True, exist_ok=True)
         with (
             contextlib.closing(self._service.serving.open(job.model, str(job.number))) as opened,
-            _partial_folder(self._root / f"{_PARTIAL}{job.id}") as partial,
+            partial_folder(self._root, job.id) as partial,
         ):
             specs: Iterable[TensorSpec] = opened.files.layout.tensors.values()
             if entry.dtype is not None:
@@ -310,7 +296,7 @@ class Exports:
             write_hf_folder(
                 partial,
                 list(specs),
-                _tensors_of(opened),
+                tensors_of(opened),
                 self._service.catalog.model_files(job.model, str(job.number)),
                 dtype=entry.dtype,
                 max_shard_bytes=entry.max_shard_bytes,
@@ -321,7 +307,7 @@ class Exports:
             if entry.unwanted:
                 raise _Cancelled
             target.parent.mkdir(parents=True, exist_ok=True)
-            _inside(self._root, str(target.relative_to(self._root)))  # nobody has put a link in the way since
+            inside(self._root, str(target.relative_to(self._root)))  # nobody has put a link in the way since
             partial.rename(target)
 
     def _sign(self, job: ExportJob, folder: Path) -> None:
@@ -330,124 +316,3 @@ class Exports:
         if signatures:
             text = read_manifest_text(self._service.catalog.store, ModelName.parse(job.model), job.number)
             write_signatures(folder, ManifestText.read(text), signatures)
-
-
-def _inside(root: Path, folder: str) -> Path:
-    """The path of a folder within ``root``.
-
-    Raises:
-        InvalidArgument: a component cannot be the name of a file in the store, or the folder, links followed, would
-            lie somewhere else.
-    """
-    components = folder.split("/")
-    if len(components) > _MOST_COMPONENTS:
-        raise InvalidArgument(
-            f"{shown(folder)} has {len(components)} components", fix=f"use at most {_MOST_COMPONENTS}"
-        )
-    for component in components:
-        try:
-            check_version_file_name(component)
-        except InvalidArgument as error:
-            raise InvalidArgument(
-                f"{shown(component)} cannot be part of an export's folder",
-                fix="name a folder within the folder for exports, e.g. smol-bf16 or smol/17: 1 to 128 letters, digits, "
-                "'-', '_' or '.', not starting with '-' or '.', between slashes",
-            ) from error
-    target = root.joinpath(*components)
-    try:
-        # no link may stand on the way: where one points can change
-        inside = target.resolve() == root.resolve().joinpath(*components)
-    except (OSError, RuntimeError):  # a loop of links
-        inside = False
-    if not inside:
-        raise InvalidArgument(f"{shown(folder)} leads through a symbolic link", fix="name another folder")
-    for parent in itertools.takewhile(lambda path: path != root, target.parents):
-        if parent.exists() and not parent.is_dir():
-            raise InvalidArgument(f"{parent} is not a folder", fix="name another folder")
-    return target
-
-
-def _free_name(root: Path, name: str, taken: set[str]) -> Path:
-    suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
-    candidates = (root / f"{name}{suffix}" for suffix in suffixes)
-    return next(path for path in candidates if str(path) not in taken and not os.path.lexists(path))
-
-
-def _tensors_of(
-    opened: OpenedVersion,
-) -> Callable[[Sequence[TensorSpec]], Iterable[tuple[str, torch.Tensor]]]:
-    placements = {placement.shard.tensor: placement for placement in opened.files.layout.placements}
-
-    def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        wanted = [placements[spec.name] for spec in specs]
-        with contextlib.closing(ReadAhead(opened.sources, _steps(wanted))) as ahead:
-            position = 0
-            for placement in wanted:
-                ahead.advance(position)
-                position += placement.nbytes
-                there = opened.files.layout.tensors[placement.shard.tensor]
-                data = opened.sources[placement.buffer].read(placement.offset, placement.nbytes)
-                yield there.name, _tensor(there, data)
-
-    return tensors
-
-
-def _steps(wanted: Iterable[Placement]) -> Iterator[ReadStep]:
-    """Whole tensors one behind the other, for reading ahead."""
-    position = 0
-    for placement in wanted:
-        for start in range(0, placement.nbytes, STEP_BYTES):
-            length = min(STEP_BYTES, placement.nbytes - start)
-            position += length
-            copy = ByteCopy((length,), start, (1,), placement.buffer, placement.offset + start, (1,))
-            yield ReadStep(position, [copy])
-
-
-def _tensor(spec: TensorSpec, data: Bytes) -> torch.Tensor:
-    """A tensor over bytes where they lie, as long as whatever they lie in is kept; it must not be written to."""
-    import torch
-
-    if not spec.nbytes:
-        return torch.empty(spec.shape, dtype=spec.dtype.torch)
-    if data.flags.writeable:
-        return torch.frombuffer(data, dtype=spec.dtype.torch).reshape(spec.shape)
-    # by address: of read-only memory, which torch does not know, it would warn
-    there = (ctypes.c_ubyte * spec.nbytes).from_address(data.ctypes.data)
-    return torch.frombuffer(there, dtype=spec.dtype.torch).reshape(spec.shape)
-
-
-@contextlib.contextmanager
-def _partial_folder(path: Path) -> Iterator[Path]:
-    """A new folder, locked while it is being written; removed if it has not been renamed in the end."""
-    path.mkdir()
-    try:
-        with _locked(path) as mine:
-            if not mine:  # another service has just started, and taken it for abandoned
-                raise Unavailable(f"{path} is being removed", fix="export again")
-            yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Lock a folder against other processes; whether that succeeded. A process that dies loses its locks."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(fd)
-
-
-def _sweep(root: Path) -> None:
-    """Remove what services that died have left half written."""
-    for path in root.glob(f"{_PARTIAL}*"):
-        with contextlib.suppress(OSError), _locked(path) as abandoned:
-            if abandoned:
-                log.info("removing %s, which was never finished", path)
-                shutil.rmtree(path)

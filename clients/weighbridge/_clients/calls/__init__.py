@@ -1,0 +1,11 @@
+"""Calls: what clients ask of the service, and what the answers mean, as steps without I/O.
+
+May import: `_signing`, `_transport`, `_core`, `errors`, `v1`; nothing of the clients.
+
+- `steps`: a call as steps, and what takes them.
+- `model_calls`, `version_calls`, `ref_calls`, `signature_calls`: about models, versions, refs and signatures.
+- `push_calls`: of a push.
+- `pull_calls`: the plan of a pull.
+- `known_layouts`: layouts that the service need not send again.
+- `watching`: where a watch of refs stands.
+"""

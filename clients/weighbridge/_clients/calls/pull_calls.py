@@ -1,0 +1,88 @@
+"""Plan of a pull: which version it brings, and which slices."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weighbridge._clients.calls.known_layouts import KnownLayout, KnownLayouts, same_as
+from weighbridge._clients.calls.steps import Call, Steps, Work
+from weighbridge._core import dtypes
+from weighbridge._core.layouts import Layout
+from weighbridge._core.references import Reference
+from weighbridge._core.resources import REF_LATEST, Version
+from weighbridge._core.slices import FullTensors, LayoutRequest
+from weighbridge._transport import wire
+from weighbridge._transport.request_parts import encoded_parts
+from weighbridge.errors import InvalidArgument
+from weighbridge.v1 import weight_service_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PullPlan:
+    """What a pull brings.
+
+    Attributes:
+        version: which version; fixed, wherever the ref moves meanwhile.
+        layout: the slices in the order in which they come.
+        request: what was asked for.
+        dtype: what floating-point tensors are cast to; empty if they are not.
+    """
+
+    version: Version
+    layout: Layout
+    request: LayoutRequest
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slices."""
+        return self.layout.nbytes
+
+
+def plan_pull(
+    layouts: KnownLayouts,
+    model: str,
+    version: str | int | None,
+    layout: LayoutRequest | None,
+    dtype: str | torch.dtype | None,
+) -> Steps[PullPlan]:
+    """Which version a pull would bring, and which slices: there may be a hundred thousand, which come once."""
+    asked = layout or FullTensors()
+    meant = Reference.of(model, version, REF_LATEST)
+    request = pb.PlanPullRequest(
+        model=meant.model, version=meant.version, dtype=dtypes.parse(dtype).short if dtype else ""
+    )
+
+    def encode() -> tuple[Hashable, KnownLayout | None, tuple[bytes, ...]]:
+        try:
+            request.layout.CopyFrom(wire.request_to_proto(asked))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(
+                f"what is to be pulled is malformed: {error}",
+                fix="ask for FullTensors, TensorParallel or Boxes",
+            ) from error
+        what = (meant.model, request.layout.SerializeToString(), request.dtype)
+        known = layouts.find(what)
+        if known is not None:
+            request.known_layout = known.digest
+        return what, known, encoded_parts(request)
+
+    what, known, encoded = yield Work(encode)
+    raw = yield Call("/weighbridge.v1.WeightService/PlanPull", encoded)
+
+    def plan() -> PullPlan:
+        found = pb.PlanPullResponse.FromString(raw)
+        if found.HasField("layout"):
+            slices = wire.layout_from_proto(found.layout)
+            layouts.keep(what, found.layout_digest, slices)
+        else:
+            slices = same_as(known, found.layout_digest)
+        return PullPlan(wire.version_from_proto(found.version), slices, asked, request.dtype)
+
+    planned: PullPlan = yield Work(plan)
+    return planned

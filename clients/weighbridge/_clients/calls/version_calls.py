@@ -1,0 +1,135 @@
+"""Calls about versions: queries, waiting for a state, verification, approval, deletion."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from weighbridge._clients.calls.steps import Pause, Steps, call_method
+from weighbridge._core.metadata import all_hold, conditions
+from weighbridge._core.references import Reference
+from weighbridge._core.resources import REF_LATEST, Verification, Version, VersionState
+from weighbridge._core.text.waits import REMIND_SECONDS, Reminder
+from weighbridge._transport import wire
+from weighbridge.errors import DeadlineExceeded, InvalidArgument
+from weighbridge.v1 import model_service_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_VERIFYING_SECONDS = 3600.0
+"""Deadline of a verification, which goes over all of a version."""
+_AWAITED = (
+    *(VersionState.OPEN, VersionState.RECEIVING),
+    *(VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE),
+)
+_PROGRESS_SECONDS = 0.5
+"""How long one call waits for a state before it is made again, where progress is to be told."""
+_PAUSE_SECONDS = 0.1
+
+_call = partial(call_method, pb.DESCRIPTOR.services_by_name["ModelService"])
+
+
+def get_version(model: str, version: str | int | None) -> Steps[Version]:
+    """One version."""
+    meant = Reference.of(model, version, REF_LATEST)
+    request = pb.GetVersionRequest(model=meant.model, version=meant.version)
+    return wire.version_from_proto((yield from _call("GetVersion", request)).version)
+
+
+def wait_for(
+    model: str,
+    version: str | int | None,
+    state: VersionState,
+    timeout: float | None,
+    on_progress: Callable[[Version], None] | None,
+) -> Steps[Version]:
+    """Wait until a version has reached a state, in calls that the service lets wait."""
+    if state not in _AWAITED:
+        allowed = ", ".join(each.value for each in _AWAITED)
+        raise InvalidArgument(
+            f"a version cannot be waited for to be {getattr(state, 'value', state)}",
+            fix=f"wait for {allowed}",
+        )
+    meant = Reference.of(model, version, REF_LATEST)
+    request = pb.GetVersionRequest(
+        model=meant.model, version=meant.version, wait_for=wire.state_to_proto(state)
+    )
+    longest = REMIND_SECONDS if on_progress is None else _PROGRESS_SECONDS
+    reminder = Reminder()
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    said: list[str] | None = None  # why not, as of the last call; None before the first one
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0 and said is not None:
+            raise DeadlineExceeded(
+                f"{meant.model}@{meant.version} was not {state.value} within {timeout:g} s", details=said
+            )
+        said = []
+        try:
+            response = yield from _call("GetVersion", request, min(longest, max(left, 1.0)))
+        except DeadlineExceeded as error:
+            said = [error.message]
+            waited = reminder.due()
+            if on_progress is not None or waited is not None:
+                found = yield from get_version(meant.model, meant.version)
+                if on_progress is not None:
+                    on_progress(found)
+                if waited is not None and found.waits_for:
+                    log.warning("%s: for %.0f s, waits for %s", found, waited, "; ".join(found.waits_for))
+            yield Pause(_PAUSE_SECONDS)  # the service may be too busy to let this call wait
+            continue
+        found = wire.version_from_proto(response.version)
+        if on_progress is not None:
+            on_progress(found)
+        return found
+
+
+def list_versions(
+    model: str, *, include_invisible: bool, where: Sequence[str] = (), limit: int | None = None
+) -> Steps[list[Version]]:
+    """A model's versions, page by page; as many as are wanted."""
+    if limit is not None and limit < 1:
+        raise InvalidArgument(f"{limit} versions cannot be listed", fix="ask for one at the least")
+    wanted = conditions(where)
+    found: list[Version] = []
+    request = pb.ListVersionsRequest(
+        model=model, include_invisible=include_invisible, where=where, page_size=limit or 0
+    )
+    while True:
+        page = yield from _call("ListVersions", request)
+        versions = map(wire.version_from_proto, page.versions)
+        found += [
+            version for version in versions if all_hold(wanted, version.metadata)
+        ]  # older services send all
+        if not page.next_page_token or (limit is not None and len(found) >= limit):
+            return found[:limit]
+        request.page_token = page.next_page_token
+
+
+def verify(model: str, version: str | int | None, *, sha256: bool = False) -> Steps[Verification]:
+    """Compare a version's files with its manifest."""
+    meant = Reference.of(model, version, REF_LATEST)
+    request = pb.VerifyVersionRequest(model=meant.model, version=meant.version, sha256=sha256)
+    return wire.read(Verification, (yield from _call("VerifyVersion", request, _VERIFYING_SECONDS)))
+
+
+def approve(model: str, version: str | int | None, *, by: str, note: str) -> Steps[Version]:
+    """Hold a version no longer for the reasons for which it is held now, and for no others if the call has to be repeated."""
+    meant = Reference.of(model, version)
+    found = yield from get_version(meant.model, meant.number)
+    if not found.held:
+        return found
+    request = pb.ApproveVersionRequest(
+        model=meant.model, number=meant.number, by=by, note=note, reasons=found.held
+    )
+    return wire.version_from_proto((yield from _call("ApproveVersion", request)).version)
+
+
+def delete_version(model: str, version: str | int | None) -> Steps[Version]:
+    """Take a version out of history."""
+    meant = Reference.of(model, version)
+    request = pb.DeleteVersionRequest(model=meant.model, number=meant.number)
+    return wire.version_from_proto((yield from _call("DeleteVersion", request)).version)

@@ -1,0 +1,102 @@
+"""Folder of exports: which paths lie in it, and folders in it that are being written."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge_storage.documents.names import check_version_file_name, shown
+
+log = logging.getLogger(__name__)
+
+_MOST_COMPONENTS = 8
+_PARTIAL = ".export-"
+"""How the names of folders begin that are being written."""
+
+
+def inside(root: Path, folder: str) -> Path:
+    """The path of a folder within ``root``.
+
+    Raises:
+        InvalidArgument: a component cannot be the name of a file in the store, or the folder, links followed, would
+            lie somewhere else.
+    """
+    components = folder.split("/")
+    if len(components) > _MOST_COMPONENTS:
+        raise InvalidArgument(
+            f"{shown(folder)} has {len(components)} components", fix=f"use at most {_MOST_COMPONENTS}"
+        )
+    for component in components:
+        try:
+            check_version_file_name(component)
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"{shown(component)} cannot be part of an export's folder",
+                fix="name a folder within the folder for exports, e.g. smol-bf16 or smol/17: 1 to 128 letters, digits, "
+                "'-', '_' or '.', not starting with '-' or '.', between slashes",
+            ) from error
+    target = root.joinpath(*components)
+    try:
+        # no link may stand on the way: where one points can change
+        inside = target.resolve() == root.resolve().joinpath(*components)
+    except (OSError, RuntimeError):  # a loop of links
+        inside = False
+    if not inside:
+        raise InvalidArgument(f"{shown(folder)} leads through a symbolic link", fix="name another folder")
+    for parent in itertools.takewhile(lambda path: path != root, target.parents):
+        if parent.exists() and not parent.is_dir():
+            raise InvalidArgument(f"{parent} is not a folder", fix="name another folder")
+    return target
+
+
+def free_name(root: Path, name: str, taken: set[str]) -> Path:
+    """A path in ``root`` that is not there, nor among those that are taken: the name, with a number behind it if need be."""
+    suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    candidates = (root / f"{name}{suffix}" for suffix in suffixes)
+    return next(path for path in candidates if str(path) not in taken and not os.path.lexists(path))
+
+
+@contextlib.contextmanager
+def partial_folder(root: Path, name: str) -> Iterator[Path]:
+    """A new folder in ``root``, locked while it is being written; removed if it has not been renamed in the end."""
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / f"{_PARTIAL}{name}"
+    path.mkdir()
+    try:
+        with _locked(path) as mine:
+            if not mine:  # another service has just started, and taken it for abandoned
+                raise Unavailable(f"{path} is being removed", fix="export again")
+            yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Lock a folder against other processes; whether that succeeded. A process that dies loses its locks."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
+def sweep(root: Path) -> None:
+    """Remove what services that died have left half written."""
+    for path in root.glob(f"{_PARTIAL}*"):
+        with contextlib.suppress(OSError), _locked(path) as abandoned:
+            if abandoned:
+                log.info("removing %s, which was never finished", path)
+                shutil.rmtree(path)
