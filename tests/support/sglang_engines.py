@@ -22,16 +22,27 @@ from weighbridge.follow.sglang import SglangServer
 
 PYTHON = os.environ.get("WEIGHBRIDGE_SGLANG_PYTHON", "")
 needs_sglang = pytest.mark.skipif(not PYTHON, reason="SGLang has an environment of its own: make test-sglang")
+HAS_PLUGINS = (
+    any(Path(PYTHON).parents[1].glob("lib/python*/site-packages/sglang/srt/plugins")) if PYTHON else True
+)
+"""Whether this release calls plug-ins, from which on a server starts from the service; 0.5.10 does not."""
 _ANSWER = "answer "
 _CPU = Path(__file__).parent / "sglang_cpu"
-ENVIRONMENT = {
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|0|0|0",  # one set of processors a rank; else each rank needs a NUMA node
+_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "PYTHONPATH": str(_CPU),
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    **({} if HAS_PLUGINS else {"SGLANG_EXTERNAL_MODEL_PACKAGE": "weighbridge.integrations.sglang.external"}),
 }
+
+
+def environment(tp: int, cache: Path) -> dict[str, str]:
+    """What processes of an engine are started with; the recordings of its ranks are kept in a folder of the test's."""
+    # one set of processors a rank; else each rank needs a NUMA node
+    threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp)}
+    return {**os.environ, **_ENVIRONMENT, **threads, "WEIGHBRIDGE_CACHE": str(cache)}
 
 
 def update(driver: SglangServer, version: int) -> float:
@@ -68,7 +79,7 @@ class Ranks:
         with (self._logs / f"rank{rank}.log").open("w") as log:
             return subprocess.Popen(
                 [PYTHON, str(_CPU / "ranks.py"), *map(str, (rank, self.tp, ep, port))],
-                env={**os.environ, **ENVIRONMENT, "WEIGHBRIDGE_CACHE": str(self._logs)},
+                env=environment(self.tp, self._logs),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

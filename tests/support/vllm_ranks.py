@@ -11,8 +11,9 @@ import multiprocessing
 import os
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"
@@ -294,6 +295,55 @@ def fail(job: dict[str, Any]) -> dict[str, Any]:
     }
     rank.close()
     return found
+
+
+def session(job: dict[str, Any]) -> dict[str, Any]:
+    """Sessions of updates by the calls of vLLM's own worker: of a version that there is not, which it refuses, and of version 2."""
+    from vllm.model_executor.model_loader import get_model
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from weighbridge.errors import WeighbridgeError
+    from weighbridge.integrations.vllm import register
+
+    register()
+    config = engine_config(job, weight_transfer_config={"backend": "weighbridge"})
+    expected = processed(config, by_vllm(engine_config({**job, "folder": job["folder2"]})))
+    config.compilation_config.static_forward_context.clear()
+    runner = SimpleNamespace(reset_lora_state=lambda: None, get_model=lambda: runner.model)
+    runner.load_model = lambda **_options: setattr(runner, "model", get_model(vllm_config=config))
+    worker: Any = CPUWorker.__new__(CPUWorker)
+    vars(worker).update(
+        vllm_config=config,
+        model_config=config.model_config,
+        parallel_config=config.parallel_config,
+        device=torch.device("cpu"),
+        rank=0,
+        model_runner=runner,
+        weight_transfer_engine=None,
+        _weight_update_active=False,
+        _weight_update_is_draft=False,
+    )
+    worker.load_model()
+    worker.init_weight_transfer_engine({"server": job["server"], "model": job["model"], "version": "1"})
+    said, whole = [], []
+    for number in (1000, 2):
+        worker.start_weight_update()
+        whole.append(not any(tensor.is_meta for tensor in runner.model.parameters()))
+        try:
+            worker.update_weights({"version": number, "phase": "prepare"})
+            worker.update_weights({"version": number})
+        except WeighbridgeError as error:
+            said.append(str(error))
+        with suppress(RuntimeError):  # after a refusal it raises again on the rank that has raised
+            worker.finish_weight_update()
+    status = worker.weight_transfer_engine.rank.status()
+    worker.weight_transfer_engine.shutdown()
+    return {
+        "said": said,
+        "whole": whole,
+        "served": status.served,
+        "different": [*different(runner.model, expected), *compute_differently(runner.model, expected)],
+    }
 
 
 def refuse(job: dict[str, Any]) -> str:

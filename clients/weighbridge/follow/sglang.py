@@ -7,7 +7,8 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
@@ -16,6 +17,10 @@ from weighbridge.follow.status import Status
 from weighbridge.follow.wanted import DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted
 
 PAUSE_MODES = ("retract", "in_place", "abort")
+
+
+class _NoRoute(FailedPrecondition):
+    """The server has no such route."""
 
 
 class SglangServer:
@@ -81,12 +86,12 @@ class SglangServer:
             Unavailable: the server cannot be reached.
         """
         self._request(version)
-        self._control(PREPARE, [self._order(version)])
+        self._control(f"{PREPARE} {self._order(version)}")
         return wait_prepared(self._ranks, self.model, version, self.timeout)
 
     def discard(self) -> None:
         """Let the engine forget what has been prepared."""
-        self._control(DISCARD, [])
+        self._control(DISCARD)
 
     def pause(self) -> None:
         """Stop generating. Requests that come meanwhile wait."""
@@ -101,11 +106,8 @@ class SglangServer:
             Unavailable: the server cannot be reached.
         """
         request = {**self._request(version), "weight_version": label}
-        self._call("/begin_weight_update", {"selector": "target"})
-        try:
+        with self._session():
             self._call("/update_weights_from_tensor", request)
-        finally:
-            self._call("/end_weight_update", {})
 
     def resume(self) -> None:
         """Go on generating."""
@@ -114,6 +116,19 @@ class SglangServer:
     def label(self, label: str) -> None:
         """Set SGLang's ``weight_version``; what is being answered goes on."""
         self._call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """SGLang's own session around an update, for as long as it lasts. Releases up to 0.5.15 have none."""
+        try:
+            self._call("/begin_weight_update", {"selector": "target"})
+        except _NoRoute:
+            yield
+            return
+        try:
+            yield
+        finally:
+            self._call("/end_weight_update", {})
 
     def _request(self, version: int) -> dict[str, Any]:
         """The request that brings a version. To make it can take seconds (torch is imported), so it is made before the engine is paused."""
@@ -124,6 +139,7 @@ class SglangServer:
                     "serialized_named_tensors": [payload] * int(self._call("/server_info")["tp_size"]),
                     "load_format": LOAD_FORMAT,
                     "selector": "target",
+                    "disable_draft_model": True,  # how releases without a selector say it
                     "flush_cache": self.pause_mode != "in_place",
                 }
             }
@@ -134,17 +150,15 @@ class SglangServer:
         return Wanted(wanted.server, wanted.model, str(version), wanted.lane, wanted.retry_seconds).to_json()
 
     def _ranks(self) -> list[Status]:
-        return [Status.from_json(found) for found in self._control(STATUS, [])["ranks"]]
+        return [Status.from_json(found) for found in self._control(STATUS)["ranks"]]
 
-    def _control(self, action: str, said: Sequence[str]) -> Any:
-        message = self._call("/weights_checker", {"action": action, "skip_tensor_list": list(said)})[
-            "message"
-        ]
+    def _control(self, action: str) -> Any:
+        message = self._call("/weights_checker", {"action": action})["message"]
         try:
             return json.loads(message)
         except ValueError as error:
             raise FailedPrecondition(
-                f"{self.url} does not know {action}",
+                f"{self.url} does not know {action.partition(' ')[0]}",
                 fix="install weighbridge in the environment of SGLang, and start the server again",
             ) from error
 
@@ -157,7 +171,7 @@ class SglangServer:
         except urllib.error.HTTPError as error:
             said = error.read()
             if error.code == 404:
-                raise FailedPrecondition(
+                raise _NoRoute(
                     f"the engine at {self.url} has no {path}",
                     fix="if it is a vLLM, say so: --engine vllm; else install a release of SGLang that weighbridge supports",
                 ) from error

@@ -19,6 +19,10 @@ _PREPARE_SECONDS = 3600.0
 _LOOK_SECONDS = 0.5
 
 
+class _NoRoute(EngineFailed):
+    """The server has no such route."""
+
+
 class VllmServer:
     """One server, with all its ranks.
 
@@ -98,9 +102,10 @@ class VllmServer:
         self._post("/resume")
 
     def label(self, label: str) -> None:
-        """Set vLLM's ``weight_version``, if it is another one."""
-        if self._call("/weight_info").get("weight_version") != label:
-            self._post("/update_weight_version", {"new_version": label})
+        """Set vLLM's ``weight_version``, if it is another one. vLLM 0.24 has none."""
+        with contextlib.suppress(_NoRoute):
+            if self._call("/weight_info").get("weight_version") != label:
+                self._post("/update_weight_version", {"new_version": label})
 
     def _ask_workers(self, method: str, *arguments: str) -> list[Status]:
         """What all workers answer.
@@ -141,7 +146,7 @@ class VllmServer:
 def refused(path: str, status: int, body: bytes) -> EngineFailed:
     """What a server's answer to a call says that it did not do."""
     if status == 404:
-        return EngineFailed(
+        return _NoRoute(
             f"the engine has no {path}",
             fix="start it with VLLM_SERVER_DEV_MODE=1; if it is an SGLang, say so: --engine sglang",
         )

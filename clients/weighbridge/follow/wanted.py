@@ -17,6 +17,7 @@ LOAD_FORMAT = "weighbridge.integrations.sglang.load"
 ACTION = "weighbridge."
 """What the ``action`` of a request to ``/weights_checker`` begins with that is about versions."""
 PREPARE, DISCARD, STATUS = ACTION + "prepare", ACTION + "discard", ACTION + "status"
+"""Actions; behind the first one and a blank comes a `Wanted` as JSON."""
 
 
 @dataclass(frozen=True)

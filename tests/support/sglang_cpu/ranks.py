@@ -13,22 +13,14 @@ import sys
 from typing import Any
 
 import torch
-from sglang.srt.configs.device_config import DeviceConfig
-from sglang.srt.configs.load_config import LoadConfig
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed import bootstrap
-from sglang.srt.layers.moe.utils import initialize_moe_config
-from sglang.srt.model_loader.loader import get_model_loader
-from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import SpawnRanks, get_device, get_model, publish
-from sglang.srt.server_args import ServerArgs
+from building import Builder
 
 from weighbridge.errors import WeighbridgeError
 from weighbridge.follow.wanted import Wanted
-from weighbridge.integrations.sglang import load
+from weighbridge.integrations.sglang import load, releases
 from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank, source_of
 
-RANK, TP, EP, PORT = map(int, sys.argv[1:])
+builder = Builder(*map(int, sys.argv[1:]))
 ANSWER = "answer "
 """What answers begin with; SGLang prints to standard output too."""
 
@@ -38,25 +30,7 @@ models: dict[str, Any] = {}
 
 def build(key: str, path: str, shape: dict[str, Any] | None = None) -> dict[str, Any]:
     """Construct a model and load it as a server would, from a folder or the service."""
-    arguments = ServerArgs(
-        model_path=path,
-        served_model_name="tiny",
-        device="cpu",
-        tp_size=TP,
-        ep_size=EP,
-        skip_tokenizer_init=True,
-        attention_backend="torch_native",
-        json_model_override_args=json.dumps(shape or {}),
-    )
-    arguments.resolve_once()
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=RANK, gpu_id=0))
-    initialize_moe_config()
-    config = ModelConfig.from_server_args(arguments)
-    if not models:
-        bootstrap.init_parallel_runtime(server_args=arguments, device=get_device().device, dist_port=PORT)
-    bootstrap.init_layer_runtime(model_config=config)
-    loader = get_model_loader(LoadConfig(load_format=get_model().load_format, tp_rank=RANK), config)
-    model = loader.load_model(model_config=config, device_config=DeviceConfig("cpu", 0))
+    model = builder.build(path, shape or {})
     models[key] = model
     held = {id(p): p.numel() * p.element_size() for p in model.parameters()}
     return {"held": sum(held.values()), "state": state(key)}
@@ -110,7 +84,10 @@ COMMANDS = {f.__name__: f for f in (build, different, prepare, apply, state, for
 
 def main() -> None:
     logging.disable(logging.INFO)
-    load_plugins()
+    if releases.has_registry():
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         try:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 from importlib.metadata import version
-from typing import Any
 
 import torch
+
+from weighbridge.integrations.sglang.releases import server_arguments
 
 _OF_THIS_START = frozenset(
     {
@@ -32,19 +33,18 @@ _OF_THIS_START = frozenset(
 
 def configuration_of(model: torch.nn.Module) -> str:
     """A text that is the same whenever the loader of a model makes the same choices in this rank."""
+    from sglang.srt.distributed.parallel_state import get_moe_ep_group, get_pp_group, get_tp_group
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
-    from sglang.srt.runtime_context import get_context
 
-    here = parallel()
+    groups = (get_tp_group(), get_pp_group(), get_moe_ep_group())
     experts = get_global_expert_location_metadata()
-    arguments: dict[str, Any] = get_context().resolved_server_args_dict()
     return json.dumps(
         {
             "sglang": version("sglang"),
             "model": f"{type(model).__module__}.{type(model).__qualname__}",
             "config": str(getattr(model, "config", "")),
-            "rank": [here.tp_rank, here.pp_rank, here.moe_ep_rank],
-            "arguments": {k: v for k, v in arguments.items() if k not in _OF_THIS_START},
+            "rank": [group.rank_in_group for group in groups],
+            "arguments": {k: v for k, v in server_arguments().items() if k not in _OF_THIS_START},
             "environment": {k: v for k, v in os.environ.items() if k.startswith("SGLANG_")},
             # experts move while an engine runs, if it balances their load
             "experts": None if experts is None else experts.physical_to_logical_map_cpu.tolist(),
@@ -52,10 +52,3 @@ def configuration_of(model: torch.nn.Module) -> str:
         sort_keys=True,
         default=str,
     )
-
-
-def parallel() -> Any:
-    """SGLang's sizes and groups of this process."""
-    from sglang.srt.runtime_context import get_parallel
-
-    return get_parallel()

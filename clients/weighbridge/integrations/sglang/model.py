@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
 
 from weighbridge import _lazy as lazy
 from weighbridge.errors import FailedPrecondition
@@ -13,7 +14,7 @@ from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, 
 from weighbridge.integrations.engine_rank.model import EngineModel
 from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
 from weighbridge.integrations.engine_rank.source import ModelSource
-from weighbridge.integrations.sglang.configuration import configuration_of, parallel
+from weighbridge.integrations.sglang.configuration import configuration_of
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class SglangModel(EngineModel):
     @property
     def ranks(self) -> Ranks:
         """Those of the tensor-parallel group; SGLang sends each request to all of them."""
-        return ProcessGroup(parallel().tp_group.cpu_group)
+        return ProcessGroup(get_tp_group().cpu_group)
 
     def configuration(self) -> str:
         """All of SGLang's settings of this rank but what names this start of the engine."""
@@ -67,7 +68,7 @@ def number_to_update_to(rank: EngineRank, wanted: Wanted) -> int:
     Raises:
         FailedPrecondition: they cannot, as there are pipeline stages.
     """
-    if parallel().pp_size > 1:
+    if get_pp_group().world_size > 1:
         raise FailedPrecondition(
             "pipeline stages of SGLang cannot take over a version together",
             fix="start the engine without --pp-size, or start it again from the new version",

@@ -1,29 +1,29 @@
-"""Hooks into SGLang: four of its functions are wrapped, by its own registry of hooks."""
+"""Hooks into SGLang: five of its functions are wrapped, by its own registry of hooks where it has one."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
 
 from weighbridge.errors import WeighbridgeError
 from weighbridge.follow.wanted import ACTION, DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted
-
-_SRT = "sglang.srt"
+from weighbridge.integrations.sglang import releases
 
 
 def register() -> None:
     """What the entry point ``weighbridge`` of ``sglang.srt.plugins`` names; SGLang calls it once in every process."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    hooks_of_starts = {releases.CONNECT: connect, releases.LOAD_FIRST: load_first}
+    releases.register(hooks_of_starts | hooks_of_updates())
 
-    for target, hook in {
-        f"{_SRT}.connector.create_remote_connector": connect,
-        f"{_SRT}.model_loader.loader.RemoteModelLoader._load_model_from_remote_fs": load_first,
-        f"{_SRT}.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor": update,
-        f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights": control,
-    }.items():
-        HookRegistry.register(target, hook, HookType.AROUND)
+
+def hooks_of_updates() -> dict[str, releases.Hook]:
+    """Hooks by the names of what they are put around."""
+    return {
+        releases.present(releases.UPDATE): update,
+        releases.present(releases.CONTROL): control,
+        releases.FLUSH: releases.flush,
+    }
 
 
 def connect(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -46,9 +46,8 @@ def update(
     """``/update_weights_from_tensor``: an error is an answer, where SGLang would end the engine. Needs no ``--custom-weight-loader``."""
     if load_format != LOAD_FORMAT:
         return original(updater, named_tensors=named_tensors, load_format=load_format)  # type: ignore[no-any-return]
-    knowing = dataclasses.replace(updater, custom_weight_loaders=[LOAD_FORMAT])
     try:
-        return original(knowing, named_tensors=named_tensors, load_format=load_format)  # type: ignore[no-any-return]
+        return releases.run_loader(original, updater, named_tensors)
     except WeighbridgeError as error:
         return False, str(error)
 
@@ -62,14 +61,15 @@ def control(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank, source_of
 
     rank = sglang_rank(manager.tp_worker.model_runner.model)
+    action, _, order = request.action.partition(" ")
     try:
-        if request.action == PREPARE:
-            wanted = Wanted.from_json((request.skip_tensor_list or [""])[0])
+        if action == PREPARE:
+            wanted = Wanted.from_json(order)
             rank.prepare_all(number_to_update_to(rank, wanted), source_of(wanted))
-        elif request.action == DISCARD:
+        elif action == DISCARD:
             rank.discard()
-        elif request.action != STATUS:
-            return CheckWeightsReqOutput(success=False, message=f"there is no action {request.action!r}")
+        elif action != STATUS:
+            return CheckWeightsReqOutput(success=False, message=f"there is no action {action!r}")
     except WeighbridgeError as error:
         return CheckWeightsReqOutput(success=False, message=str(error))
     ranks = rank.engine.ranks.all_gather_object(rank.status().to_json())

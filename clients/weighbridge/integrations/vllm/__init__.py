@@ -1,4 +1,4 @@
-"""Weighbridge inside vLLM 0.32 and 0.33: a load format and a weight-transfer engine, both called ``weighbridge``.
+"""Weighbridge inside vLLM, from 0.24 on: a load format and a weight-transfer engine, both called ``weighbridge``.
 
 vLLM finds `register` by the entry point group ``vllm.general_plugins`` and calls it in each of its processes. What does the work is
 imported when vLLM asks for it by name: a vLLM that does not use weighbridge pays nothing for having it installed.
@@ -14,6 +14,7 @@ May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and 
 - `layers`: its layers, in the format of checkpoints and of kernels.
 - `applying`: an update applied to layers with repacked weights.
 - `settings`: where weights come from.
+- `releases`: what vLLM's releases call it.
 """
 
 from __future__ import annotations

@@ -15,16 +15,15 @@ from weakref import WeakSet
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from weighbridge import _lazy as lazy
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.vllm import layers
+from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, is_deferred
 
 Fill = Callable[[torch.Tensor], None]
 Borrowed = list[tuple[torch.Tensor, dict[str, Any]]]
@@ -103,7 +102,7 @@ class Applier:
     def _process_attention(self) -> None:
         """Let attention derive what it does from the weights of other layers, as reloading ends with."""
         for layer in self._model.modules():
-            if is_deferred_attention_layer(layer):
+            if is_deferred(layer):
                 layer.process_weights_after_loading(self._model_config.dtype)
 
     def _fill(self, layer: torch.nn.Module, fills: Mapping[str, Fill], borrowed: Borrowed) -> bool:
@@ -115,7 +114,7 @@ class Applier:
             return True
         with self._watched(layer):
             for name, fill in fills.items():
-                if name in SKIP_LOAD_TENSORS:  # vLLM leaves them in place
+                if name in LEFT_IN_PLACE:  # vLLM leaves them in place
                     fill(layers.own_tensors(layer)[name])
                 else:
                     _load(layer, name, fill, borrowed)

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+
+from weighbridge.integrations.vllm.releases import is_deferred, put_back
 
 Tensors = dict[str, torch.Tensor]
 
@@ -26,7 +27,7 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     found: Tensors = {}
     seen: set[int] = set()
     for prefix, layer in model.named_modules():
-        if is_deferred_attention_layer(layer):
+        if is_deferred(layer):
             continue
         for name, tensor in own_tensors(layer).items():
             if id(tensor) not in seen:
@@ -75,15 +76,18 @@ def reloading(model: torch.nn.Module, model_config: Any) -> Iterator[None]:
     except BaseException:
         for layer in model.modules():
             info = get_layerwise_info(layer)
-            if info.can_load():
-                info.loaded_weights.clear()
-                info.load_numel = info.load_numel_total = 0
-        finalize_layerwise_reload(model, model_config)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        _finish(model, model_config)
         raise
+    _finish(model, model_config)
+
+
+def _finish(model: torch.nn.Module, model_config: Any) -> None:
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        if info.can_load() and not info.load_numel:
-            info.load_numel_total = 0  # nothing goes to it, or it was filled in place: vLLM need not warn
+        if info.can_load() and not info.load_numel and not is_deferred(layer):
+            put_back(layer)  # nothing goes to it, or it was filled in place
     finalize_layerwise_reload(model, model_config)
 
 

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from weighbridge import _lazy as lazy
+from weighbridge.integrations.vllm import releases
 from weighbridge.integrations.vllm.model import vllm_rank
 from weighbridge.integrations.vllm.settings import Settings
 
@@ -46,7 +47,7 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
         if recording is None:  # the loader runs once, on tensors that are fetched when it copies them
             loaded = model.load_weights(found.tensors())
             if loaded is not None:
-                self.track_weights_loading(model, loaded, quantized=model_config.quantization is not None)
+                releases.track(self, model, loaded, quantized=model_config.quantization is not None)
         elif recording.unrecorded:
             model.load_weights(found.tensors(recording.unrecorded))
         rank.close()

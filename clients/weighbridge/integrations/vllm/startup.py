@@ -2,8 +2,8 @@
 
 vLLM reads them before it has a loader, from a folder or from the Hugging Face Hub. So the engine's arguments are completed just before
 vLLM makes its configuration of them: the ref becomes a number, the same for all ranks; the files besides the weights are laid into a
-folder, which takes the model's place; and the engine gets what updates need. This is the one place where vLLM's own code is wrapped: it
-has no hook so early. ``HF_ENDPOINT`` pointing at the service does the same for the files, without this.
+folder, which takes the model's place; and the engine gets what updates need. vLLM's own code is wrapped for that: it has no hook so
+early. ``HF_ENDPOINT`` pointing at the service does the same for the files, without this.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 
 from weighbridge._lazy.remembered import cache_folder
 from weighbridge.integrations.vllm import NAME
+from weighbridge.integrations.vllm.releases import remember_configurations
 from weighbridge.integrations.vllm.settings import Settings
 
 logger = init_logger(f"vllm.plugins.{__name__}")
@@ -37,6 +38,7 @@ def install() -> None:
         return
     setattr(EngineArgs, _MARK, True)
     _register_loader()
+    remember_configurations()
     made, configured = EngineArgs.__post_init__, EngineArgs.create_engine_config
 
     def post_init(self: Any) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -16,8 +15,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from weighbridge.errors import InvalidArgument
+from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
+from weighbridge.integrations.vllm import releases
 from weighbridge.integrations.vllm.model import vllm_rank
 from weighbridge.integrations.vllm.settings import source_for
 
@@ -70,9 +70,12 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
-        super().__init__(config, vllm_config, device, model)
-        self.rank = vllm_rank(model, vllm_config)
+    def __init__(self, config: Any, *given: Any) -> None:
+        super().__init__(
+            config, *given
+        )  # the engine's configuration, device and model; in vLLM 0.24 that of parallelism, and model
+        releases.leave_models_whole()
+        self.rank = vllm_rank(self.model, releases.configuration(self.model, given[0]))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the service, and find out what this rank takes of a version."""
@@ -84,7 +87,7 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
     def start_weight_update(self) -> None:
         """Nothing is touched yet."""
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: UpdateInfo, *_load_weights: Any, **_more: Any) -> None:
         """Prepare a version, or bring it to the parameters."""
         with one_voice():
             if update_info.phase == "prepare":
@@ -98,6 +101,17 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
     def shutdown(self) -> None:
         """End the connection to the service."""
         self.rank.close()
+
+    @staticmethod
+    def trainer_send_weights(*_iterator: Any, **_arguments: Any) -> None:
+        """What vLLM 0.24 wants of every engine; weights come from the service.
+
+        Raises:
+            FailedPrecondition: always.
+        """
+        raise FailedPrecondition(
+            "trainers do not send weights to engines by this backend", fix="push them to the service"
+        )
 
 
 @contextmanager

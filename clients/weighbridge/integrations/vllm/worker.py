@@ -10,6 +10,7 @@ import torch
 
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.rank import EngineRank
+from weighbridge.integrations.vllm.releases import reset_adapters
 from weighbridge.integrations.vllm.settings import source_for
 
 
@@ -43,7 +44,7 @@ class WorkerExtension:
         def apply(rank: EngineRank) -> None:
             rank.apply(int(version))
             torch.accelerator.synchronize()
-            self.model_runner.reset_lora_state()
+            reset_adapters(self.model_runner)
             # a session that somebody has begun and left: vLLM would refuse the next one, on every worker
             self._weight_update_active = False
 

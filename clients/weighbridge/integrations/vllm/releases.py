@@ -1,0 +1,112 @@
+"""Names by which vLLM, from 0.24 to the newest release, has what the plug-in needs: the one place where releases differ.
+
+What a release has is seen by looking for it, not by its number. What vLLM 0.24 does not tell a transfer engine is found out by two functions of
+its that `remember_configurations` and `leave_models_whole` wrap; newer releases are left as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import wraps
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers import attention
+from vllm.model_executor.model_loader.reload import layerwise, meta
+
+from weighbridge.errors import FailedPrecondition
+
+_CONFIGURATION = "_weighbridge_vllm_config"
+
+LEFT_IN_PLACE: frozenset[str] = frozenset(
+    meta.SKIP_LOAD_TENSORS if hasattr(meta, "SKIP_LOAD_TENSORS") else meta.SKIP_TENSORS  # 0.24
+)
+"""Names of tensors that layerwise reloading neither makes anew nor counts."""
+
+
+def is_deferred(layer: torch.nn.Module) -> bool:
+    """Whether vLLM processes a layer after all others, as it does attention."""
+    if hasattr(attention, "is_deferred_attention_layer"):
+        return bool(attention.is_deferred_attention_layer(layer))
+    return isinstance(layer, (attention.Attention, attention.MLAAttention))  # 0.24
+
+
+def put_back(layer: torch.nn.Module) -> None:
+    """Give a layer that was to be reloaded what its kernels have read before.
+
+    As the end of a reload does with layers that got no weights; but those which weights may go to, and do not, are warned of there, and the others
+    are forgotten by vLLM 0.24.
+    """
+    info = layerwise.get_layerwise_info(layer)
+    if info.kernel_tensors is not None:
+        layerwise._place_kernel_tensors(layer, info)
+    info.reset()
+
+
+def track(loader: Any, model: torch.nn.Module, loaded: set[str], quantized: bool) -> None:
+    """Have vLLM raise if parameters got no weights, unless the model is quantized in a way that leaves some without."""
+    asked = inspect.signature(loader.track_weights_loading).parameters
+    if "quantized" in asked:
+        loader.track_weights_loading(model, loaded, quantized=quantized)
+    elif not quantized:  # 0.31: only such models are asked
+        loader.track_weights_loading(model, loaded)
+
+
+def reset_adapters(model_runner: Any) -> None:
+    """Have vLLM forget what it keeps of LoRA adapters beside the weights, if it does."""
+    if hasattr(model_runner, "reset_lora_state"):  # not in 0.24
+        model_runner.reset_lora_state()
+
+
+def remember_configurations() -> None:
+    """Keep the engine's configuration with each model that is loaded, where a transfer engine is not given it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    if "vllm_config" in inspect.signature(WeightTransferEngineFactory.create_engine).parameters:
+        return
+    load = BaseModelLoader.load_model
+
+    @wraps(load)
+    def load_model(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        model = load(self, vllm_config, *args, **kwargs)
+        setattr(model, _CONFIGURATION, vllm_config)
+        return model
+
+    BaseModelLoader.load_model = load_model
+
+
+def configuration(model: torch.nn.Module, given: Any) -> Any:
+    """The engine's configuration.
+
+    Args:
+        model: that it has.
+        given: to the transfer engine, the configuration or a part of it.
+
+    Raises:
+        FailedPrecondition: vLLM has loaded the model in a way that `remember_configurations` does not see.
+    """
+    found = given if isinstance(given, VllmConfig) else getattr(model, _CONFIGURATION, None)
+    if found is None:
+        raise FailedPrecondition(
+            "how this engine is configured is not known to weighbridge",
+            fix="start it with --load-format weighbridge, auto or safetensors, or with vLLM 0.29 or newer",
+        )
+    return found
+
+
+def leave_models_whole() -> None:
+    """Let sessions of updates leave the model in this process as it is. vLLM 0.24 begins a reload in each, while the model may still compute."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    start = Worker.start_weight_update
+    if "is_checkpoint_format" not in inspect.signature(start).parameters or hasattr(start, "__wrapped__"):
+        return
+
+    @wraps(start)
+    def start_weight_update(self: Any, is_checkpoint_format: bool = True) -> None:
+        del is_checkpoint_format  # whatever comes, the engine reloads what has to be when it has all bytes
+        start(self, is_checkpoint_format=False)
+
+    Worker.start_weight_update = start_weight_update
