@@ -219,7 +219,7 @@ def _requests() -> Iterator[Parse]:
         exports = Exports(running.service)
         stack.callback(exports.close)
         config = uvicorn.Config(
-            create_app(running.service, exports, running.metrics, running.health), http=connections(1024, 20.0), lifespan="off", ws="none",
+            create_app(running.service, exports, running.metrics, running.health), http=connections(20.0), lifespan="off", ws="none",
             log_config=None, access_log=False, server_header=False,
         )  # fmt: skip
         config.load()

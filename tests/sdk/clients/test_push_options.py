@@ -31,11 +31,18 @@ def nobody() -> str:
     ],
 )
 def test_a_misspelt_option_is_refused_before_anything_is_asked(nobody: str, push: Callable[..., Any]) -> None:
+    with (
+        TrainerClient(nobody, retry_seconds=0) as trainer,
+        pytest.raises(TypeError, match=r"'candiate'; did you mean candidate\?"),
+    ):
+        push(trainer, **MISSPELT)
+
+
+def test_who_cannot_give_the_seal_later_cannot_hold_it(nobody: str) -> None:
     with TrainerClient(nobody, retry_seconds=0) as trainer:
-        with pytest.raises(TypeError, match=r"'candiate'; did you mean candidate\?"):
-            push(trainer, **MISSPELT)
-        with pytest.raises(TypeError, match="hold_seal"):
-            push(trainer, hold_seal=True)
+        for push in (trainer.push, trainer.push_state_dict, trainer.import_folder):
+            with pytest.raises(TypeError, match="hold_seal"):
+                push("a/b", {}, step=1, hold_seal=True)  # type: ignore[operator]
 
 
 def test_a_checkpoint_writer_refuses_it_when_it_is_made(nobody: str) -> None:

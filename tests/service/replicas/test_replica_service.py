@@ -91,7 +91,16 @@ class Replica:
         loop, workers = self._listener.loop.loop, self._workers
         self._waits = MessageWaits(lambda: 0)
         methods = Methods(
-            loop, workers, workers, workers, workers, self._listener.count, self._waits, Access(), Audit(None)
+            loop,
+            workers,
+            workers,
+            workers,
+            workers,
+            self._listener.count,
+            self._waits,
+            Access(),
+            Audit(None),
+            lambda _: 0.0,
         )
         handlers = ReplicaHandlers(self.home, self, self, streams, self.met.append, self)
         contract = {

@@ -17,6 +17,7 @@ from weighbridge.v1 import (
     replica_service_pb2,
     weight_service_pb2,
 )
+from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.grpc import asking
@@ -126,7 +127,7 @@ def test_what_changes_something_needs_more_than_to_read() -> None:
 def test_a_request_is_asked_for_the_models_and_refs_that_it_names(
     request_: Any, named: list[tuple[str, str]], asked: list[tuple[Peer, Verb, str, str]]
 ) -> None:
-    asking.check_allowed(call_of_peer(), Verb.PULL, request_)
+    asking.check_allowed(call_of_peer(), Verb.PULL, request_, Audit(None))
     assert asked == [(PEER, Verb.PULL, *each) for each in named]
 
 
@@ -136,7 +137,7 @@ def test_the_header_of_a_push_names_the_model_for_all_that_follow(
     header = checkpoints.PushHeader(model="a/b", number=7)
     raw = checkpoints.PushRequest(header=header).SerializeToString()
     decode = pieces.decoder(checkpoints.PushRequest)
-    asking.check_allowed(call_of_peer(), Verb.PUSH, decode(raw))
+    asking.check_allowed(call_of_peer(), Verb.PUSH, decode(raw), Audit(None))
     assert asked == [(PEER, Verb.PUSH, "a/b", "7")]
 
 
@@ -152,7 +153,7 @@ def test_every_request_that_has_a_model_is_asked_for_it(
         request = kind(header={"model": "a/b"})
     else:
         request = kind(**({"model": "a/b"} if "model" in fields else {}))
-    asking.check_allowed(call_of_peer(), asking.VERBS[service][method.name], request)
+    asking.check_allowed(call_of_peer(), asking.VERBS[service][method.name], request, Audit(None))
     named = "a/b" if {"model", "refs", "header"} & set(fields) else ""
     assert asked == [(PEER, asking.VERBS[service][method.name], named, "")]
 
@@ -166,5 +167,5 @@ def test_an_answer_of_no_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> No
     refs = [models.WatchedRef(model=name, ref="live") for name in ("a/b", "c/d", "e/f")]
     call = call_of_peer()
     with pytest.raises(PermissionError):
-        asking.check_allowed(call, Verb.PULL, models.WatchRefsRequest(refs=refs))
+        asking.check_allowed(call, Verb.PULL, models.WatchRefsRequest(refs=refs), Audit(None))
     assert call.named == (("c/d", "live"),), "one line of the audit log, however many refs there are"
