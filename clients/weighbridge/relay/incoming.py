@@ -67,14 +67,14 @@ class Incoming:
         """Place one version, unless it is there."""
         folder = str(self._places.names.path(self._places.root, version.step))
         label = f"{self._model}@{version.number}"
-        if self._places.label(version.step) == label:
-            return Relayed(self._model, version.step, folder, version.number)
 
         def write(new: Path) -> None:
             self._client.export(self._model, version.number, new)
 
         started = time.monotonic()
         try:
+            if self._places.label(version.step) == label:
+                return Relayed(self._model, version.step, folder, version.number)
             self._places.put(version.step, label, write)
         except (WeighbridgeError, OSError) as error:
             return Relayed(self._model, version.step, folder, version.number, error=str(error))
