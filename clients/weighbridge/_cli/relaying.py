@@ -105,9 +105,9 @@ def relay_command(
 ) -> None:
     """Relay step folders between machines.
 
-    They need no common file system. Beside the trainer, --from pushes the newest step, once its marker is there, as a version of MODEL. Beside the engines, --to writes
-    each version that a ref comes to name to a folder of the same step; its marker comes last, and the last few folders stay. MODEL is waited for. One line a
-    step. Either goes on where it was when it is started again.
+    They need no common file system. Beside the trainer, --from pushes the newest step, once its marker is there, as a version of MODEL.
+    Beside the engines, --to writes each version that a ref comes to name to a folder of the same step, once MODEL is registered; its
+    marker comes last, and the last few folders stay. One line a step. Either goes on where it was when it is started again.
     """
     from weighbridge.relay.steps import StepNames
 
