@@ -25,9 +25,10 @@ from tests.support.vllm_environment import PYTHON, environment, needs_vllm
 from tests.support.waiting import eventually
 from tests.support.word_models import PROMPT, TOKENS, make_folder, said_by_transformers
 from weighbridge import EngineClient, TrainerClient
+from weighbridge._clients.attempts import TRIES
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.follow import vllm as vllm_driver
-from weighbridge.follow.agent import TRIES, Followed, Follower
+from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import EngineFailed
 from weighbridge_demo.vllm_server import EAGER, VllmServer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +17,17 @@ from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end
 from weighbridge._core.resources import REF_LIVE
 from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
-from weighbridge.errors import NotFound
+from weighbridge.errors import NotFound, ResourceExhausted, Unavailable
 
 if TYPE_CHECKING:
+    from weighbridge._clients.engine import EngineClient
     from weighbridge._clients.trainer import TrainerClient
+    from weighbridge._core.resources import Model
     from weighbridge.relay.relayed import Relayed
     from weighbridge.relay.steps import StepNames
 
+_LOOK_SECONDS = 1.0
+"""Between two looks whether a model is registered."""
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
@@ -100,9 +105,9 @@ def relay_command(
 ) -> None:
     """Relay step folders between machines.
 
-    They need no common file system. Beside the trainer, --from pushes the newest step, once its marker is there, as a version of MODEL. Beside the engines, --to writes
-    each version that a ref comes to name to a folder of the same step; its marker comes last, and the last few folders stay. One line a
-    step. Either goes on where it was when it is started again.
+    They need no common file system. Beside the trainer, --from pushes the newest step, once its marker is there, as a version of MODEL.
+    Beside the engines, --to writes each version that a ref comes to name to a folder of the same step, once MODEL is registered; its
+    marker comes last, and the last few folders stay. One line a step. Either goes on where it was when it is started again.
     """
     from weighbridge.relay.steps import StepNames
 
@@ -156,12 +161,32 @@ def _incoming(
 
     places = StepPlaces(target, names, keep)
     with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
-        say_if_absent(client.model(model), ref)
+        say_if_absent(_registered(client, model), ref)
         yield from Incoming(client, model, places, ref).run()
 
 
+def _registered(client: EngineClient, model: str) -> Model:
+    """The model, once it is registered, as the other relay does by the first step. A service that is not there is an error now, and later
+    waited for.
+    """
+    waiting = False
+    while True:
+        try:
+            return client.model(model)
+        except NotFound as error:
+            if not waiting:
+                click.echo(f"Waiting for {model}: {error.message}", err=True)
+            waiting = True
+        except (Unavailable, ResourceExhausted):
+            if not waiting:
+                raise
+        time.sleep(_LOOK_SECONDS)
+
+
 def _line(done: Relayed) -> str:
-    named = f"{done.model}: step {done.step}" if done.version is None else f"{done.model}@{done.version}"
+    named = done.model if done.version is None else f"{done.model}@{done.version}"
+    if done.version is None and done.step is not None:
+        named += f": step {done.step}"
     if done.error:
         return f"{named}: failed: {done.error}"
     if not done.nbytes:

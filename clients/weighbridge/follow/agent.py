@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
+from weighbridge._clients.attempts import attempts, named
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.resources import Signature
@@ -17,8 +18,6 @@ from weighbridge.follow.updates import apply_prepared, quietly
 
 SIGNED_SECONDS = 5.0
 """Between two looks whether a version that was refused is signed by now."""
-TRIES = 3
-"""How often a version is tried, before the agent waits for the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ class Follower:
                 yield Followed(self._model, number, serving.version if serving else None, error=problem)
                 said = problem
             time.sleep(self._signed_seconds)
-            if self._named() not in (number, None):
+            if named(self._client, self._model, self._ref) not in (number, None):
                 return False
         return True
 
@@ -144,15 +143,10 @@ class Follower:
 
     def _insist(self, number: int) -> Iterator[Followed]:
         """Try a version until the engine has it, it is no longer the one to have, or it has failed too often."""
-        pause = self._retry_seconds
-        for last in [False] * (TRIES - 1) + [True]:
+        for _ in attempts(self._client, self._model, self._ref, number, self._retry_seconds):
             done = self.take_to(number)
             yield done
-            if last or not done.error:
-                return
-            time.sleep(pause)
-            pause *= 2
-            if self._named() not in (number, None):
+            if not done.error:
                 return
 
     def take_to(self, number: int) -> Followed:
@@ -184,7 +178,3 @@ class Follower:
             return self._engine.serving().version == number
         except WeighbridgeError:
             return False
-
-    def _named(self) -> int | None:
-        """What the ref names now; None if the service cannot be asked."""
-        return quietly(lambda: self._client.version(self._model, self._ref).number)

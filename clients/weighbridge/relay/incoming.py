@@ -6,14 +6,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from weighbridge._clients.attempts import attempts
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.resources import REF_LIVE, Version
 from weighbridge.errors import WeighbridgeError
 from weighbridge.relay.places import StepPlaces
 from weighbridge.relay.relayed import Relayed
-
-TRIES = 3
-"""How often a version is tried before the next one is waited for."""
 
 
 class Incoming:
@@ -54,36 +52,26 @@ class Incoming:
                 yield from self._insist(version)
 
     def _insist(self, version: Version) -> Iterator[Relayed]:
-        pause = self._retry_seconds
-        for last in [False] * (TRIES - 1) + [True]:
+        for _ in attempts(self._client, self._model, self._ref, version.number, self._retry_seconds):
             done = self.take(version)
             yield done
-            if last or not done.error or self._named() not in (version.number, None):
+            if not done.error:
                 return
-            time.sleep(pause)
-            pause *= 2
 
     def take(self, version: Version) -> Relayed:
         """Place one version, unless it is there."""
         folder = str(self._places.names.path(self._places.root, version.step))
         label = f"{self._model}@{version.number}"
-        if self._places.label(version.step) == label:
-            return Relayed(self._model, version.step, folder, version.number)
 
         def write(new: Path) -> None:
             self._client.export(self._model, version.number, new)
 
         started = time.monotonic()
         try:
+            if self._places.label(version.step) == label:
+                return Relayed(self._model, version.step, folder, version.number)
             self._places.put(version.step, label, write)
         except (WeighbridgeError, OSError) as error:
             return Relayed(self._model, version.step, folder, version.number, error=str(error))
         seconds = round(time.monotonic() - started, 3)
         return Relayed(self._model, version.step, folder, version.number, version.tensor_bytes, seconds)
-
-    def _named(self) -> int | None:
-        """What the ref names now; None if the service cannot be asked."""
-        try:
-            return self._client.version(self._model, self._ref).number
-        except WeighbridgeError:
-            return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -88,21 +89,28 @@ class Outgoing:
         self._refused = ""
 
     def run(self) -> Iterator[Relayed]:
-        """Relay for ever. Gives each step that was pushed, and each failure; a step that is refused is not tried again until it is another one."""
+        """Relay for ever. Gives each step that was pushed, and each failure; a step that is refused is not tried again until it is another one.
+        What cannot be read is told once, and looked at again.
+        """
         pause, longest = _PAUSES
+        told: Relayed | None = None
         while True:
             found = self._due()
-            if found is None:
+            if not isinstance(found, _Found):
+                if found is not None and found != told:
+                    yield found
+                told = found
                 self._check_stored()
                 time.sleep(self._poll_seconds)
                 continue
             started = time.monotonic()
             try:
                 version = self._relay(found)
-            except WeighbridgeError as error:
+            except (WeighbridgeError, OSError) as error:
                 if isinstance(error, InvalidArgument | DataLoss):
                     self._refused = found.contents
-                yield Relayed(self._model, found.step, str(found.folder), error=str(error))
+                problem = _unreadable(error) if isinstance(error, OSError) else str(error)
+                yield Relayed(self._model, found.step, str(found.folder), error=problem)
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
                 continue
@@ -111,18 +119,22 @@ class Outgoing:
                 folder, seconds = str(found.folder), round(time.monotonic() - started, 3)
                 yield Relayed(self._model, found.step, folder, version.number, version.tensor_bytes, seconds)
 
-    def _due(self) -> _Found | None:
-        """The step that is to be pushed; None if there is none."""
-        step, last = self._names.newest_complete(self._root), self._last
-        if step is None:
-            return None
-        if last is not None and step < last.step and self._names.path(self._root, last.step).exists():
-            return None  # the newer one is being written again
-        folder, marker = self._names.path(self._root, step), self._names.marker_of(self._root, step)
+    def _due(self) -> _Found | Relayed | None:
+        """The step that is to be pushed, or that it cannot be read; None if there is none."""
+        step: int | None = None
+        last, folder = self._last, self._root
         try:
+            step = self._names.newest_complete(self._root)
+            if step is None:
+                return None
+            if last is not None and step < last.step and self._names.path(self._root, last.step).exists():
+                return None  # the newer one is being written again
+            folder, marker = self._names.path(self._root, step), self._names.marker_of(self._root, step)
             found = _Found(step, folder, marker, contents(folder, marker))
-        except FileNotFoundError:  # it is being removed
-            return None
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not os.path.islink(error.filename):
+                return None  # it is being removed; a link to nowhere stays
+            return Relayed(self._model, step, str(folder), error=_unreadable(error))
         known = (self._refused, "" if last is None else last.contents)
         return None if found.contents in known else found
 
@@ -146,14 +158,16 @@ class Outgoing:
             _check_same(found)
             handle.seal()
             version = handle.wait(VersionState.READY)
-        except (WeighbridgeError, OSError) as error:
+        except BaseException as error:
+            # also if the process is told to end: the client's closing waits for the transfer, and the service for the seal
+            failed = isinstance(error, WeighbridgeError | OSError)
             if handle is not None:
                 with suppress(WeighbridgeError):  # it has failed already, or will by itself
-                    self._client.abort(self._model, handle.number, str(error))
-            _check_same(found)
-            if isinstance(error, WeighbridgeError):
-                raise
-            raise FailedPrecondition(f"{found.folder} cannot be read: {error.strerror}") from error
+                    reason = str(error) if failed else "the relay was ended"
+                    self._client.abort(self._model, handle.number, reason)
+            if failed:
+                _check_same(found)
+            raise
         self._last = _Pushed(found.step, found.contents, version.number, version.state.stored)
         return version
 
@@ -200,8 +214,12 @@ class Outgoing:
             self._last = replace(last, stored=True)
 
 
+def _unreadable(error: OSError) -> str:
+    return f"{error.filename} cannot be read: {error.strerror}" if error.filename else str(error)
+
+
 def _check_same(found: _Found) -> None:
-    """Raise FailedPrecondition unless a step's folder is as it was when it was found."""
+    """Raise FailedPrecondition unless a step's folder is as it was when it was found; OSError if it cannot be read."""
     try:
         now = contents(found.folder, found.marker)
     except FileNotFoundError as error:

@@ -11,12 +11,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from weighbridge._formats.safetensors_files import has_weights
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.relay.steps import STEPS, StepNames
 
 _LABEL = ".weighbridge"
-"""File in each folder that is placed here: what its weights are."""
+"""File in each folder that is placed here: what its weights are. It is there before the folder has its name, so one without it is not ours."""
 _SCRATCH = ".weighbridge-"
 _LOCK = ".weighbridge.lock"
 
@@ -82,15 +81,12 @@ class StepPlaces:
             write: fills a folder that does not exist yet.
 
         Raises:
-            FailedPrecondition: there is a folder with weights that was not placed here.
+            FailedPrecondition: there is a folder that was not placed here and is not empty, or is marked.
             OSError: the file system refuses.
             Whatever ``write`` raises; what was there is left as it was.
         """
         target, marker = self.names.path(self.root, step), self.names.marker_of(self.root, step)
-        if target.exists() and not self._placed(step) and (marker.exists() or has_weights(target)):
-            raise FailedPrecondition(
-                f"{target} was not placed by weighbridge", fix="move it away, or name another folder"
-            )
+        self._check_free(step)
         scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=self.root))
         try:
             new = scratch / "new"
@@ -99,12 +95,12 @@ class StepPlaces:
             for path in new.iterdir():
                 _flush(path)
             _flush(new)
-            for later in self._steps():
-                if later > step:
-                    self._withdraw(later, scratch)
-            self._withdraw(step, scratch)
+            self._check_free(step)  # writing takes long
+            for placed in self._steps():
+                if placed >= step:
+                    self._withdraw(placed, scratch)
             target.parent.mkdir(parents=True, exist_ok=True)
-            new.rename(target)
+            new.rename(target)  # which the system refuses if there is a folder that is not empty
             _flush(target.parent)
             _flush(self.root)
             marker.touch()
@@ -115,6 +111,14 @@ class StepPlaces:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
+    def _check_free(self, step: int) -> None:
+        """Raise FailedPrecondition if someone else has files where a step is to be placed."""
+        target, marker = self.names.path(self.root, step), self.names.marker_of(self.root, step)
+        if not self._placed(step) and (marker.exists() or (target.exists() and any(target.iterdir()))):
+            raise FailedPrecondition(
+                f"{target} was not placed by weighbridge", fix="move it away, or name another folder"
+            )
+
     def _placed(self, step: int) -> bool:
         return (self.names.path(self.root, step) / _LABEL).exists()
 
@@ -123,16 +127,15 @@ class StepPlaces:
         return [step for step in self.names.steps(self.root) if self._placed(step)]
 
     def _withdraw(self, step: int, scratch: Path) -> None:
-        """Take a step's folder away, the marker first; whoever has files of it open keeps them."""
+        """Take away the folder of a step that was placed here, the marker first; whoever has files of it open keeps them."""
         target, marker = self.names.path(self.root, step), self.names.marker_of(self.root, step)
         if marker.exists():
             marker.unlink()
             _flush(marker.parent)
-        if target.exists():
-            target.rename(scratch / f"old-{step}")
-            if target.parent != self.root:
-                with suppress(OSError):  # it may hold what is not ours
-                    target.parent.rmdir()
+        target.rename(scratch / f"old-{step}")
+        if target.parent != self.root:
+            with suppress(OSError):  # it may hold what is not ours
+                target.parent.rmdir()
 
 
 def _flush(path: Path) -> None:

@@ -13,7 +13,7 @@ class Relayed(JsonValue):
 
     Attributes:
         model: ``namespace/name``.
-        step: the training step.
+        step: the training step; None if the folder of all steps cannot be read.
         folder: where it lies.
         version: its number at the service; None if it has none.
         nbytes: bytes of its tensors; 0 if nothing had to be moved.
@@ -22,7 +22,7 @@ class Relayed(JsonValue):
     """
 
     model: str
-    step: int
+    step: int | None
     folder: str
     version: int | None = None
     nbytes: int = 0

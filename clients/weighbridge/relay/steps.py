@@ -12,7 +12,7 @@ from pathlib import Path
 from weighbridge._formats.safetensors_files import INDEX_FILE
 from weighbridge.errors import InvalidArgument
 
-_STEP = re.compile(r"\{step(?::0[1-9]d)?\}")
+_NAME = re.compile(r"([^{}]*)\{step(?::0[1-9]d)?\}([^{}]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class StepNames:
 
     def __post_init__(self) -> None:
         first, *rest = self.folder.split("/")
-        found = _STEP.findall(first)
-        if len(found) != 1 or any(part in ("", ".", "..") or "{" in part for part in rest):
+        name = _NAME.fullmatch(first)
+        if name is None or any(part in ("", ".", "..") or "{" in part or "}" in part for part in rest):
             raise InvalidArgument(
                 f"{self.folder!r} does not say how the folder of a step is called",
                 fix="write it like step_{step}, or step_{step}/weight if the weights lie deeper",
@@ -46,7 +46,7 @@ class StepNames:
                 f"{self.marker!r} does not name a file in the folder of a step",
                 fix="write it as seen from the weights, like STABLE or ../STABLE",
             )
-        before, after = first.split(found[0])
+        before, after = name.groups()
         pattern = re.compile(re.escape(before) + r"(\d{1,18})" + re.escape(after), re.ASCII)
         object.__setattr__(self, "_pattern", pattern)
 
@@ -59,16 +59,27 @@ class StepNames:
         return Path(os.path.normpath(self.path(root, step) / self.marker))
 
     def steps(self, root: Path) -> list[int]:
-        """The steps that have a folder, complete or not, the newest first; none if there is no root yet."""
+        """The steps that have a folder, complete or not, the newest first; none if there is no root yet. Names with other leading zeros are
+        passed over.
+
+        Raises:
+            OSError: the file system refuses.
+        """
         try:
             names = os.listdir(root)
         except FileNotFoundError:
             return []
-        found = [int(match[1]) for match in map(self._pattern.fullmatch, names) if match]
+        first = self.folder.partition("/")[0]
+        matches = [match for match in map(self._pattern.fullmatch, names) if match]
+        found = [int(match[1]) for match in matches if first.format(step=int(match[1])) == match[0]]
         return sorted((step for step in found if self.path(root, step).is_dir()), reverse=True)
 
     def newest_complete(self, root: Path) -> int | None:
-        """The newest step that is complete; None if there is none."""
+        """The newest step that is complete; None if there is none.
+
+        Raises:
+            OSError: the file system refuses.
+        """
         steps = self.steps(root)
         return next((step for step in steps if self.marker_of(root, step).exists()), None)
 
@@ -81,7 +92,8 @@ def contents(folder: Path, marker: Path) -> str:
     """Digest of the names, sizes and times of a step's weights and of its marker: another one once any of them is written again.
 
     Raises:
-        FileNotFoundError: the folder, or a file of it, is gone.
+        FileNotFoundError: the folder, or a file of it, is gone, or is a link to what is not there.
+        OSError: the file system refuses.
     """
     files = [each for each in folder.iterdir() if each.suffix == ".safetensors" or each.name == INDEX_FILE]
     found = hashlib.sha256()

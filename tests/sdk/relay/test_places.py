@@ -58,17 +58,43 @@ def test_the_last_folders_stay_and_those_of_others_are_left_alone(tmp_path: Path
     assert (places.label(3), places.label(4)) == ("m@5", None), "the trainer has gone back to step 3"
 
 
-def test_a_folder_of_someone_else_is_not_replaced_unless_it_has_no_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "theirs",
+    ["model.safetensors", "pytorch_model.bin", "__0_0.distcp", "optimizer.pt", ".metadata", "trainer/state", "STABLE"],
+)  # fmt: skip
+def test_a_folder_of_someone_else_is_not_replaced_unless_it_is_empty(tmp_path: Path, theirs: str) -> None:
     places = StepPlaces(tmp_path)
-    fill(tmp_path / "step_7", "theirs")
+    file = tmp_path / "step_7" / theirs
+    file.parent.mkdir(parents=True)
+    file.write_text("theirs")
     with pytest.raises(FailedPrecondition, match="was not placed by weighbridge"):
         put(places, 7, "m@1")
-    assert (tmp_path / "step_7" / FILES[0]).read_text() == f"{FILES[0]} of theirs"
+    assert file.read_text() == "theirs"
 
     (tmp_path / "step_8").mkdir()
-    (tmp_path / "step_8" / "NCCL_READY").touch()
     put(places, 8, "m@1")
-    assert marked(tmp_path, StepNames()) == {8: "m@1"}
+    assert places.label(8) == "m@1"
+
+
+def test_what_someone_else_writes_while_a_version_is_written_is_not_replaced(tmp_path: Path) -> None:
+    places = StepPlaces(tmp_path)
+
+    def write(folder: Path) -> None:
+        fill(folder, "m@1")
+        fill(tmp_path / "step_7", "theirs")
+
+    with places.held(), pytest.raises(FailedPrecondition, match="was not placed by weighbridge"):
+        places.put(7, "m@1", write)
+    assert (tmp_path / "step_7" / FILES[0]).read_text() == f"{FILES[0]} of theirs"
+
+
+def test_a_marker_of_someone_else_is_not_taken_for_that_of_a_step(tmp_path: Path) -> None:
+    theirs = tmp_path / "step_7" / "STABLE"
+    theirs.parent.mkdir()
+    theirs.touch()
+    with pytest.raises(FailedPrecondition, match="was not placed by weighbridge"):
+        put(StepPlaces(tmp_path, NESTED), 7, "m@1")
+    assert theirs.exists()
 
 
 def test_a_version_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:

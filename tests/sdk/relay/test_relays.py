@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,12 +21,15 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
+from tests.support.waiting import eventually
 from weighbridge import EngineClient, FailedPrecondition, TrainerClient, VersionState
 from weighbridge._cli import commands
+from weighbridge._clients.push_handle import PushHandle, PushReport
 from weighbridge.relay.incoming import Incoming
 from weighbridge.relay.outgoing import Outgoing
 from weighbridge.relay.places import StepPlaces
 from weighbridge.relay.relayed import Relayed
+from weighbridge.relay.steps import STEPS, StepNames
 from weighbridge_service.push import publisher
 
 MODEL = "tests/relayed"
@@ -80,8 +88,8 @@ def steps(tmp_path: Path, source: TinyModel) -> Trainer:
 
 @pytest.fixture
 def relay(trainer: TrainerClient, steps: Trainer, source: TinyModel) -> Callable[..., Iterator[Relayed]]:
-    def start(client: TrainerClient = trainer) -> Iterator[Relayed]:
-        return Outgoing(client, MODEL, steps.root, hf_dir=source.folder, poll_seconds=0.02).run()
+    def start(client: TrainerClient = trainer, names: StepNames = STEPS) -> Iterator[Relayed]:
+        return Outgoing(client, MODEL, steps.root, names, hf_dir=source.folder, poll_seconds=0.02).run()
 
     return start
 
@@ -205,6 +213,78 @@ def test_a_step_that_is_deleted_or_written_again_while_it_is_read_becomes_no_ver
         assert value_of(trainer, 2, tmp_path) == 1.5
 
 
+class Looking(StepNames):
+    """Names of steps that say when somebody looks for the newest one."""
+
+    looked: ClassVar[list[Path]] = []
+
+    def newest_complete(self, root: Path) -> int | None:
+        self.looked.append(root)
+        return super().newest_complete(root)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "model-extra.safetensors"], ids=["dangling", "circular"])
+def test_a_marked_step_that_cannot_be_read_is_told_once_and_the_next_one_is_pushed(
+    relay: Callable[..., Iterator[Relayed]], steps: Trainer, target: str
+) -> None:
+    steps.save(1, 1)
+    names = Looking()
+    going = relay(names=names)
+    assert next(going).step == 1
+    folder = steps.save(2, 2, marked=False)
+    (folder / "model-extra.safetensors").symlink_to(target)
+    (folder / "STABLE").touch()
+    told = next(going)
+    assert (told.step, told.version, told.folder) == (2, None, str(folder))
+    assert f"{folder / 'model-extra.safetensors'} cannot be read: " in told.error
+    names.looked.clear()
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, going)
+        eventually(lambda: len(names.looked) > 3)
+        steps.save(3, 3)
+        assert following.result(60).step == 3
+
+
+def test_a_folder_of_steps_that_cannot_be_listed_is_told_once_and_looked_at_again(
+    relay: Callable[..., Iterator[Relayed]], steps: Trainer
+) -> None:
+    steps.root.write_text("in the way")
+    going = relay()
+    told = next(going)
+    assert (told.step, told.folder) == (None, str(steps.root))
+    assert "cannot be read: Not a directory" in told.error
+    steps.root.unlink()
+    steps.save(1, 1)
+    assert next(going).step == 1
+
+
+def test_a_relay_that_is_told_to_end_aborts_what_it_pushes(
+    running: RunningService,
+    steps: Trainer,
+    source: TinyModel,
+    trainer: TrainerClient,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported = PushHandle.report
+
+    def end(handle: PushHandle, timeout: float | None = None) -> PushReport:
+        signal.raise_signal(signal.SIGTERM)
+        return reported(handle, timeout)
+
+    monkeypatch.setattr(PushHandle, "report", end)
+    steps.save(1, 1)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        line = ["relay", MODEL, "--from", str(steps.root), "--config", str(source.folder)]
+        ended = CliRunner().invoke(commands, [*line, "--server", running.address])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.exit_code == 128 + signal.SIGTERM
+    version = trainer.version(MODEL, 1)
+    assert version.state is VersionState.ABORTED
+    assert "the relay was ended" in version.error
+
+
 def test_a_version_that_is_lost_before_it_is_stored_is_pushed_again(
     relay: Callable[..., Iterator[Relayed]],
     steps: Trainer,
@@ -300,3 +380,21 @@ def test_the_command_relays_one_way_or_the_other(
     assert value_in(tmp_path / "placed" / "step_12") == 12.0
     with EngineClient(running.address) as client:
         assert client.version(MODEL, 1).run == "ppo"
+
+
+def test_the_command_beside_the_engines_waits_for_the_model(
+    running: RunningService, trainer: TrainerClient, source: TinyModel, tmp_path: Path
+) -> None:
+    line = [sys.executable, "-m", "weighbridge", "relay", MODEL, "--to", str(tmp_path / "placed")]
+    with subprocess.Popen(
+        [*line, "--count", "1", "--server", running.address], stdout=PIPE, stderr=PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline() == f"Waiting for {MODEL}: there is no model {MODEL}\n"
+            trainer.import_folder(MODEL, source.folder, step=7).wait(timeout=60)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, "Waiting for" in err) == (0, False)
+    assert out.startswith(f"{MODEL}@1: {tmp_path / 'placed' / 'step_7'}, ")

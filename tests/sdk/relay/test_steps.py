@@ -35,6 +35,13 @@ def test_the_newest_complete_step_is_found_among_other_things(tmp_path: Path) ->
     assert names.path(tmp_path, 10) == tmp_path / "step_10"
 
 
+def test_a_step_counts_once_whatever_else_has_its_number(tmp_path: Path) -> None:
+    for name in ("step_0000005", "step_5", "step_05", "step_0000004"):
+        step(tmp_path, name)
+    assert StepNames("step_{step:07d}").steps(tmp_path) == [5, 4]
+    assert StepNames("step_{step}").steps(tmp_path) == [5]
+
+
 @pytest.mark.parametrize(
     ("folder", "marker", "weights", "marked"),
     [
@@ -63,6 +70,10 @@ def test_other_trainers_names_are_known_by_their_pattern(
         ("step_{step}/../..", "STABLE"),
         ("/step_{step}", "STABLE"),
         ("step_{number}", "STABLE"),
+        ("{run}_{step}", "STABLE"),
+        ("{step}_{", "STABLE"),
+        ("}_{step}", "STABLE"),
+        ("step_{step}/}", "STABLE"),
         ("step_{step}", ""),
         ("step_{step}", "."),
         ("step_{step}", "../STABLE"),
