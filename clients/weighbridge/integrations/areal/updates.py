@@ -145,9 +145,8 @@ class UpdatesByWeighbridge:
                 "AReaL does not say where rollouts read weights", fix="set actor.weight_update_mode=disk"
             )
         deadline = time.monotonic() + self._settings.timeout_seconds
-        folder = Path(
-            f"{meta.path}-{uuid.uuid4().hex[:8]}"
-        )  # engines may still read that of a try that failed
+        # engines may still read the folder of a try that failed
+        folder = Path(f"{meta.path}-{uuid.uuid4().hex[:8]}")
         self._download(number, folder, deadline)
         self._left += (folder,)
         ours = copy.copy(meta)
