@@ -29,7 +29,11 @@ def test_settings_are_those_of_the_environment_and_go_on_to_workers(tmp_path: Pa
     assert settings.hf_dir() == tmp_path
     worker = {"WEIGHBRIDGE_SERVER": "here:50051"}
     settings.hand_on(worker)
-    assert worker == {"WEIGHBRIDGE_MODEL": "acme/policy", "WEIGHBRIDGE_SERVER": "here:50051"}
+    assert worker == {
+        "WEIGHBRIDGE_MODEL": "acme/policy",
+        "WEIGHBRIDGE_SERVER": "here:50051",
+        "WEIGHBRIDGE_TIMEOUT_SECONDS": "1500",
+    }
 
 
 def test_a_model_that_is_not_named_and_updates_by_nccl_are_refused() -> None:
@@ -37,3 +41,11 @@ def test_a_model_that_is_not_named_and_updates_by_nccl_are_refused() -> None:
         Settings.of(config(), {})
     with pytest.raises(InvalidArgument, match="wait for NCCL"):
         Settings.of(config(weight_update_mode="xccl"), {"WEIGHBRIDGE_MODEL": "acme/policy"})
+
+
+@pytest.mark.parametrize("said", ["soon", "0", "-1", "nan", "inf", "7200"])
+def test_a_timeout_that_ranks_would_not_live_to_see_is_refused(said: str) -> None:
+    given = {"WEIGHBRIDGE_MODEL": "acme/policy", "WEIGHBRIDGE_TIMEOUT_SECONDS": said}
+    with pytest.raises(InvalidArgument, match="WEIGHBRIDGE_TIMEOUT_SECONDS"):
+        Settings.of(config(), given)
+    assert Settings.of(config(), given | {"WEIGHBRIDGE_TIMEOUT_SECONDS": "60"}).timeout_seconds == 60.0

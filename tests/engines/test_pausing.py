@@ -53,3 +53,13 @@ def test_an_interrupt_lets_engines_go_on_too() -> None:
     ):
         raise KeyboardInterrupt
     assert engines.asked == ["pause", "resume"]
+
+
+def test_an_interrupt_stays_one_if_engines_cannot_be_told_to_go_on() -> None:
+    engines = Engines("resume")
+    with (
+        pytest.raises(KeyboardInterrupt) as raised,
+        paused(lambda: engines.ask("pause"), lambda: engines.ask("resume")),
+    ):
+        raise KeyboardInterrupt
+    assert raised.value.__notes__ == ["generation stands still: no resume"]

@@ -289,14 +289,45 @@ def test_an_engine_that_fails_is_named_by_all_ranks_and_no_engine_is_left_standi
             assert not engine.paused
 
 
-def growth(rank: int, parallel: Parallel, config: PretrainedConfig, more: dict[str, Any]) -> tuple[int, int]:
+@pytest.mark.parametrize("servers", [[], [""]], ids=["not connected", "no server"])
+def test_an_update_that_would_reach_no_engine_fails_on_all_ranks(
+    service: RunningService, tmp_path: Path, servers: list[str]
+) -> None:
+    config, weights = written(tmp_path / "hf", "qwen3")
+    more = said(service.address, tmp_path / "hf")
+    found = run_ranks(Parallel(tp=2), unreached, Parallel(tp=2), config, weights, more, len(servers))
+    for raised in found:
+        assert raised.startswith("update 1 has failed")
+        assert f"none of {len(servers)} engines has a server" in raised
+
+
+def unreached(
+    rank: int,
+    parallel: Parallel,
+    config: PretrainedConfig,
+    weights: dict[str, Tensor],
+    more: dict[str, Any],
+    parts: int,
+) -> str:
+    """What an update raises whose engines are all parts that have no server of their own."""
+    del rank
+    actor, _ = started("slime", parallel, config, weights, more)
+    handles = [EngineHandle("slime", "http://other-node", node_rank=1)] * parts
+    with pytest.raises(WeighbridgeError) as raised:
+        actor.update_weights(handles, parts)
+    return str(raised.value)
+
+
+def growth(
+    rank: int, parallel: Parallel, config: PretrainedConfig, more: dict[str, Any], url: str
+) -> tuple[int, int]:
     """By how many bytes this process grows at the most in an update, and how many its shards have."""
     del rank
     model = build_family_model(config, parallel, dtype=torch.bfloat16)
     actor = TrainerActor("slime", arguments("slime", **more), [model])
     Path("/proc/self/clear_refs").write_text("5")  # the most until now is forgotten
     before = memory("VmRSS")
-    actor.update_weights([], 1)
+    actor.update_weights([EngineHandle("slime", url)], 1)
     return memory("VmHWM") - before, sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -312,6 +343,8 @@ def test_a_rank_needs_its_own_shards_once_more_and_no_whole_model(
     config = tiny_config("qwen3", tied=False, **{**SIZES, "hidden_size": 1024, "vocab_size": 65536})
     config.save_pretrained(tmp_path / "hf")
     parallel = Parallel(tp=2, pp=2)
-    found = run_ranks(parallel, growth, parallel, config, said(service.address, tmp_path / "hf"))
+    with engines(1) as [engine]:
+        more = said(service.address, tmp_path / "hf")
+        found = run_ranks(parallel, growth, parallel, config, more, engine.url)
     for grown, held in found:
         assert grown <= held + (40 << 20)

@@ -10,13 +10,15 @@ import importlib
 import inspect
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.slime_actors import FRAMEWORKS, SIGNATURES, TrainerActor, arguments, forget, install
-from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, WeighbridgeError
 
 SETTINGS = {"weighbridge": {"model": "acme/policy"}}
 SOURCES = {
@@ -115,6 +117,14 @@ def test_a_process_that_is_no_trainer_actor_is_told_apart() -> None:
     forget()
     with pytest.raises(FailedPrecondition, match="no UpdateWeightFromDistributed"):
         init(arguments("slime", **SETTINGS))
+
+
+def test_an_engine_that_does_not_say_where_its_server_is_is_not_waited_for_for_ever() -> None:
+    said = {"weighbridge": {"model": "acme/policy", "timeout_seconds": 0.2}}
+    updater = TrainerActor("slime", arguments("slime", **said), []).weight_updater
+    updater.connect_rollout_engines([SimpleNamespace(get_url=SimpleNamespace(remote=Future))], None)
+    with pytest.raises(DeadlineExceeded, match=r"not all of 1 engines' actors said within 0\.2 s"):
+        updater._connected()
 
 
 def test_the_pause_is_that_of_the_framework_unless_it_is_said() -> None:

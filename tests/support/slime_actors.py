@@ -10,6 +10,7 @@ import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -50,6 +51,11 @@ def arguments(framework: str, **more: Any) -> Namespace:
     return Namespace(**said)
 
 
+def _get(asked: Sequence[Any], timeout: float) -> list[Any]:
+    """As ``ray.get``; a future is an answer that is still to come."""
+    return [each.result(timeout) if isinstance(each, Future) else each for each in asked]
+
+
 class UpdateWeightFromDistributed:
     """The updater that is replaced."""
 
@@ -57,7 +63,7 @@ class UpdateWeightFromDistributed:
 def install(framework: str) -> ModuleType:
     """Put the modules in place that a trainer actor has imported; the one of the actor's class."""
     ray = ModuleType("ray")
-    ray.get = list  # type: ignore[attr-defined]
+    ray.get = _get  # type: ignore[attr-defined]
     groups = ModuleType(f"{framework}.utils.distributed_utils")
     groups.get_gloo_group = lambda: dist.group.WORLD  # type: ignore[attr-defined]
     actor = ModuleType(f"{framework}.backends.megatron_utils.actor")

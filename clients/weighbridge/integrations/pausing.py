@@ -16,7 +16,8 @@ def paused(pause: Callable[[], object], resume: Callable[[], object]) -> Iterato
         pause, resume: ask all engines to stop, and to go on.
 
     Raises:
-        FailedPrecondition: engines could not be told to go on; says also what failed before, if anything did.
+        FailedPrecondition: engines could not be told to go on; says also what failed before, if anything did. An interrupt stays one, with a
+            note.
     """
     try:
         pause()
@@ -25,7 +26,9 @@ def paused(pause: Callable[[], object], resume: Callable[[], object]) -> Iterato
         try:
             resume()
         except Exception as another:
-            raise FailedPrecondition(f"{error}; and generation stands still: {another}") from error
+            if isinstance(error, Exception):
+                raise FailedPrecondition(f"{error}; and generation stands still: {another}") from error
+            error.add_note(f"generation stands still: {another}")
         raise
     try:
         resume()

@@ -24,10 +24,11 @@ from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._transport.addresses import Addresses
-from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from weighbridge.follow.sglang import PAUSE_MODES, SglangServer
 from weighbridge.follow.updates import update
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, exchange
+from weighbridge.integrations.megatron_shards import sharded_chunks
 from weighbridge.integrations.weight_updates import TICKET, Update
 
 NAME = "weighbridge"
@@ -82,6 +83,8 @@ class Settings:
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
         retry_seconds: how long to keep trying when the service cannot be reached.
         timeout_seconds: of each call of an engine; for its fetching a version, of all of it.
+        push_timeout_seconds: within which all ranks' shards must have arrived; by default less than the 30 minutes after which gloo's ranks
+            give up waiting for each other.
     """
 
     model: str
@@ -94,6 +97,7 @@ class Settings:
     lane: str | None = None
     retry_seconds: float = 60.0
     timeout_seconds: float = 600.0
+    push_timeout_seconds: float = 1500.0
 
     def __post_init__(self) -> None:
         if self.pause_mode not in PAUSE_MODES:
@@ -249,7 +253,7 @@ class WeighbridgeUpdater:
         return Update.new().ticket
 
     def _weights(self) -> dict[str, Any]:
-        return {f"model{number}": _shards(chunk) for number, chunk in enumerate(self._model)}
+        return sharded_chunks(self._model)
 
     def _move(self) -> dict[str, float]:
         """Push this rank's shards and, on the first rank, take the engines to the version; the metrics there."""
@@ -265,14 +269,14 @@ class WeighbridgeUpdater:
             request_id=ticket,
             metadata={TICKET: ticket},
         )
-        version = handle.wait(VersionState.READY)
+        version = handle.wait(VersionState.READY, timeout=self._settings.push_timeout_seconds)
         # that it is ready says that no rank has failed to push
         return {} if ranks.rank else self._bring(version, time.monotonic() - started)
 
     def _bring(self, version: Version, push_seconds: float) -> dict[str, float]:
         """Take the engines to a version, by the label that slime and Miles compare; the update's metrics."""
         if self._servers is None:
-            self._servers = {url: self._server(url) for url in _urls(self._handles or ())}
+            self._servers = self._connected()
         done = update(self._servers, version.number, str(self.weight_version))
         found = {
             "version": version.number,
@@ -283,6 +287,21 @@ class WeighbridgeUpdater:
             "engine_bytes": done.nbytes,
         }
         return {f"{NAME}/{name}": value for name, value in found.items()}
+
+    def _connected(self) -> dict[str, SglangServer]:
+        """The servers of the engines, by URL.
+
+        Raises:
+            FailedPrecondition: there are none: an update would reach nobody.
+            DeadlineExceeded: an engine's actor does not say where its server is.
+        """
+        urls = _urls(self._handles or (), self._settings.timeout_seconds)
+        if not urls:
+            raise FailedPrecondition(
+                f"none of {len(self._handles or ())} engines has a server that could be updated",
+                fix="have connect_rollout_engines called, with engines that are up, before update_weights",
+            )
+        return {url: self._server(url) for url in urls}
 
     def _server(self, url: str) -> SglangServer:
         settings = self._settings
@@ -308,25 +327,21 @@ def _trainer_actor() -> tuple[str, ModuleType]:
     )
 
 
-def _shards(chunk: Any) -> Any:
-    """Megatron-core's own sharded state dict of a chunk, without what wraps it (DDP, Float16Module)."""
-    from megatron.core.transformer import utils
-
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    # stages with multi-token prediction do not find the group themselves
-    complete = getattr(utils, "ensure_metadata_has_dp_cp_group", lambda metadata: metadata)
-    return chunk.sharded_state_dict(metadata=complete(None))
-
-
-def _urls(engines: Sequence[Any]) -> list[str]:
+def _urls(engines: Sequence[Any], timeout: float) -> list[str]:
     """Where the servers of engines answer; a part of an engine that is on another node than its server has none."""
     asked = [
         engine.get_url.remote() if hasattr(engine, "get_url") else engine.get_topology_info.remote()
         for engine in engines
     ]
+    try:
+        answers = ray.get(asked, timeout=timeout)
+    except TimeoutError as error:  # Ray's own derives from it
+        raise DeadlineExceeded(
+            f"not all of {len(asked)} engines' actors said within {timeout:g} s where their servers are",
+            fix="see in Ray's dashboard which of them hangs",
+        ) from error
     found = []
-    for said in ray.get(asked):
+    for said in answers:
         if isinstance(said, Mapping):  # Miles
             found += [said["url"]] if said["node_rank"] == 0 else []
         elif said is not None:

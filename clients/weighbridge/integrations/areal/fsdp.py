@@ -14,6 +14,10 @@ from weighbridge.integrations.areal.updates import UpdatesByWeighbridge
 class WeighbridgeFSDPActor(UpdatesByWeighbridge, FSDPPPOActor):  # type: ignore[misc]  # AReaL is seen as untyped
     """AReaL's ``FSDPPPOActor``, with another `update_weights`."""
 
-    def hand_over(self, client: TrainerClient, model: str, **said: Any) -> PushHandle:
+    def shards(self) -> Any:
+        """The model, whose DTensors know their boxes."""
+        return self.model
+
+    def hand_over(self, client: TrainerClient, model: str, shards: Any, **said: Any) -> PushHandle:
         """Push the boxes of this rank's DTensors; nothing is gathered."""
-        return client.push_state_dict(model, self.model, **said)
+        return client.push_state_dict(model, shards, **said)

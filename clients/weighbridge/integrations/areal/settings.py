@@ -12,6 +12,10 @@ from weighbridge.errors import InvalidArgument
 from weighbridge.integrations.engine_rank.source import ModelSource
 
 MODEL, SERVER, LANE = "WEIGHBRIDGE_MODEL", "WEIGHBRIDGE_SERVER", "WEIGHBRIDGE_LANE"
+TIMEOUT = "WEIGHBRIDGE_TIMEOUT_SECONDS"
+_TIMEOUT_SECONDS = 1500.0
+_LONGEST_SECONDS = 7200.0
+"""After which the ranks of AReaL's own groups give up waiting for each other."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,13 @@ class Settings:
         source: service and model.
         run: name of the training run.
         path: AReaL's ``actor.path``: a folder, or a name on the Hub whose files this machine has.
+        timeout_seconds: within which all ranks' shards must have arrived, and then, anew, within which rollouts must have loaded them.
     """
 
     source: ModelSource
     run: str
     path: str
+    timeout_seconds: float = _TIMEOUT_SECONDS
 
     @staticmethod
     def of(config: Any, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -37,7 +43,7 @@ class Settings:
             environment: of the process.
 
         Raises:
-            InvalidArgument: no model is named, or AReaL is to update weights by NCCL.
+            InvalidArgument: no model is named, AReaL is to update weights by NCCL, or the timeout is no such number.
         """
         model = environment.get(MODEL, "")
         if not model:
@@ -51,11 +57,16 @@ class Settings:
             )
         run = f"{config.experiment_name}/{config.trial_name}"
         source = ModelSource(model, environment.get(SERVER), environment.get(LANE))
-        return Settings(source, run, config.path)
+        return Settings(source, run, config.path, _timeout(environment.get(TIMEOUT)))
 
     def hand_on(self, environment: MutableMapping[str, str]) -> None:
         """Complete the environment of a worker by what this one was told."""
-        said = {MODEL: self.source.model, SERVER: self.source.server, LANE: self.source.lane}
+        said = {
+            MODEL: self.source.model,
+            SERVER: self.source.server,
+            LANE: self.source.lane,
+            TIMEOUT: f"{self.timeout_seconds:g}",
+        }
         for name, value in said.items():
             if value is not None:
                 environment.setdefault(name, value)
@@ -68,3 +79,16 @@ class Settings:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(self.path, local_files_only=True))
+
+
+def _timeout(said: str | None) -> float:
+    try:
+        found = float(said or _TIMEOUT_SECONDS)
+    except ValueError:
+        found = 0.0
+    if not 0.0 < found < _LONGEST_SECONDS:
+        raise InvalidArgument(
+            f"{TIMEOUT} is {said!r}",
+            fix=f"seconds, less than the {_LONGEST_SECONDS:g} after which AReaL's ranks give up waiting for each other",
+        )
+    return found

@@ -6,23 +6,26 @@ engines load.
 
 from __future__ import annotations
 
+import copy
 import shutil
 import time
 import uuid
 from abc import abstractmethod
+from concurrent.futures import wait
+from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from areal.infra.platforms import current_platform
 from areal.utils import name_resolve, names
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import VersionState
-from weighbridge.errors import FailedPrecondition
-from weighbridge.integrations.areal.settings import Settings
-from weighbridge.integrations.engine_rank.agreement import ProcessGroup, agree, from_first
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from weighbridge.integrations.areal.settings import TIMEOUT, Settings
+from weighbridge.integrations.engine_rank.agreement import ProcessGroup, agree, exchange
 from weighbridge.integrations.pausing import paused
 
 _MARK_SECONDS = 120
@@ -37,6 +40,10 @@ class UpdatesByWeighbridge:
     """
 
     pushed: PushHandle | None = None
+    _able = False
+    """Whether all ranks are known to be able to push: they pushed the update before."""
+    _left: tuple[Path, ...] = ()
+    """Folders of updates that rollouts did not load; some may still be reading."""
 
     def update_weights(self: Any, meta: Any) -> None:
         """Push a version and have all rollouts load it. All ranks call it.
@@ -72,13 +79,18 @@ class UpdatesByWeighbridge:
             RanksFailed: on all ranks, if it failed on any.
         """
         ranks = ProcessGroup(self.cpu_group)
-        ticket = from_first(ranks, self._begin)
-        with self._offload_aware_context():
-            number: int = agree(ranks, "the weights were not pushed", lambda: self._push(ticket, meta))
+        able, self._able = self._able, False
+        ticket = exchange(ranks, "not all ranks can push their weights", lambda: self._begin(ranks, able))[0]
+        number: int = agree(ranks, "the weights were not pushed", lambda: self._push(ranks, ticket, meta))
+        self._able = True
         return number
 
     @abstractmethod
-    def hand_over(self, client: TrainerClient, model: str, **said: Any) -> PushHandle:
+    def shards(self) -> Any:
+        """What this rank pushes, as `hand_over` takes it."""
+
+    @abstractmethod
+    def hand_over(self, client: TrainerClient, model: str, shards: Any, **said: Any) -> PushHandle:
         """Push this rank's shards; ``said`` is what every way to push takes."""
 
     @cached_property
@@ -92,22 +104,38 @@ class UpdatesByWeighbridge:
             source.server, run=self._settings.run, lane=source.lane, retry_seconds=source.retry_seconds
         )
 
-    def _begin(self) -> str:
-        """Register the model, once; a ticket by which the ranks of this update find each other."""
-        if self.pushed is None:
-            self._client.register_model(self._settings.source.model, self._settings.hf_dir())
+    def _begin(self: Any, ranks: ProcessGroup, able: bool) -> str:
+        """Find out whether this rank can push, before the first update and after one that failed: the others would wait for it. Rank 0
+        registers the model.
+
+        Returns:
+            A ticket by which the ranks of this update find each other.
+        """
+        if not able:
+            with (
+                self._offload_aware_context()
+            ):  # before all that may fail: to onload and to offload wait for all ranks
+                settings, client = self._settings, self._client
+                self.shards()
+                if ranks.rank == 0:
+                    client.register_model(settings.source.model, settings.hf_dir())
+                else:
+                    with suppress(NotFound):  # rank 0 is registering it
+                        client.model(settings.source.model)
         return uuid.uuid4().hex
 
-    def _push(self: Any, ticket: str, meta: Any) -> int:
-        self.pushed = handle = self.hand_over(
-            self._client,
-            self._settings.source.model,
-            step=self.get_version() if meta.version is None else meta.version,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            request_id=ticket,
-        )
-        version = handle.wait(VersionState.READY)
+    def _push(self: Any, ranks: ProcessGroup, ticket: str, meta: Any) -> int:
+        with self._offload_aware_context():
+            self.pushed = handle = self.hand_over(
+                self._client,
+                self._settings.source.model,
+                self.shards(),
+                step=self.get_version() if meta.version is None else meta.version,
+                rank=ranks.rank,
+                world_size=ranks.size,
+                request_id=ticket,
+            )
+            version = handle.wait(VersionState.READY, timeout=self._settings.timeout_seconds)
         return int(version.number)
 
     def _bring(self: Any, number: int, meta: Any) -> None:
@@ -116,12 +144,43 @@ class UpdatesByWeighbridge:
             raise FailedPrecondition(
                 "AReaL does not say where rollouts read weights", fix="set actor.weight_update_mode=disk"
             )
-        shutil.rmtree(meta.path, ignore_errors=True)  # left by an update that failed
+        deadline = time.monotonic() + self._settings.timeout_seconds
+        # engines may still read the folder of a try that failed
+        folder = Path(f"{meta.path}-{uuid.uuid4().hex[:8]}")
+        self._download(number, folder, deadline)
+        self._left += (folder,)
+        ours = copy.copy(meta)
+        ours.path = str(folder)
+        self._load(ours, deadline)
+        *left, _ = self._left  # AReaL removes what it has loaded
+        self._left = ()
+        for each in left:
+            shutil.rmtree(each, ignore_errors=True)
+
+    def _download(self: Any, number: int, folder: Path, deadline: float) -> None:
+        def check(*_: int) -> None:
+            if time.monotonic() > deadline:
+                raise self._too_late("download the version")
+
         source = self._settings.source
-        with source.connect() as client:
-            client.export(source.model, number, meta.path)
+        try:
+            with source.connect() as client:
+                client.export(source.model, number, folder, on_progress=check)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _load(self: Any, meta: Any, deadline: float) -> None:
         engine, config = self.rollout_engine, self.config
         saved = names.update_weights_from_disk(config.experiment_name, config.trial_name, self.get_version())
         with paused(engine.pause_generation, engine.continue_generation):
             name_resolve.add(saved, str(time.time()), keepalive_ttl=_MARK_SECONDS, replace=True)
-            engine.update_weights_from_disk(meta).result()
+            loading = engine.update_weights_from_disk(meta)
+            if not wait([loading], max(deadline - time.monotonic(), 0.0)).done:
+                raise self._too_late("load the version")
+            loading.result()
+
+    def _too_late(self: Any, what: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"it took longer than {self._settings.timeout_seconds:g} s to {what}", fix=f"raise {TIMEOUT}"
+        )

@@ -1,0 +1,38 @@
+"""Shards of Megatron's model chunks as training holds them: wrapped, and one chunk for each virtual pipeline stage of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def sharded_chunks(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Megatron-core's own sharded state dict of each of a rank's chunks, without what wraps it (DDP, Float16Module).
+
+    Returns:
+        They by ``model0``, ``model1`` and so on, as `TrainerClient.push` takes them.
+    """
+    from megatron.core import parallel_state
+
+    if len(chunks) == 1:
+        return {"model0": _sharded(chunks[0])}
+    # keys of releases whose chunks do not know their virtual stage depend on which one the process is told it is at
+    stage_before = parallel_state.get_virtual_pipeline_model_parallel_rank()
+    found = {}
+    try:
+        for stage, chunk in enumerate(chunks):
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+            found[f"model{stage}"] = _sharded(chunk)
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(stage_before)
+    return found
+
+
+def _sharded(chunk: Any) -> Any:
+    from megatron.core.transformer import utils
+
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    # stages with multi-token prediction do not find the group themselves
+    complete = getattr(utils, "ensure_metadata_has_dp_cp_group", lambda metadata: metadata)
+    return chunk.sharded_state_dict(metadata=complete(None))
