@@ -24,7 +24,7 @@ from tests.support.killable_service import KillableService
 from tests.support.vllm_environment import PYTHON, environment, needs_vllm
 from tests.support.waiting import eventually
 from tests.support.word_models import PROMPT, TOKENS, make_folder, said_by_transformers
-from weighbridge import TrainerClient
+from weighbridge import TrainerClient, VersionFailed, VersionState
 from weighbridge_demo.vllm_server import EAGER, Answer, VllmServer
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(900)]
@@ -147,6 +147,13 @@ def nbytes(place: Place) -> int:
     return sum(file.stat().st_size for file in (place.folders / "1").glob("*.safetensors"))
 
 
+def opened(place: Place) -> set[int]:
+    """Versions that are being pushed."""
+    with TrainerClient(place.service.address) as client:
+        found = client.versions(MODEL, include_invisible=True)
+    return {each.number for each in found if each.state in (VersionState.OPEN, VersionState.RECEIVING)}
+
+
 def versions(place: Place) -> list[int]:
     with TrainerClient(place.service.address) as client:
         return [version.number for version in client.versions(MODEL)]
@@ -202,11 +209,7 @@ def test_a_service_that_is_killed_in_the_middle_is_said_on_all_ranks_and_the_nex
     for rank in place.ranks:
         rank.begin("send")
 
-    def is_pushing() -> bool:
-        with TrainerClient(place.service.address) as client:
-            return any(not each.state.visible for each in client.versions(MODEL, include_invisible=True))
-
-    eventually(is_pushing)
+    eventually(lambda: opened(place))
     place.service.kill()
     gate.touch()
     said = place.failures()
@@ -236,10 +239,21 @@ def test_a_rank_that_does_not_know_what_it_holds_is_named_on_all_and_the_next_se
 def test_a_version_that_a_killed_trainer_has_left_open_is_in_nobody_s_way(place: Place) -> None:
     place.connect(ranks=RANKS)
     tensor = next(iter(load_file(place.folders / "1" / "model.safetensors").items()))
-    with TrainerClient(place.service.address) as killed:
-        killed.push_gathered(MODEL, [tensor], step=1, rank=0, world_size=RANKS, held=[tensor[0]])
-        place.send()
-        place.check()
+    before = opened(place)
+    with TrainerClient(place.service.address) as killed, ThreadPoolExecutor(1) as pool:
+        push = pool.submit(
+            killed.push_gathered, MODEL, [tensor], step=1, rank=0, world_size=RANKS, held=[tensor[0]]
+        )
+        eventually(lambda: opened(place) > before)
+        [left] = opened(place) - before
+        try:
+            place.send()
+            assert left in opened(place)
+        finally:
+            killed.abort(MODEL, left)
+        with pytest.raises(VersionFailed):
+            push.result().report()
+    place.check()
 
 
 def test_an_update_whose_start_was_not_answered_is_ended_and_the_next_send_works(place: Place) -> None:
