@@ -153,6 +153,22 @@ def test_ranks_that_hold_different_tensors_push_each_once(
     assert all("model.norm.weight" in text for text in said)
 
 
+def test_the_last_pipeline_stage_may_be_given_the_head_that_is_tied_to_the_first_one_s_embedding(
+    service: RunningService, tmp_path: Path
+) -> None:
+    name = "tests/held-tied"
+    config = tiny_config("qwen3", tied=True, **LARGE)
+    register(service, name, config, tmp_path)
+    state = dict(tiny_model(config, seed=5).state_dict())
+    is_first = {key: ".layers.0." in key or "embed" in key for key in state}
+    stages = [{key: state[key] for key in state if is_first[key] == first} for first in (True, False)]
+    assert "lm_head.weight" in stages[1]
+    number, _ = push_all(service, name, [Gathering(each) for each in stages], lane="grpc", hold=True)
+    found = pulled(service, name, number)
+    assert found.keys() == state.keys() - {"lm_head.weight"}
+    assert all(torch.equal(tensor, state[key]) for key, tensor in found.items())
+
+
 @pytest.mark.parametrize("lane", ["local", "grpc"])
 def test_a_tensor_is_let_go_of_before_the_next_one_is_asked_for(
     service: RunningService, tmp_path: Path, lane: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.support import jobs
 from tests.support.gate import Gate
@@ -22,7 +24,7 @@ from tests.support.killable_service import KillableService
 from tests.support.vllm_environment import PYTHON, environment, needs_vllm
 from tests.support.waiting import eventually
 from tests.support.word_models import PROMPT, TOKENS, make_folder, said_by_transformers
-from weighbridge import TrainerClient
+from weighbridge import TrainerClient, VersionFailed, VersionState
 from weighbridge_demo.vllm_server import EAGER, Answer, VllmServer
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(900)]
@@ -145,6 +147,13 @@ def nbytes(place: Place) -> int:
     return sum(file.stat().st_size for file in (place.folders / "1").glob("*.safetensors"))
 
 
+def opened(place: Place) -> set[int]:
+    """Versions that are being pushed."""
+    with TrainerClient(place.service.address) as client:
+        found = client.versions(MODEL, include_invisible=True)
+    return {each.number for each in found if each.state in (VersionState.OPEN, VersionState.RECEIVING)}
+
+
 def versions(place: Place) -> list[int]:
     with TrainerClient(place.service.address) as client:
         return [version.number for version in client.versions(MODEL)]
@@ -200,11 +209,7 @@ def test_a_service_that_is_killed_in_the_middle_is_said_on_all_ranks_and_the_nex
     for rank in place.ranks:
         rank.begin("send")
 
-    def is_pushing() -> bool:
-        with TrainerClient(place.service.address) as client:
-            return any(not each.state.visible for each in client.versions(MODEL, include_invisible=True))
-
-    eventually(is_pushing)
+    eventually(lambda: opened(place))
     place.service.kill()
     gate.touch()
     said = place.failures()
@@ -215,8 +220,61 @@ def test_a_service_that_is_killed_in_the_middle_is_said_on_all_ranks_and_the_nex
     place.send()
 
 
-def test_an_engine_that_cannot_fetch_says_so_in_its_own_words_and_the_next_send_works(place: Place) -> None:
+def test_a_rank_that_does_not_know_what_it_holds_is_named_on_all_and_the_next_send_works(
+    place: Place,
+) -> None:
+    place.connect(ranks=RANKS, stages=True)
+    had = versions(place)
+    place.ask("forget", rank=1)
+    for rank in place.ranks:
+        rank.begin("send")
+    first, second = place.failures()
+    assert "rank 1: RuntimeError: what this rank holds is not known" in first
+    assert "what this rank holds is not known" in second
+    assert versions(place) == had
+    place.ask("forget", rank=None)
+    place.send()
+
+
+def test_a_version_that_a_killed_trainer_has_left_open_is_in_nobody_s_way(place: Place) -> None:
+    place.connect(ranks=RANKS)
+    tensor = next(iter(load_file(place.folders / "1" / "model.safetensors").items()))
+    before = opened(place)
+    with TrainerClient(place.service.address) as killed, ThreadPoolExecutor(1) as pool:
+        push = pool.submit(
+            killed.push_gathered, MODEL, [tensor], step=1, rank=0, world_size=RANKS, held=[tensor[0]]
+        )
+        eventually(lambda: opened(place) > before)
+        [left] = opened(place) - before
+        try:
+            place.send()
+            assert left in opened(place)
+        finally:
+            killed.abort(MODEL, left)
+        with pytest.raises(VersionFailed):
+            push.result().report()
+    place.check()
+
+
+def test_an_update_whose_start_was_not_answered_is_ended_and_the_next_send_works(place: Place) -> None:
     place.connect()
+    expected = place.new_weights()
+    place.ask("lose", on=True)
+    for rank in place.ranks:
+        rank.begin("send")
+    sender, _ = place.failures()
+    assert "did not answer start_weight_update: the answer is lost" in sender
+    place.check()
+    place.ask("lose", on=False)
+    place.ask("send")
+    place.expected = expected
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_an_engine_that_cannot_fetch_says_so_in_its_own_words_and_the_next_send_works(
+    place: Place, ranks: int
+) -> None:
+    place.connect(ranks=ranks)
     expected = place.new_weights()
     place.gate.cut_after(100_000)
     for rank in place.ranks:
@@ -224,7 +282,11 @@ def test_an_engine_that_cannot_fetch_says_so_in_its_own_words_and_the_next_send_
     sender, other = place.failures()
     assert "the engine refused /update_weights" in sender
     assert place.gate.address in sender
-    assert other == ""
+    if ranks == RANKS:
+        assert "rank 0: the engine refused /update_weights" in other
+        assert place.gate.address in other
+    else:
+        assert other == ""
     place.check()
     place.gate.open()
     place.ask("send")
@@ -232,7 +294,8 @@ def test_an_engine_that_cannot_fetch_says_so_in_its_own_words_and_the_next_send_
 
 
 def test_engines_that_do_not_answer_are_named(place: Place) -> None:
-    told = {"model": MODEL, "server": place.service.address}
-    sender = place.ranks[0]
-    with pytest.raises(JobFailed, match=r"did not answer init_weight_transfer_engine: .*127\.0\.0\.1"):
-        sender.ask("connect", url="http://127.0.0.1:9", said=told, stages=False)
+    told = {"model": MODEL, "server": place.service.address, "ranks": RANKS}
+    for rank in place.ranks:
+        rank.begin("connect", url="http://127.0.0.1:9", said=told, stages=False)
+    for said in place.failures():
+        assert re.search(r"did not answer init_weight_transfer_engine: .*127\.0\.0\.1", said)

@@ -26,6 +26,7 @@ from weighbridge import (
 )
 from weighbridge.integrations import weight_updates
 from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.trl import WeighbridgeTransfer
 from weighbridge.integrations.weight_updates import TICKET, Update, UpdateReceiver, UpdateSender
 
 MODEL = "tests/updates"
@@ -74,6 +75,16 @@ def send(source: ModelSource, update: Update, of_ranks: list[Weights], step: int
 async def received(source: ModelSource, update: Update, within: float = 60) -> dict[str, Tensor]:
     receiver = UpdateReceiver(source, timeout=within)
     return {name: tensor.clone() async for name, tensor in receiver.receive(update, CPU, lambda: False)}
+
+
+def test_what_ranks_gather_together_is_taken_to_the_end_if_the_training_step_cannot_be_told() -> None:
+    def step() -> int:
+        raise AttributeError("there is no trainer yet")
+
+    weights = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
+    with pytest.raises(AttributeError, match="no trainer"):
+        WeighbridgeTransfer(MODEL, [], "127.0.0.1:9", step=step).send_weights(weights)
+    assert list(weights) == []
 
 
 def test_workers_that_wait_get_the_update_that_they_were_told_of(

@@ -31,6 +31,7 @@ class Source(ModuleSource):
 
     rank = 0
     until = misnamed = ""
+    is_unsure = False
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         for index, (name, tensor) in enumerate(super().__iter__()):
@@ -41,11 +42,30 @@ class Source(ModuleSource):
     def given(self, _name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor
 
+    def held_names(self) -> Any:
+        if self.is_unsure:
+            raise RuntimeError("what this rank holds is not known")
+        return self.held()
+
+    def held(self) -> Any:
+        return super().held_names()
+
+
+class Client(HTTPVLLMWeightSyncClient):
+    """vLLM's own, which can lose the answer to the start of an update."""
+
+    loses = False
+
+    def start_weight_update(self, *arguments: Any) -> None:
+        super().start_weight_update(*arguments)
+        if self.loses:
+            raise ConnectionError("the answer is lost")
+
 
 class Stages(Source):
     """One of two pipeline stages: a rank holds every second layer; the first one holds all else."""
 
-    def held_names(self) -> set[str]:
+    def held(self) -> set[str]:
         return {meta.name for meta in self.metadata() if self._stage(meta.name) == self.rank}
 
     def given(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -74,9 +94,10 @@ class Rank:
         """As a user of vLLM's factory writes it."""
         self._source = (Stages if stages else Source)(self._model)
         self._source.rank = self._rank
+        self._client = Client(url)
         self._engine = WeightTransferTrainerFactory.trainer_init(
             WeighbridgeTrainerInitInfo(rank=self._rank, **said),
-            client=HTTPVLLMWeightSyncClient(url),
+            client=self._client,
             source=self._source,
         )
 
@@ -96,6 +117,14 @@ class Rank:
     def misname(self, name: str) -> None:
         """Give a tensor a wrong name; empty for none."""
         self._source.misnamed = name
+
+    def forget(self, rank: int | None) -> None:
+        """Let one rank not know what it holds; None for none."""
+        self._source.is_unsure = rank == self._rank
+
+    def lose(self, on: bool) -> None:
+        """Lose the answers to starts of updates."""
+        self._client.loses = on
 
     def send(self) -> int | None:
         """Send the weights; how many bytes this rank has pushed, if it pushes."""

@@ -227,7 +227,8 @@ class TrainerClient(RestoringClient):
             cast: as for `push_state_dict`.
             buffer_bytes: host memory that what goes by gRPC may take; 2 MiB at the least.
             held: names of the tensors that this rank is given, where the ranks are given different ones, as by pipeline or expert parallelism; of
-                a tensor that several are given, the whole is pushed by one of them, and not compared.
+                a tensor that several are given, the whole is pushed by one of them, and not compared; nor is a copy of a tied tensor on a rank
+                that is not given that one.
             options: as for `push`.
 
         Raises:

@@ -121,7 +121,7 @@ class GatheredShards:
         self._casts: dict[str, bool] = {}
         self._found: set[str] = set()
         self._problems: list[Misfit] = []
-        self._ties = _Ties(model, rank, ranks)
+        self._ties = _Ties(model, self._expected, rank, ranks)
 
     @property
     def casts(self) -> tuple[int, int]:
@@ -211,16 +211,19 @@ class _Ties:
     """Names that the model does not have, and whether they are copies of its embedding: a head that is tied to it.
 
     Each rank compares a share of the rows, so that all together compare everything. A model that has a head beside the embedding has none that is
-    tied.
+    tied. Where the embedding is on another rank, as in the first of several pipeline stages, what has its shape is taken for a copy.
     """
 
-    def __init__(self, model: Mapping[str, TensorSpec], rank: int, ranks: int) -> None:
+    def __init__(
+        self, model: Mapping[str, TensorSpec], expected: Collection[str], rank: int, ranks: int
+    ) -> None:
         self._rank, self._ranks = rank, ranks
         # embeddings have a row for each token: more than anything else has
         tables = [spec for spec in model.values() if len(spec.shape) == 2]
         tokens = max((spec.shape[0] for spec in tables), default=0)
         longest = [spec for spec in tables if spec.shape[0] == tokens]
         self._embedding = longest[0] if len(longest) == 1 else None
+        self._elsewhere = self._embedding is not None and self._embedding.name not in expected
         self._given: _Digest | None = None
         self._unknown: list[tuple[str, _Digest | None]] = []
 
@@ -233,6 +236,8 @@ class _Ties:
         """Take note of one that it does not have."""
         if not name.endswith("inv_freq"):
             alike = self._embedding is not None and tuple(value.shape) == self._embedding.shape
+            if alike and self._elsewhere:
+                return
             self._unknown.append((name, self._digest(value) if alike else None))
 
     def unmatched(self) -> list[str]:

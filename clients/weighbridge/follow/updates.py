@@ -91,12 +91,14 @@ def apply_prepared(engines: Sequence[Engine], number: int, label: str) -> list[s
     Returns:
         What went wrong, for each of them; empty if nothing did.
     """
-    problems = [""] * len(engines)
+    problems = ["interrupted"] * len(engines)  # until a step has ended: its half may be done
     try:
-        problems = [done.problem for done in _all(engine.pause for engine in engines)]
-        if not any(problems):
-            applied = _all(partial(engine.apply, number, label) for engine in engines)
-            problems = [done.problem for done in applied]
+        ended = [done.problem for done in _all(engine.pause for engine in engines)]
+        if not any(ended):
+            ended = [
+                done.problem for done in _all(partial(engine.apply, number, label) for engine in engines)
+            ]
+        problems = ended
     finally:
         ends = _all(
             partial(_let_go_on, engine, failed=bool(problem))

@@ -17,7 +17,7 @@ from weighbridge.follow.status import label
 from weighbridge.follow.updates import Updated, update
 from weighbridge.follow.vllm import PauseMode, VllmServer
 from weighbridge.integrations.engine_rank.source import ModelSource
-from weighbridge.integrations.weight_updates import Update, UpdateSender
+from weighbridge.integrations.weight_updates import Update, UpdateSender, taken_to_the_end
 
 if TYPE_CHECKING:
     import torch
@@ -113,10 +113,12 @@ class WeighbridgeTransfer:
             VersionFailed: the version could not be completed; no server was touched.
             EngineFailed: a server could not be brought to the version, and keeps the weights that it has; says why.
         """
-        self.pushed = self._sender.send(
+        with taken_to_the_end(iterator):
+            sender, step = self._sender, None if self._step is None else self._step()
+        self.pushed = sender.send(
             Update.new(),
             iterator,
-            step=None if self._step is None else self._step(),
+            step=step,
             rank=0,
             ranks=1,
             buffer_bytes=self._buffer_bytes,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +61,17 @@ class Update:
     def new() -> Update:
         """One that nobody has been told of."""
         return Update(uuid.uuid4().hex)
+
+
+@contextmanager
+def taken_to_the_end(weights: Iterable[object]) -> Iterator[None]:
+    """If what is done meanwhile fails, take the rest of what ranks gather together: the others would wait for this one for ever."""
+    try:
+        yield
+    except Exception:
+        for _ in weights:
+            pass
+        raise
 
 
 class UpdateSender:

@@ -66,7 +66,7 @@ class Rule:
         every: how many rows of Hugging Face's tensors, along their last axis, take turns, such as those of gate and up; the
             conversion then has that axis as two, the latter of this length.
         shift: what is added to each element on the way to Hugging Face, and subtracted on the way back, such as one for a norm whose
-            weights Megatron-core has less one. A float32; the tensors are of floating-point numbers of 16 bits or more, and no vocabulary.
+            weights Megatron-core has less one. A finite float32; the tensors are of floating-point numbers of 16 bits or more, and no vocabulary. Others are refused.
         part: name of an optional part of the model, such as ``mtp``, that a checkpoint has whole or not at all; empty
             if the tensor belongs to every checkpoint.
     """

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from weighbridge._core.boxes import Box
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import InvalidArgument, LayoutError, WeighbridgeError
@@ -277,6 +279,7 @@ def _entries(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Iterator[Meg
     reached: set[Target] = set()
     megatron_shapes: dict[tuple[str, tuple[Shape, ...]], Shape] = {}
     for rule in rules:
+        _check_shift(rule)
         for layer, expert in _numbers(rule, shapes, by_kind):
             targets = tuple(_target(name, layer, expert) for name in rule.hugging_face)
             if not reached.isdisjoint(targets) or any(t.name not in shapes for t in targets):
@@ -290,6 +293,22 @@ def _entries(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Iterator[Meg
             copies = tuple(copy for copy in rule.copies if copy in shapes)
             made = rule if copies == rule.copies else replace(rule, copies=copies)
             yield MegatronTensor(_filled(rule.megatron, layer, expert), made, targets, megatron_shapes[key])
+
+
+def _check_shift(rule: Rule) -> None:
+    """Refuse a constant that trainers and conversions would not add alike: each rounds it to float32, and rows of padding are zeros."""
+    if rule.vocabulary and rule.shift:
+        raise InvalidArgument(
+            f"the weight map adds {rule.shift:g} to {rule.megatron}, which has rows of padding",
+            fix="give a rule of the vocabulary no shift",
+        )
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(rule.shift))
+    if not math.isfinite(rounded) or rounded != rule.shift:
+        raise InvalidArgument(
+            f"the weight map adds {rule.shift!r} to {rule.megatron}, which is no finite float32",
+            fix="give the rule a shift that float32 has exactly",
+        )
 
 
 def _numbers(

@@ -32,8 +32,16 @@ class Log:
 class Recording:
     """An engine that notes what it is asked for, and refuses one step."""
 
-    def __init__(self, name: str, log: Log, refuses: str = "", broken: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        log: Log,
+        refuses: str = "",
+        broken: str = "",
+        error: BaseException | None = None,
+    ) -> None:
         self.name, self.refuses, self.broken = name, refuses, broken
+        self.error = error or FailedPrecondition("made up")
         self.paused = False
         self.label_ = ""
         self._log = log
@@ -41,7 +49,7 @@ class Recording:
     def _do(self, step: str) -> None:
         self._log.add(f"{self.name} {step}")
         if step == self.refuses:
-            raise FailedPrecondition("made up")
+            raise self.error
 
     def connect(self) -> None:
         self._do("connect")
@@ -128,6 +136,17 @@ def test_one_with_half_a_version_stays_paused_and_the_others_go_on() -> None:
     engines = [Recording("a", log), Recording("b", log, refuses="apply", broken="half of it")]
     assert apply_prepared(engines, 7, "seven") == ["", "made up"]
     assert [engine.paused for engine in engines] == [False, True]
+
+
+@pytest.mark.parametrize("broken", ["half of it", ""])
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit])
+def test_a_signal_while_a_version_is_taken_leaves_the_engine_paused_if_it_has_half_of_it(
+    signal: type[BaseException], broken: str
+) -> None:
+    engine = Recording("a", Log(), refuses="apply", broken=broken, error=signal())
+    with pytest.raises(signal):
+        apply_prepared([engine], 7, "seven")
+    assert engine.paused == bool(broken)
 
 
 def test_one_that_cannot_be_told_to_go_on_is_named() -> None:

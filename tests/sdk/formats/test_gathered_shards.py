@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._formats.gathered_shards import LEAST_SHARE_BYTES, GatheredShards, _sums, share_layout
+from weighbridge._formats.gathered_shards import (
+    LEAST_SHARE_BYTES,
+    GatheredShards,
+    _sums,
+    held_layout,
+    share_layout,
+)
 from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.passing_chunks import PassingChunks
 from weighbridge._formats.push_sources import Bytes, StagingPool, StreamSource
@@ -169,6 +175,34 @@ def test_a_head_is_tied_only_if_each_of_its_bits_is_the_embedding_s(device: str,
     swapped[[10, 11]] = swapped[[11, 10]]
     assert problems(swapped) == ["head: the model has no such tensor"]
     assert problems(embedding.float()) == ["head: the model has no such tensor"] * ranks
+
+
+def test_a_tied_head_passes_where_the_embedding_is_on_another_rank_and_nothing_else_does() -> None:
+    specs = [
+        TensorSpec("embed", dtypes.parse("fp32"), (11, 3)),
+        TensorSpec("norm", dtypes.parse("fp32"), (3,)),
+    ]
+    model = TensorForms({spec.name: spec for spec in specs})
+    embedding, norm = torch.randn(11, 3), torch.randn(3)
+
+    def problems(**given: torch.Tensor) -> list[str]:
+        stream = held_layout(model, given)
+        weights = iter(given.items())
+        shards = GatheredShards(
+            weights, model, stream, rank=0, ranks=1, cast="allow", expected=stream.tensors
+        )
+        try:
+            passed = [index for part in shards.parts() for index in part.indexes]
+        except LayoutError as error:
+            return list(error.details)
+        assert sorted(passed) == list(range(len(stream.placements)))
+        return []
+
+    unknown = "head: the model has no such tensor"
+    assert problems(norm=norm, head=embedding) == []
+    assert problems(norm=norm, head=embedding[:5]) == [unknown]
+    assert problems(embed=embedding, head=embedding.clone()) == []
+    assert problems(embed=embedding, head=embedding + 1) == [unknown]
 
 
 def test_a_digest_of_a_tensor_does_not_depend_on_where_it_lies() -> None:

@@ -174,6 +174,31 @@ def test_constants_are_added_to_floating_point_numbers_only() -> None:
     assert "adds 0.5 to its elements" in error.value.details[0]
 
 
+@pytest.mark.parametrize("shift", [0.1, 1e39, float("inf"), float("nan")])
+def test_constants_that_are_no_finite_float32_are_refused_by_name(shift: float) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"to decoder\.final_layernorm\.weight, which is no finite float32"
+    ):
+        Bridge(_llama_with(r"decoder.final_layernorm.weight", shift))
+
+
+def test_a_constant_that_would_be_added_to_padding_is_refused() -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"to embedding\.word_embeddings\.weight, which has rows of padding"
+    ):
+        Bridge(_llama_with("embedding.word_embeddings.weight", 1.0))
+
+
+def _llama_with(name: str, shift: float) -> Llama:
+    class Shifted(Llama):
+        def rules(self) -> list[Rule]:
+            rules = super().rules()
+            assert any(rule.megatron == name for rule in rules)
+            return [replace(rule, shift=shift) if rule.megatron == name else rule for rule in rules]
+
+    return Shifted(json.loads(tiny_config("llama", tied=False).to_json_string()))
+
+
 def test_a_constant_tells_a_model_from_the_same_without_it() -> None:
     config = tiny_config("llama", tied=False).to_json_string().encode()
 

@@ -16,7 +16,6 @@ from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngin
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.utils.ray_utils import auto_await
 
-from weighbridge._clients.engine import EngineClient
 from weighbridge._core.resources import REF_LIVE, Version
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.source import ModelSource
@@ -35,7 +34,8 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
         super().__init__(config, actor_wg, replicas)
         said = config.engine_kwargs.get(NAME, {})
-        self._source = ModelSource(said.get("model", ""), said.get("server"), said.get("lane"))
+        keys = "server", "lane", "retry_seconds"
+        self._source = ModelSource(said.get("model", ""), **{key: said[key] for key in keys if key in said})
         self._slices = said.get("mode", "tensors") == "slices"
 
     @auto_await  # type: ignore[untyped-decorator]  # verl is seen as untyped
@@ -87,7 +87,7 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
         return found
 
     def _version(self, version: str | int) -> Version:
-        with EngineClient(self._source.server) as client:
+        with self._source.connect() as client:
             return client.version(self._source.model, version)
 
     async def _bring(

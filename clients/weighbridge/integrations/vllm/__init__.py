@@ -19,18 +19,32 @@ May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and 
 
 from __future__ import annotations
 
+import logging
+
 NAME = "weighbridge"
 """Of the load format, and of the weight-transfer backend."""
 
 
 def register() -> None:
-    """Make the load format and the transfer engine known to vLLM. Calling it again changes nothing."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    """Make the load format and the transfer engine known to vLLM. Calling it again changes nothing.
 
-    from weighbridge.integrations.vllm import startup
+    A vLLM that has other names than the releases that are known is left as it is, and the log says so: an error would end it, though nobody may
+    want weighbridge there.
+    """
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if NAME not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            NAME, "weighbridge.integrations.vllm.transfer", "WeighbridgeTransferEngine"
+        from weighbridge.integrations.vllm import startup
+
+        if NAME not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(
+                NAME, "weighbridge.integrations.vllm.transfer", "WeighbridgeTransferEngine"
+            )
+        startup.install()
+    except (ImportError, AttributeError) as error:
+        import vllm
+
+        release = getattr(vllm, "__version__", "of an unknown release")
+        logging.getLogger(f"vllm.plugins.{__name__}").warning(
+            "weighbridge does not work in vLLM %s, which goes on without it: %s", release, error
         )
-    startup.install()

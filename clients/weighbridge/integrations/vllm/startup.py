@@ -36,9 +36,9 @@ def install() -> None:
 
     if hasattr(EngineArgs, _MARK):
         return
-    setattr(EngineArgs, _MARK, True)
     _register_loader()
     remember_configurations()
+    setattr(EngineArgs, _MARK, True)
     made, configured = EngineArgs.__post_init__, EngineArgs.create_engine_config
 
     def post_init(self: Any) -> None:

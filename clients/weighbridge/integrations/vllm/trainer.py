@@ -5,12 +5,14 @@ Importing it registers it with vLLM's ``WeightTransferTrainerFactory``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -20,9 +22,12 @@ from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge.follow.engines import EngineFailed
 from weighbridge.follow.status import label
 from weighbridge.follow.vllm import refused
+from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, RanksFailed, agree
 from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.integrations.vllm import NAME
-from weighbridge.integrations.weight_updates import UpdateSender
+from weighbridge.integrations.weight_updates import Update, UpdateSender, taken_to_the_end
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -37,7 +42,8 @@ class WeighbridgeTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM
         dtype: that it is registered with, such as ``bf16``; by default what the folder says.
         run: name of the training run; part of the versions' lineage.
         ranks: how many of the trainer's ranks push. With 1 rank 0 does, and what the others gather is let go. With all of them each pushes its
-            share of each tensor, which is then given to all; or the tensors that the source's ``held_names`` names.
+            share of each tensor, which is then given to all; or the tensors that the source's ``held_names`` names. If torch.distributed has as
+            many ranks, what one of them raises is raised on all; if not, each raises its own, and they find each other by the number of the send.
         cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
         buffer_bytes: host memory of a rank that what goes by gRPC may take.
@@ -77,6 +83,8 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self.pushed: PushHandle | None = None
         self._info = init_info
+        self._sent = 0
+        self._ranks = _those_that_push(init_info.ranks)
         where = ModelSource(init_info.model, init_info.server, init_info.lane, init_info.retry_seconds)
         self._sender = UpdateSender(where, run=init_info.run, cast=init_info.cast)
 
@@ -90,25 +98,15 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
             InvalidArgument: there is no source.
             EngineFailed: the engines refuse it; says why.
             NotFound: the model is not registered.
+            RanksFailed: one of these, on another rank; says which.
         """
         if source is None:
             raise InvalidArgument(
                 f"the backend {NAME} sends a WeightSource", fix="give one: source=ModuleSource(model)"
             )
         engine = cls(init_info, client=client, source=source)
-        if init_info.is_sender:
-            if init_info.hf_dir is not None:
-                engine._sender.register(init_info.hf_dir, init_info.dtype)
-            said = {
-                "server": init_info.engine_server or init_info.server,
-                "model": init_info.model,
-                "lane": init_info.lane,
-            }
-            engine._ask(
-                "init_weight_transfer_engine", {key: each for key, each in said.items() if each is not None}
-            )
-        elif init_info.rank < init_info.ranks:
-            engine._sender.wait_registered(init_info.retry_seconds)
+        if init_info.rank < init_info.ranks:
+            engine._together(engine._introduce)
         return engine
 
     def send_weights(self) -> None:
@@ -120,28 +118,74 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
             As `TrainerClient.push_gathered`, and:
             VersionFailed: the version could not be completed; no engine was touched.
             EngineFailed: the engines could not be brought to it, and keep the weights that they have; says why.
+            RanksFailed: one of these, on another rank; says which.
         """
-        info = self._info
-        if info.rank >= info.ranks:
+        if self._info.rank >= self._info.ranks:
             for _ in self.source:
                 pass
             return
-        self.pushed = self._sender.send(
-            None,
-            self._given(),
-            step=None,
-            rank=info.rank,
-            ranks=info.ranks,
-            buffer_bytes=info.buffer_bytes,
-            held=None if info.ranks == 1 else self.source.held_names(),
+        self._sent += (
+            1  # before anything can fail: ranks that cannot tell each other an update find each other by it
         )
-        version = self.pushed.wait(VersionState.READY)
-        if self.is_sender:
-            self._bring(version.number)
+        with taken_to_the_end(self.source):
+            held = self._together(self._held)
+            update = self._update()
+        number = self._together(partial(self._push, update, held))
+        self._together(partial(self._bring, number))
 
     def shutdown(self) -> None:
         """End the connection to the service."""
         self._sender.close()
+
+    def _together(self, step: Callable[[], T]) -> T:
+        """What a step gives on this rank. If it fails on one of those that push, all raise, if they can tell each other; that one its own error."""
+        if self._ranks is None:
+            return step()
+        try:
+            return agree(self._ranks, "another rank of the trainer has failed", step)
+        except RanksFailed as failed:
+            raised = failed.__cause__ or failed
+        raise raised
+
+    def _introduce(self) -> None:
+        """Tell engines where versions will come from, or wait until rank 0 has registered the model."""
+        info = self._info
+        if not info.is_sender:
+            self._sender.wait_registered(info.retry_seconds)
+            return
+        if info.hf_dir is not None:
+            self._sender.register(info.hf_dir, info.dtype)
+        said = {"server": info.engine_server or info.server, "model": info.model, "lane": info.lane}
+        self._ask(
+            "init_weight_transfer_engine", {key: each for key, each in said.items() if each is not None}
+        )
+
+    def _held(self) -> Collection[str] | None:
+        """Names of the tensors that this rank is given; None if all are given all."""
+        return None if self._info.ranks == 1 else self.source.held_names()
+
+    def _update(self) -> Update | None:
+        """The update that this send is, as rank 0 says on all ranks; None if it cannot. A restarted trainer would find a version of its number."""
+        mine = Update.new() if self.is_sender else None
+        if self._info.ranks == 1:
+            return mine
+        if self._ranks is None:
+            return None
+        return next(filter(None, self._ranks.all_gather_object(mine)), None)
+
+    def _push(self, update: Update | None, held: Collection[str] | None) -> int:
+        """The number of the version, once it is ready."""
+        info = self._info
+        self.pushed = self._sender.send(
+            update,
+            self._given(),
+            step=self._sent,
+            rank=info.rank,
+            ranks=info.ranks,
+            buffer_bytes=info.buffer_bytes,
+            held=held,
+        )
+        return self.pushed.wait(VersionState.READY).number
 
     def _given(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that this rank is given; in the place of those that others hold, a source has None."""
@@ -150,10 +194,13 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
                 yield name, tensor
 
     def _bring(self, number: int) -> None:
-        self._ask("start_weight_update")
+        """Have engines take the version, if this is rank 0."""
+        if not self.is_sender:
+            return
         try:
+            self._ask("start_weight_update")
             self._ask("update_weights", {"version": number})
-        except BaseException:
+        except BaseException:  # a start whose answer was lost has begun, too
             with suppress(EngineFailed):  # vLLM wants it before the next update, and raises
                 self._ask("finish_weight_update")
             raise
@@ -163,6 +210,12 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         call: Callable[..., None] = getattr(self.client, method)
         with _said_by_engines(method):
             call(*arguments)
+
+
+def _those_that_push(ranks: int) -> Ranks | None:
+    """The ranks that push, if there are several and torch.distributed has exactly them."""
+    known = ranks > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() == ranks
+    return ProcessGroup() if known else None
 
 
 @contextmanager
