@@ -17,11 +17,9 @@ from weighbridge._core import dtypes
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.layouts import Layout, Placement
 from weighbridge._formats.push_counts import encodings_of
-from weighbridge._formats.shifts import shifted
+from weighbridge._formats.shifts import NO_SHIFTS, Shifts, shifted
 from weighbridge._formats.tensor_stream import (
-    NO_SHIFTS,
     Ranges,
-    Shifts,
     check_size,
     copy_out,
     with_shift,

@@ -8,12 +8,18 @@ leave different ones on different machines.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 from numpy.typing import NDArray
 
 from weighbridge._core.dtypes import DType
 
 Bytes = NDArray[np.uint8]
+Shifts = Mapping[str, float]
+"""What is added to each element of some tensors, by their names."""
+NO_SHIFTS: Shifts = MappingProxyType({})
 _SIGNIFICAND_CUT = 16
 """Bits by which the significand of a float32 is longer than that of a bfloat16."""
 

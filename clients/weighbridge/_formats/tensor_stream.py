@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
-from weighbridge._formats.shifts import shifted
+from weighbridge._formats.shifts import NO_SHIFTS, Shifts, shifted
 from weighbridge.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
 
 Ranges = Sequence[tuple[int, int]]
 """Parts of a stream, sorted and disjoint: the first byte of each and one past its last."""
-
-Shifts = Mapping[str, float]
-"""What is added to each element of some tensors of a stream, by their names."""
-NO_SHIFTS: Shifts = MappingProxyType({})
 
 
 def copy_out(

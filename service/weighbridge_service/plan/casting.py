@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, TensorSpec
-from weighbridge._formats.shifts import shifted
+from weighbridge._formats.shifts import NO_SHIFTS, Shifts, shifted
 from weighbridge._transport.pieces import Buffer
 from weighbridge.errors import InvalidArgument
 
@@ -61,9 +60,6 @@ class _Run:
     shift: float
 
 
-_NO_SHIFTS: Mapping[str, float] = MappingProxyType({})
-
-
 class Casting:
     """A stream and the same one cast. Rounds as ``torch.Tensor.to`` does.
 
@@ -85,7 +81,7 @@ class Casting:
         layout: Layout,
         dtype: DType | None,
         keep_in_fp32: tuple[str, ...] = (),
-        shifts: Mapping[str, float] = _NO_SHIFTS,
+        shifts: Shifts = NO_SHIFTS,
     ) -> None:
         specs = list(layout.tensors.values())
         if dtype is not None:
