@@ -7,8 +7,6 @@ the version: ``make bench-slime``. Engines are left out of both.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -73,7 +71,7 @@ def seconds(rank: int, config: Any, more: dict[str, Any], rounds: int) -> dict[s
 
 
 def measure(folder: Path, gigabytes: float, lane: str, rounds: int) -> dict[str, float]:
-    """Medians of the seconds of both ways, and of the rounds' ratios."""
+    """As `report.next_to_plain`."""
     config = config_of(gigabytes)
     config.save_pretrained(folder / "hf")
     nbytes = _EMBEDDING_BYTES + config.num_hidden_layers * _LAYER_BYTES
@@ -81,13 +79,7 @@ def measure(folder: Path, gigabytes: float, lane: str, rounds: int) -> dict[str,
         settings = {"model": MODEL, "server": service.grpc, "lane": lane}
         more = {"weighbridge": settings, "hf_checkpoint": str(folder / "hf")}
         of_ranks = run_ranks(PARALLEL, seconds, config, more, rounds + 1, timeout=600)
-    # the first round makes memory for versions
-    ways = {way: each[1:] for way, each in of_ranks[0].items()}  # barriers make the ranks' figures one
-    ratios = [adapter / plain for adapter, plain in zip(ways["adapter"], ways["plain"], strict=True)]
-    return {
-        **{way: statistics.median(each) for way, each in ways.items()},
-        "ratio": statistics.median(ratios),
-    }
+    return report.next_to_plain(of_ranks)
 
 
 def _parse() -> argparse.Namespace:
@@ -116,7 +108,7 @@ def main() -> None:
                 flush=True,
             )
     if args.json:
-        args.json.write_text(json.dumps({"machine": report.machine(), "cases": cases}, indent=1))
+        report.write_json(args.json, cases=cases)
 
 
 if __name__ == "__main__":
