@@ -21,6 +21,7 @@ from benchmarks import processes, report
 from benchmarks.vllm_updates import write_version
 from tests.support import areal_jobs, jobs, trl_environment, verl_jobs
 from tests.support.vllm_environment import environment
+from weighbridge import Retention, TrainerClient
 
 MODEL = "bench/policy"
 Seconds = list[dict[str, list[float]]]
@@ -72,7 +73,6 @@ def _of_trainer(how: str) -> Callable[[Work], Seconds]:
 
 
 def _of_areal(work: Work) -> Seconds:
-    areal_jobs.write_tokenizer(work.hf)
     with (
         areal_jobs.areal_engine() as engine,
         areal_jobs.areal_job(work.folder, work.server, MODEL, [engine], work.lane) as job,
@@ -95,9 +95,16 @@ def measure(framework: str, folder: Path, gigabytes: float, lane: str, rounds: i
     hf = folder / "hf"
     if not hf.exists():
         write_version(hf, gigabytes, 1)
+        areal_jobs.write_tokenizer(hf)
     nbytes = (hf / "model.safetensors").stat().st_size
-    budget = ("--memory-budget", str(3 * nbytes))
-    with processes.service(folder / framework / lane, nbytes, *budget) as service:
+    options = ("--memory-budget", str(3 * nbytes), "--collect-every", "5")
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as store,
+        processes.service(Path(store), nbytes, *options) as service,
+    ):
+        with TrainerClient(service.grpc) as admin:
+            admin.register_model(MODEL, hf)
+            admin.set_retention(MODEL, Retention(keep_last=1))  # the disk need not hold all rounds
         found = FRAMEWORKS[framework][1](Work(folder, service.grpc, hf, lane, rounds + 1))
     return {"ranks": len(found), **report.next_to_plain(found)}
 
