@@ -239,7 +239,7 @@ def test_a_version_that_a_killed_trainer_has_left_open_is_in_nobody_s_way(place:
         push = pool.submit(
             killed.push_gathered, MODEL, [tensor], step=1, rank=0, world_size=RANKS, held=[tensor[0]]
         )
-        eventually(lambda: opened(place) > before)
+        eventually(lambda: opened(place) - before)  # one of before may end meanwhile
         [left] = opened(place) - before
         try:
             place.send()
