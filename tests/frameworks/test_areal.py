@@ -136,9 +136,9 @@ def test_a_service_that_is_killed_in_the_middle_of_an_update_is_told_of_and_the_
     place.job.begin("update", version=place.version)
     eventually(Path(f"{held}.waiting").exists)
     with TrainerClient(place.service.address) as client:
-        # what rank 0 has not yet declared it would declare to the next service
+        # what rank 0 has not yet sealed it would push to the next service
         eventually(
-            lambda: client.versions(MODEL, include_invisible=True)[0].waits_for == ("rank 1 to declare",)
+            lambda: "rank 1 to push and seal" in client.versions(MODEL, include_invisible=True)[0].waits_for
         )
     place.service.kill()
     place.service.start()
