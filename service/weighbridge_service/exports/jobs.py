@@ -35,8 +35,8 @@ from weighbridge_service.exports.folders import (
     check_own,
     free_name,
     inside,
-    own_name,
     overlap,
+    own_name,
     partial_folder,
     sweep,
 )
