@@ -37,9 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Let interrupts interrupt what tests start, also where these tests run in the background: shells let such jobs ignore them."""
+    """Let interrupts interrupt what tests start, also where these tests run in the background: shells let such jobs ignore them.
+
+    Files of tests import megatron-core, which has small functions compiled where they are defined: torch would import its compiler.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -65,7 +69,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what has been imported out of garbage collection: full collections go through what tests make, and not all of torch."""
+    """Leave what has been imported out of garbage collection: full collections go through what tests make, and not all of torch.
+
+    What tests compile is compiled.
+    """
+    del os.environ["TORCHDYNAMO_DISABLE"]
     gc.collect()
     gc.freeze()
 
