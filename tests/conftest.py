@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,19 +37,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Let interrupts interrupt what tests start, also where these tests run in the background: shells let such jobs ignore them.
-
-    Files of tests import megatron-core, which has small functions compiled where they are defined: torch would import its compiler.
-    """
+    """Let interrupts interrupt what tests start, also where these tests run in the background: shells let such jobs ignore them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files whose tests are not fast, before they import what they need."""
     is_test = collection_path.name.startswith("test_")
     return True if config.getoption("fast") and is_test and not is_fast_file(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import files of tests without collecting garbage in between, and without torch's compiler.
+
+    megatron-core has small functions compiled where they are defined. What tests define is compiled where they ask for it.
+    """
+    gc.disable()
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        return (yield)
+    finally:
+        del os.environ["TORCHDYNAMO_DISABLE"]
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -69,11 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what has been imported out of garbage collection: full collections go through what tests make, and not all of torch.
-
-    What tests compile is compiled.
-    """
-    del os.environ["TORCHDYNAMO_DISABLE"]
+    """Leave what has been imported out of garbage collection: full collections go through what tests make, and not all of torch."""
     gc.collect()
     gc.freeze()
 

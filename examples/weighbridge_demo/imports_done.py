@@ -13,3 +13,4 @@ import os
 os.environ.pop("TORCHDYNAMO_DISABLE", None)
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -44,8 +44,8 @@ PRELOAD = (
     "weighbridge_demo.trainer_ranks",
 )
 """What the server imports before it forks."""
-_AT_LAST = "weighbridge_demo.imports_done"
-"""Imported after everything else."""
+_AT_FIRST, _AT_LAST = "weighbridge_demo.imports_begin", "weighbridge_demo.imports_done"
+"""Imported before and after everything else."""
 
 # BLAS and OpenMP would make pools of threads. megatron-core warns of everything that a CPU machine lacks, and has small
 # functions compiled where they are defined, for which torch imports its compiler: `_AT_LAST` lets ranks compile.
@@ -228,7 +228,7 @@ def _pickled(value: object) -> bytes:
 
 def start_server(preload: Sequence[str] = PRELOAD) -> None:
     """Start the process that ranks are forked from, if this process has none yet; does not wait for its imports."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, _AT_LAST])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([_AT_FIRST, *preload, _AT_LAST])
     before = {name: os.environ.get(name) for name in _SERVER_ENVIRONMENT}
     _set_environment(_SERVER_ENVIRONMENT)
     try:
