@@ -14,6 +14,7 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.v1`, `weighbridge.err
 - `passing_chunks`: chunks of a stream whose shards pass by.
 - `memory_forms`: tensors that are stacked, merged or renamed in memory.
 - `dtensors`: boxes and local tensors of DTensors.
+- `flat_ranges`: ranges of flat tensors as boxes.
 - `zero3`: parameters that DeepSpeed's ZeRO-3 has partitioned.
 - `shifts`: constants that are added to elements on their way.
 - `tensor_stream`: tensors as a stream of bytes, and back.
