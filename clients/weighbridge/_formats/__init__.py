@@ -21,5 +21,6 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.v1`, `weighbridge.err
 - `push_counts`: count of the non-finite elements of a push.
 - `replica_checksums`: what a push says of shards that other ranks hold, too.
 - `push_sources`: bytes of a rank's stream while it is pushed.
+- `training`: a trainer's state besides its weights.
 - `host_slices`: slices of a version in host memory.
 """

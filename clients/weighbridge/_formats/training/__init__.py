@@ -1,0 +1,8 @@
+"""Training states: what a trainer needs besides its weights to go on from where it was.
+
+May import: what `_formats` may, and `_formats` itself.
+
+- `training_state`: the values that ranks push and are filled from, whatever their trainer.
+- `blobs`: the values of a rank that are no tensors with boxes, as bytes.
+- `stateful`: the mappings of values that a trainer gives and gets back.
+"""
