@@ -30,9 +30,7 @@ class StridedView:
     @staticmethod
     def dense(shape: Sequence[int]) -> StridedView:
         """All elements of a tensor in row-major order."""
-        return StridedView(
-            tuple(shape), tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
-        )
+        return StridedView(tuple(shape), tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))]))
 
 
 def boxes_of_range(flat: torch.Tensor, first: int, view: StridedView) -> list[tuple[Box, torch.Tensor]]:
