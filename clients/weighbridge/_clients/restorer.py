@@ -105,7 +105,7 @@ class RestoringClient(Client):
                     fix="give them the names that the model's safetensors files have",
                 )
             if isinstance(state_dict_or_module, torch.nn.Module):
-                check_not_copied(state_dict_or_module, held)
+                check_not_copied(state_dict_or_module, held.layout, held.tensors)
             return self.restore_shards(meant.model, held.layout, held.tensors, version=meant.version)
 
     def restore_shards(

@@ -1,4 +1,4 @@
-"""Reference to a version of a model: ``namespace/name@version``, or model and version apart."""
+"""Reference to a version of a model: ``namespace/name@version``, or model and version apart; and the name of its training state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from weighbridge.errors import InvalidArgument
 
+TRAINING = "training"
+"""The part of a model that holds training states, as its name has it behind a colon: ``acme/smol:training``."""
 _MOST_DIGITS = 20
+
+
+def training_of(model: str) -> str:
+    """The name of the part that holds a model's training states: ``acme/smol:training`` of ``acme/smol``, and of itself."""
+    return model if model.endswith(f":{TRAINING}") else f"{model}:{TRAINING}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from weighbridge.errors import PermissionDenied, Unauthenticated
 from weighbridge_service.access.identities import EVERYBODY, Identity
-from weighbridge_service.access.scopes import ALL, WITH_REF, Scope, Verb
+from weighbridge_service.access.scopes import ALL, WITH_REF, Scope, Verb, whole_model
 from weighbridge_storage.head.ref_requests import Asker
 
 
@@ -98,4 +98,4 @@ def authorize(peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:
 def _scope(verb: Verb, model: str, ref: str) -> Scope:
     """The least scope that allows something; versions have none of their own."""
     named = ref if verb in WITH_REF and not ref.isdecimal() else ""
-    return Scope(verb, model or ALL, named or ALL)
+    return Scope(verb, whole_model(model) or ALL, named or ALL)

@@ -53,7 +53,7 @@ class Scope:
 
     Attributes:
         verb: None for all of them.
-        model: pattern of ``namespace/name``.
+        model: pattern of ``namespace/name``; is for the model's parts, too.
         ref: pattern of refs; of those in `WITH_REF` alone.
     """
 
@@ -100,13 +100,18 @@ class Scope:
             return False
         if self.verb in _WITHOUT_MODEL and verb is Verb.LOOK:
             return False
-        if not (matches(self.model, model) if model else self.model == ALL):
+        if not (matches(self.model, whole_model(model)) if model else self.model == ALL):
             return False
         return verb not in WITH_REF or (matches(self.ref, ref) if ref else self.ref == ALL)
 
     def names(self, verb: Verb, model: str, ref: str) -> bool:
         """Whether it allows this by naming the ref: neither by a pattern of refs, nor by a scope for all verbs."""
         return self.verb is verb and self.ref == ref and self.allows(verb, model, ref)
+
+
+def whole_model(model: str) -> str:
+    """The model that a name is of, or that of a part of it."""
+    return model.partition(":")[0]
 
 
 def matches(pattern: str, text: str) -> bool:

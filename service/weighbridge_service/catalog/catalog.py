@@ -17,6 +17,7 @@ from weighbridge.errors import (
     DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
+    InvalidArgument,
     NotFound,
     Unavailable,
     VersionFailed,
@@ -45,8 +46,10 @@ from weighbridge_service.models.registration import (
     is_registered,
     load_model,
     model_for_registration,
+    part_registration,
     registered,
     summary_from_head,
+    with_part,
 )
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import RESERVED_REFS, ModelName, first_version_of
@@ -136,6 +139,11 @@ class Catalog:
             FailedPrecondition: the model is registered with other tensors.
         """
         model_name = ModelName.parse(name)
+        if model_name.part:
+            raise InvalidArgument(
+                f"{name} is a part of {model_name.model}, which is not registered: its first version is pushed",
+                fix=f"register {model_name.model}",
+            )
         there = self.heads.read_any(model_name)
         head = there[0] if there else None
         asks = head is not None and is_listed(head) and not found
@@ -157,6 +165,15 @@ class Catalog:
         )
         self.snapshots.forget_deleted(model_name, head)
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
+
+    def register_part(self, name: ModelName) -> None:
+        """Register a part of a model, unless it is. Raises NotFound if there is no such model."""
+        self.head(name.model)
+        if self._registered(name) is not None:
+            return
+        there = self.heads.read_any(name)
+        part = part_registration(name, there[0] if there else Head())
+        self.heads.update(name, lambda head: (with_part(head, part), None), create=True)
 
     def get_model(self, name: str, shown: Callable[[str], bool] = lambda _name: True) -> Model:
         """One model. Raises NotFound, which says what was perhaps meant of the models that are ``shown``."""
@@ -225,6 +242,11 @@ class Catalog:
     def history(self, name: ModelName) -> History:
         """What the store says of a model. Raises NotFound, which says what was perhaps meant."""
         found = self._registered(name)
+        if found is None and name.part:
+            self.head(name.model)
+            raise NotFound(
+                f"{name.model} has no {name.part} state", fix="push one: optimizer= and state= of a push"
+            )
         if found is None:
             raise NotFound(
                 f"there is no model {name}{self._alike(name) if self._open_names else ''}",

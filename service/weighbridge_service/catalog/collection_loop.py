@@ -78,9 +78,10 @@ class Collecting:
         return self._catalog.resolve(model, str(number))
 
     def delete_model(self, name: str, request_id: str = "") -> DeletedModel:
-        """Take a model away with all of its versions, refs and rules; its objects go with collections.
+        """Take a model away with all of its versions, refs and rules, and its training states; its objects go with collections.
 
-        One change of the head: there is nothing that a crash could leave half done. Other replicas find it with their next reading of it.
+        One change of the model's head: there is nothing that a crash could leave half done. Other replicas find it with their next reading
+        of it. The training states are deleted behind it; a collection does that if it was not.
 
         Args:
             name: ``namespace/name``.
@@ -91,7 +92,16 @@ class Collecting:
             FailedPrecondition: versions are being received.
         """
         model, clock = ModelName.parse(name), self._catalog.readers.clock
+        part = None if model.part else self._catalog.heads.history(model.training)
+        if part is not None:
+            delete_model(part.head, clock())  # refuses what would be refused when the model is gone
+        deleted = self._delete_model(model, request_id)
+        if part is not None:
+            self._delete_model(model.training, request_id)
+        return deleted
 
+    def _delete_model(self, model: ModelName, request_id: str) -> DeletedModel:
+        clock = self._catalog.readers.clock
         there = self._catalog.heads.read_any(model)
         done = None if there is None else there[0].deletion
         if request_id and done is not None and done.request_id == request_id:
@@ -140,10 +150,12 @@ class Collecting:
 
     def collect_all(self) -> None:
         """Collect all models; one that fails stops no other."""
-        for model in self._catalog.heads.models():
+        for model in self._catalog.heads.everything():
             if self._catalog.stopping.is_set():
                 return
             try:
+                if model.part and self._catalog.heads.history(model.model) is None:
+                    self._delete_model(model, "")  # of a model that was deleted
                 self.collect(str(model))
             except NotFound:  # it was never registered to the end
                 continue

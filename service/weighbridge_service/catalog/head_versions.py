@@ -152,8 +152,8 @@ def version_of_entry(name: ModelName, head: Head, entry: VersionEntry) -> Versio
         run=entry.run,
         ranks=entry.ranks,
         sealed_ranks=entry.ranks,
-        tensor_bytes=_tensor_bytes(head),
-        received_bytes=_tensor_bytes(head),
+        tensor_bytes=entry.tensor_bytes or _tensor_bytes(head),
+        received_bytes=entry.tensor_bytes or _tensor_bytes(head),
         nonfinite_elements=entry.nonfinite_elements,
         create_time_ms=entry.created_ms,
         ready_time_ms=entry.ready_ms,
@@ -167,6 +167,6 @@ def version_of_entry(name: ModelName, head: Head, entry: VersionEntry) -> Versio
 
 
 def _tensor_bytes(head: Head) -> int:
-    """Bytes of all tensors of a version: the same for all versions of a model."""
+    """Bytes of all tensors of a version, as registered; 0 of a training state."""
     found = head.registration.get("tensor_bytes")
     return found if isinstance(found, int) else 0

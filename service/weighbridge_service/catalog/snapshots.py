@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from weighbridge._core.resources import Version, VersionState
+from weighbridge._formats.safetensors_files import FilesLayout
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import Head
@@ -20,6 +21,7 @@ class VersionSnapshot:
     Attributes:
         version: as everybody sees it.
         image: the bytes of its files, or of those that this process has put together, if they are complete and still in memory.
+        files: how the version lies in its files; None if nothing of it can be read here.
         unfinished: whether something is to be done for it yet.
         waits: says what a version waits for that is being received; None for others.
         abandoned: of a version that is visible and not durable, that it will not become durable.
@@ -27,6 +29,7 @@ class VersionSnapshot:
 
     version: Version
     image: Image | None = None
+    files: FilesLayout | None = field(default=None, compare=False)
     unfinished: bool = True
     abandoned: bool = False
     waits: Callable[[], Iterable[str]] | None = field(default=None, compare=False)

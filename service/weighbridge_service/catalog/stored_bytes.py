@@ -108,7 +108,7 @@ class StoredBytes:
         """Write what a model holds into the ledger; what the namespace holds then."""
         history = self._heads.history_of_any(name)
         amount = Amount(0, 0) if history is None else self._amount(history)
-        noted = self._ledgers.update(name.namespace, lambda ledger: ledger.noted(name.name, amount))
+        noted = self._ledgers.update(name.namespace, lambda ledger: ledger.noted(name.second, amount))
         return self._saw(name.namespace, noted)
 
     def _amount(self, history: History) -> Amount:
@@ -122,10 +122,10 @@ class StoredBytes:
         with self._lock:  # whoever waits is told what the one before has found
             begun = time.monotonic()
             before = self._ledgers.read(namespace)
-            names = self._heads.models_of(namespace)
+            names = self._heads.everything_of(namespace)
             with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="count") as pool:
                 found = pool.map(partial(self._amount_of, before), names)
-                amounts = {name.name: amount for name, amount in zip(names, found, strict=True) if amount}
+                amounts = {name.second: amount for name, amount in zip(names, found, strict=True) if amount}
             now_ms = unix_ms()
             after = self._ledgers.update(namespace, lambda ledger: ledger.counted(before, amounts, now_ms))
             took = time.monotonic() - begun
@@ -139,7 +139,7 @@ class StoredBytes:
             return None if history is None else self._amount(history)
         except (DataLoss, FailedPrecondition) as error:
             log.error("what %s holds cannot be counted: %s", name, error)
-            return before.amounts.get(name.name)
+            return before.amounts.get(name.second)
 
     def _saw(self, namespace: str, ledger: Ledger) -> int:
         self._seen[namespace] = held = ledger.nbytes

@@ -24,7 +24,9 @@ from weighbridge_service.models.registration import (
     files_identity,
     files_key,
     model_for_registration,
+    part_registration,
     registration_of,
+    with_part,
 )
 from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.documents.names import (
@@ -112,7 +114,7 @@ def check_store(
     drop_damaged: bool = False,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Iterator[CheckedModel]:
-    """Check all models of a store, one after another.
+    """Check all models of a store, and their training states, one after another.
 
     Args:
         store: the store.
@@ -124,7 +126,7 @@ def check_store(
         WeighbridgeError: the store cannot be read.
     """
     heads = HeadStore(store)
-    for model in heads.models():
+    for model in heads.everything():
         survey = survey_model(store, heads, model, on_progress)
         now_ms = int(time.time() * 1000)
         diagnosis = diagnose(survey, now_ms)
@@ -231,6 +233,8 @@ class _Repair:
         head = self._survey.head
         if head is not None and not self._survey.unregistered:
             return head
+        if self._model.part:
+            return with_part(head or Head(), part_registration(self._model, head or Head()))
         registered = self._registered()
         return replace(head or Head(), files_id=registered.files_id, registration=registration_of(registered))
 
@@ -300,6 +304,7 @@ class _Repair:
             nbytes=said.nbytes,
             tensor_count=said.tensor_count,
             nonfinite_elements=said.nonfinite_elements,
+            tensor_bytes=said.tensor_bytes if self._model.part else 0,
         )
 
     def _files_id(self, number: int) -> str:

@@ -46,6 +46,7 @@ class Described:
 
     Attributes:
         step, run, created_ms, nbytes, tensor_count, nonfinite_elements: as in the version's entry.
+        tensor_bytes: as in the entry of a training state.
         held: why it was held when the manifest was written.
         metadata: what was pushed with it.
         side_files: the files besides the weights, with the roots of their digests.
@@ -57,6 +58,7 @@ class Described:
     nbytes: int
     tensor_count: int
     nonfinite_elements: int
+    tensor_bytes: int
     held: tuple[str, ...]
     metadata: Metadata
     side_files: Mapping[str, str]
@@ -71,6 +73,7 @@ class Described:
             nbytes=sum(manifest.files[name].size for name in manifest.weight_files),
             tensor_count=len(manifest.tensors),
             nonfinite_elements=manifest.nonfinite_elements,
+            tensor_bytes=sum(tensor.nbytes for tensor in manifest.tensors.values()),
             held=manifest.held,
             metadata=_kept(manifest.metadata),
             side_files={

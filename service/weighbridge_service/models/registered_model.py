@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from weighbridge_service.families import model_types, no_weight_map
 from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
 from weighbridge_service.models.engine_layouts import EngineLayouts, padding_of
 from weighbridge_service.models.listed_tensors import ListedTensors
-from weighbridge_service.models.model_tensors import ModelTensors
+from weighbridge_service.models.model_tensors import ModelTensors, usual_dtype
 from weighbridge_service.models.weight_maps import derive_weight_map, shifts_back
 from weighbridge_service.plan.declarations import KnownSet
 from weighbridge_service.plan.planning import make_plan
@@ -38,6 +38,9 @@ _SHARD_BYTES, _PART_BYTES = 2 << 10, 300
 """About what is taken by a tensor or a shard with the plan that it is part of, and by a copy in the plan of a pull."""
 _KEPT_PARTS = 1_000_000
 """Copies in the plans of pulls and restores that a model remembers; a plan itself counts as a thousand."""
+_KEPT_DECLARED = 4
+"""Versions with tensors of their own whose layouts and plans are remembered."""
+_NAMED = 20
 IDENTITY_FORMAT = 2
 """Of `RegisteredModel.identity`. Heads of another format are compared by their tensors alone."""
 
@@ -51,7 +54,8 @@ class RegisteredModel:
         kept: what the config leaves open about its tensors.
         files_id: which set of files was registered.
         side_files: their names.
-        listed: its tensors, if its model type has no weight map: if ``kept`` has the digest of that list.
+        listed: its tensors, if its model type has no weight map: if ``kept`` has the digest of that list. Of a part, those of one version,
+            or none: its versions have tensors of their own (`declared_by`).
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class RegisteredModel:
         self._reads: Cache[Transfer] = Cache(_KEPT_PARTS, lambda transfer: 1000 + transfer.parts)
         self._shifts: Cache[Mapping[str, float]] = Cache(_KEPT_OFFERS)
         self._requests: Cache[Layout] = Cache(_KEPT_SHARDS // 4, lambda layout: 1 + len(layout.placements))
+        self._declared: Cache[RegisteredModel] = Cache(_KEPT_DECLARED)
 
     @cached_property
     def bridge(self) -> Bridge:
@@ -89,6 +94,55 @@ class RegisteredModel:
         if self.listed is not None:
             raise _not_mapped(self)
         return bridge_for(self.config_json, self.kept.absent)
+
+    @property
+    def by_version(self) -> bool:
+        """Whether each version has the tensors that its ranks declare, under the names that they give them: that of a part."""
+        return bool(self.name.part)
+
+    def declared_by(self, digests: Sequence[str]) -> RegisteredModel:
+        """The model with the tensors of one version; itself, if all versions have the same.
+
+        Args:
+            digests: of the layouts that the version's ranks have declared.
+
+        Raises:
+            LayoutError: two ranks give one tensor another dtype or shape, or none of them holds any.
+            FailedPrecondition: a layout has been forgotten since it was declared.
+        """
+        if not self.by_version:
+            return self
+        specs: dict[str, TensorSpec] = {}
+        problems = []
+        for rank, digest in enumerate(digests):
+            problems += [
+                f"{spec}: rank {rank} holds it, and a rank before it {specs[spec.name]}"
+                for spec in self.declared_layout(digest)[1].tensors.values()
+                if specs.setdefault(spec.name, spec) != spec
+            ]
+        if problems or not any(spec.nbytes for spec in specs.values()):
+            raise LayoutError(
+                f"the ranks contradict each other in {counted(len(problems), 'tensor')} of {self.name}"
+                if problems
+                else f"no rank holds anything of {self.name}",
+                details=problems[:_NAMED],
+                fix="all ranks push the state of one model and one optimizer; see that they run the same code",
+            )
+        return self.with_tensors(specs.values())
+
+    def with_tensors(self, specs: Iterable[TensorSpec]) -> RegisteredModel:
+        """The model with the tensors of one version; itself, if all versions have the same. Layouts stay known."""
+        if not self.by_version:
+            return self
+        listed = ListedTensors.of(specs)
+
+        def make() -> RegisteredModel:
+            kept = ModelTensors(usual_dtype(listed.specs), listed=listed.digest)
+            found = RegisteredModel(self.name, self.config_json, kept, self.files_id, self.side_files, listed)
+            found._layouts, found._offered = self._layouts, self._offered
+            return found
+
+        return self._declared.get_or_make(listed.digest, make)
 
     @cached_property
     def model_type(self) -> str:
@@ -159,7 +213,7 @@ class RegisteredModel:
         Raises:
             InvalidArgument: it has Megatron-core's names, and the model has no weight map.
         """
-        if space == TensorSpace.MEGATRON and self.listed is not None:
+        if space == TensorSpace.MEGATRON and self.listed is not None and not self.by_version:
             raise _not_mapped(self)
         self._layouts.put(layout.digest, (space, layout))
 
@@ -210,7 +264,7 @@ class RegisteredModel:
         return self._pushes.get_or_make((tuple(digests), tuple(homes)), make)
 
     def _relate(self, space: TensorSpace, tensors: Mapping[str, TensorSpec]) -> WeightMap:
-        if space == TensorSpace.MEGATRON:
+        if space == TensorSpace.MEGATRON and not self.by_version:
             return derive_weight_map(self.bridge, self.tensors, tensors)
         problems = [
             f"{spec}: "

@@ -27,6 +27,9 @@ from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import register
 from weighbridge_storage.stores.objects import ObjectStore
 
+_NO_CONFIG, _NO_DTYPE = b"{}", dtypes.parse("uint8")
+"""Of parts of models, which have no registered files: what stands for the config, and for the dtype of most tensors."""
+
 
 def files_key(model: ModelName, files_id: str, file: str) -> str:
     """Where a registered file lies."""
@@ -125,6 +128,25 @@ def _listed(
     return listed.cast(target)
 
 
+def part_registration(name: ModelName, there: Head) -> RegisteredModel:
+    """The registration of a part of a model: it has neither files nor tensors of its own, its versions have.
+
+    Args:
+        name: of the part.
+        there: its head; an empty one if it was never written.
+    """
+    files_id = files_id_of(there.first_version, files_identity({}))
+    return RegisteredModel(name, _NO_CONFIG, ModelTensors(_NO_DTYPE), files_id, (), ListedTensors(()))
+
+
+def with_part(head: Head, model: RegisteredModel) -> Head:
+    """The head of a part with its registration. Raises Conflict if the part was deleted since that was prepared."""
+    if first_version_of(model.files_id) != head.first_version:
+        raise Conflict(f"{model.name} was deleted meanwhile", fix="push again")
+    kept = {"model_type": "", **model.kept.to_json(), "tensor_count": 0, "tensor_bytes": 0, "files": []}
+    return register(head, model.files_id, kept)
+
+
 def registration_of(model: RegisteredModel) -> dict[str, Any]:
     """What the head keeps of a registration: enough to list the model without deriving anything."""
     return {
@@ -183,7 +205,7 @@ def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> M
             tensor_bytes=kept["tensor_bytes"],
             files=tuple(kept["files"]),
             refs=refs,
-            weight_map=not is_listed(head),
+            weight_map=not (name.part or is_listed(head)),
         )
     except (KeyError, TypeError) as error:
         raise DataLoss(f"the registration in the head of {name} is incomplete: {error!r}") from error
@@ -204,7 +226,7 @@ def check_registration(name: ModelName, head: Head) -> ModelTensors:
             all(isinstance(text, str) for text in texts)
             and all(type(n) is int and n >= 0 for n in numbers)
             and isinstance(files, list)
-            and "config.json" in [check_file_name(file) for file in files]
+            and (name.part or "config.json" in [check_file_name(file) for file in files])
         )
     except InvalidArgument as error:
         raise DataLoss(f"the registration in the head of {name} is damaged: {error.message}") from error
@@ -215,6 +237,8 @@ def check_registration(name: ModelName, head: Head) -> ModelTensors:
 
 def load_model(store: ObjectStore, name: ModelName, head: Head) -> RegisteredModel:
     """A model that was registered before, perhaps by another process."""
+    if name.part:
+        return part_registration(name, head)
     config, _ = store.get(files_key(name, head.files_id, "config.json"))
     kept = _kept(name, head)
     listed = read_tensor_list(store, name, kept.listed, head.first_version) if kept.listed else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from weighbridge._core.slices import FullTensors, LayoutRequest
 from weighbridge._core.striping import WHOLE, Striping
 from weighbridge._formats.safetensors_files import FilesLayout
 from weighbridge._transport.pieces import Buffer
-from weighbridge.errors import FailedPrecondition
+from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.store_readers import StoreReaders, reading_since
 from weighbridge_service.models.megatron_layouts import megatron_layout
@@ -118,7 +118,7 @@ class Serving:
         """Which version a pull would read, and which slices it would bring; cast, if a dtype is named."""
         model_name = ModelName.parse(name)
         found = self._catalog.resolve(model_name, version)
-        model = self._catalog.model(model_name)
+        model, _ = self._model_of(model_name, str(found.number))
         layout = model.pull_layout(request)
         return found, self._casting(model, layout, dtype).layout if dtype else layout
 
@@ -133,7 +133,7 @@ class Serving:
     ) -> Reading:
         """Slices of a version as a stream, from byte ``offset`` on, or a part of it; cast, if a dtype is named."""
         model_name = ModelName.parse(name)
-        model = self._catalog.model(model_name)
+        model, version = self._model_of(model_name, version)
         layout = model.pull_layout(request)
         casting = self._casting(model, layout, dtype) if dtype else None
         opened = self._open(model_name, version)
@@ -146,7 +146,7 @@ class Serving:
             FailedPrecondition: they do not lie on this machine.
         """
         model_name = ModelName.parse(name)
-        model = self._catalog.model(model_name)
+        model, version = self._model_of(model_name, version)
         layout = model.pull_layout(request)
         opened = self._open(model_name, version)
         try:
@@ -181,7 +181,7 @@ class Serving:
     ) -> Reading:
         """The shards of a trainer rank as a stream, from byte ``offset`` on, or a part of it."""
         model_name = ModelName.parse(name)
-        model = self._catalog.model(model_name)
+        model = self._mapped(model_name)
         shifting = self._shifting(model, layout)
         opened = self._open(model_name, version)
         return self._reading(opened, layout, (offset, striping), shifting, model.restore_transfer)
@@ -198,12 +198,31 @@ class Serving:
 
     def describe_shards(self, name: str, rank: MegatronRank) -> Layout:
         """The shards that a Megatron-core rank holds, with a key for each layer and expert."""
-        model = self._catalog.model(ModelName.parse(name))
+        model = self._mapped(ModelName.parse(name))
         return megatron_layout(model.bridge, model.tensors, rank, experts_apart=True)
 
     def describe_tensors(self, name: str) -> Layout:
         """All tensors of a registered model, whole, by their names in its safetensors files."""
-        return self._catalog.model(ModelName.parse(name)).pull_layout(FullTensors())
+        return self._mapped(ModelName.parse(name)).pull_layout(FullTensors())
+
+    def _mapped(self, name: ModelName) -> RegisteredModel:
+        """A model whose versions all have the same tensors."""
+        model = self._catalog.model(name)
+        if model.by_version:
+            raise InvalidArgument(
+                f"each version of {name} has tensors of its own, under the names that its trainer gave them",
+                fix="pull tensors or boxes of one version by these names",
+            )
+        return model
+
+    def _model_of(self, name: ModelName, version: str) -> tuple[RegisteredModel, str]:
+        """A model with the tensors of a version, and that version; by its number, if each has its own: a ref may move."""
+        model = self._catalog.model(name)
+        if not model.by_version:
+            return model, version
+        number = str(self._catalog.resolve(name, version).number)
+        with closing(self._open(name, number)) as opened:
+            return model.with_tensors(opened.files.layout.tensors.values()), number
 
     def _open(self, name: ModelName, version: str) -> OpenedVersion:
         asked_ms = self._readers.clock()
@@ -215,11 +234,14 @@ class Serving:
         if known is not None and known.image is not None:
             with suppress(FailedPrecondition):  # it was given back just now
                 hold, in_image = known.image.hold(), known.image.file_bytes
-        if hold is not None and in_image.keys() == model.files.file_sizes.keys():
-            return OpenedVersion(found, model.files, in_image, hold)
+        files = None if known is None else known.files
+        if files is None and not model.by_version:
+            files = model.files
+        if hold is not None and files is not None and in_image.keys() == files.file_sizes.keys():
+            return OpenedVersion(found, files, in_image, hold)
         # a version that several replicas have received together: each has some of the files, and reads the others
         try:
-            opened = self._open_elsewhere(name, found, model, asked_ms)
+            opened = None if files is None else self._open_elsewhere(name, found, files, asked_ms)
             if opened is None:
                 opened = self._open_durable(name, found, history, asked_ms)
         except BaseException:
@@ -245,18 +267,18 @@ class Serving:
         return self._catalog.resolve(name, version, history), history
 
     def _open_elsewhere(
-        self, name: ModelName, found: Version, model: RegisteredModel, asked_ms: int
+        self, name: ModelName, found: Version, layout: FilesLayout, asked_ms: int
     ) -> OpenedVersion | None:
         """Those files of a version that is not durable which other replicas own; None if there are none."""
         elsewhere = self._shared.files_elsewhere(name, found.number)
         if elsewhere is None:
             return None
         number, claim = found.number, elsewhere.claim
-        sizes = {file: model.files.file_sizes[file] for file in elsewhere.files}
+        sizes = {file: layout.file_sizes[file] for file in elsewhere.files}
         files, sources = self._opened.get_or_make(
             (name, number, f"from {claim}"),
             lambda: (
-                model.files,
+                layout,
                 self._peer_files.open(
                     name, number, claim, elsewhere.owner_of, sizes,
                     lambda: self._shared.is_durable(name, number, claim),

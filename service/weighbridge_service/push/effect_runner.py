@@ -71,7 +71,8 @@ class EffectRunner:
         image: holds the bytes of a version that was taken over from another replica.
 
     Attributes:
-        model: the registration under which the version was opened.
+        model: the registration under which the version was opened; with the tensors that its ranks have declared, once there is a plan, if
+            each version has its own.
         writer: the data plane; None before there is an image.
         image: what the version's files are put together in; None before that, and when it was released.
     """
@@ -126,7 +127,11 @@ class EffectRunner:
             case do.MakePlan():
                 declared = state.declarations.declared
                 digests = [declared[rank].digest for rank in range(len(declared))]
-                return on.Planned(self.model.prepare(digests, numbers_of(declared)))
+                model = self.model.declared_by(digests)
+                prepared = model.prepare(digests, numbers_of(declared))
+                if model is not self.model:
+                    self.model, self._publisher = model, replace(self._publisher, model=model)
+                return on.Planned(prepared)
             case do.AcquireImage():
                 return self._acquire_image(state, owner)
             case do.NameMissing():

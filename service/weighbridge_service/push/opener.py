@@ -45,7 +45,7 @@ from weighbridge_service.push.session import PushSession, now
 from weighbridge_service.push.timers import Timers
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import OpenEntry
-from weighbridge_storage.documents.names import ModelName, first_version_of
+from weighbridge_storage.documents.names import MAX_VERSION, ModelName, first_version_of
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.open_versions import Said, check_same_metadata, check_same_request
 from weighbridge_storage.memory.images import Image
@@ -110,8 +110,12 @@ class Opener:
         client_id: str,
         said: Said = _NOTHING_SAID,
         by: Peer | None = None,
+        at_least: int = 0,
     ) -> Version:
         """Give a number for a new version, or the one that this request has been given before.
+
+        A part of a model is registered by its first version. Its numbers are chosen by who pushes: ``at_least`` is the lowest that a new
+        version gets, that of the weights with which it is pushed.
 
         A request whose version has ended is given a new one, unless the caller took part in that version. What is ``said`` of the version
         is added to what other ranks have said. A new one is counted where the identity of ``by``, the peer that opens it, or the namespace has a limit; its name in the
@@ -124,6 +128,10 @@ class Opener:
             VersionFailed: another rank has said that it cannot take part; is raised once.
         """
         model_name = ModelName.parse(name)
+        if at_least and not model_name.part:
+            raise InvalidArgument(f"the numbers of versions of {name} are not chosen by who pushes them")
+        if not 0 <= at_least <= MAX_VERSION:
+            raise InvalidArgument(f"{at_least} is no version number")
         if not 1 <= ranks <= _MAX_RANKS:
             raise InvalidArgument(f"{ranks} ranks are not between 1 and {_MAX_RANKS}")
         if not 0 <= step < 1 << 53:
@@ -136,6 +144,8 @@ class Opener:
         find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said)
         if (there := find()) is not None:
             return there
+        if model_name.part:
+            self._catalog.register_part(model_name)
         nbytes = self._quotas.room_for(model := self._catalog.model(model_name))
         with self.opening(model_name):
             if (there := find()) is not None:
@@ -157,6 +167,7 @@ class Opener:
                 receiving,
                 nbytes,
                 called,
+                at_least,
             )
             is_open = partial(self._is_open, model_name, request_id, given_up)
             with self._quotas.opening(identity, model, nbytes, is_open) as room:
@@ -379,7 +390,7 @@ def version_opened(model: RegisteredModel, entry: OpenEntry) -> Version:
         step=entry.step,
         run=entry.run,
         ranks=entry.ranks,
-        tensor_bytes=model.files.layout.nbytes,
+        tensor_bytes=0 if model.by_version else model.files.layout.nbytes,
         create_time_ms=entry.created_ms,
         metadata=entry.metadata,
     )

@@ -218,6 +218,7 @@ class Publisher:
             verified_ms=verified_ms or now_ms,
             durable_ms=now_ms,
             nonfinite_elements=manifest.nonfinite_elements,
+            tensor_bytes=model.files.layout.nbytes if model.by_version else 0,
             held=manifest.held,
         )
         return publish_version(self.heads, model.name, entry)

@@ -41,7 +41,9 @@ class Quotas:
         self._limited = limited
 
     def room_for(self, model: RegisteredModel) -> int:
-        """Bytes that a version of a model takes of what its namespace may hold; 0 if there is no limit."""
+        """Bytes that a version of a model takes of what its namespace may hold; 0 if there is no limit, or nobody can know yet."""
+        if model.by_version:
+            return 0
         # the layout of the files takes seconds the first time, for some models
         return sum(model.files.file_sizes.values()) if self.stored.is_limited(model.name) else 0
 

@@ -25,6 +25,7 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge_service.catalog.snapshots import VersionSnapshot
+from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Agreement
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner
@@ -91,7 +92,6 @@ class PushSession:
         client_id: as given.
         request_id: which request opened the version.
         by: name of the identity that did; empty if it has none.
-        model: the registration under which it was opened.
     """
 
     def __init__(
@@ -106,7 +106,6 @@ class PushSession:
         self.client_id = client_id
         self.request_id = runner.entry.request_id
         self.by = runner.entry.by
-        self.model = runner.model
         self._runner = runner
         self._pools = pools
         self._timers = timers
@@ -123,6 +122,11 @@ class PushSession:
     def state(self) -> PushState:
         """The push as it stands now."""
         return self._state
+
+    @property
+    def model(self) -> RegisteredModel:
+        """The registration under which it was opened (`EffectRunner.model`)."""
+        return self._runner.model
 
     @property
     def number(self) -> int:
@@ -227,6 +231,7 @@ class PushSession:
         return VersionSnapshot(
             version_of(state),
             image=self._runner.image if readable else None,
+            files=self.model.files if readable else None,
             unfinished=state.unfinished,
             abandoned=state.gave_up,
             waits=self._waits if state.phase in INCOMPLETE else None,

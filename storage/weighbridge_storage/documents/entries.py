@@ -24,7 +24,7 @@ FAILED, ABORTED = "failed", "aborted"
 """The states of `FailedEntry`."""
 _COUNTS_AND_TIMES = (
     *("step", "created_ms", "nbytes", "tensor_count", "retired_ms", "ranks", "ready_ms", "verified_ms"),
-    *("durable_ms", "nonfinite_elements"),
+    *("durable_ms", "nonfinite_elements", "tensor_bytes"),
 )
 
 
@@ -77,6 +77,7 @@ class VersionEntry:
         verified_ms: when its digests were made and a sample was compared, likewise.
         durable_ms: when it was made part of history, likewise.
         nonfinite_elements: elements of all tensors that are NaN or infinite.
+        tensor_bytes: bytes of all tensors, of a training state; 0 of a version of weights, which has those that are registered.
         held: why ``latest`` passes it by; empty if it does not.
         approval: what was said for it when it was held for other reasons; None if nothing was.
         metadata: what was pushed with it.
@@ -100,6 +101,7 @@ class VersionEntry:
     verified_ms: int = 0
     durable_ms: int = 0
     nonfinite_elements: int = 0
+    tensor_bytes: int = 0
     held: tuple[str, ...] = ()
     approval: Approval | None = None
     metadata: Metadata = field(default_factory=dict, hash=False)

@@ -9,6 +9,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from weighbridge._core.references import TRAINING
 from weighbridge._core.resources import REF_LATEST, REF_LIVE
 from weighbridge.errors import InvalidArgument
 
@@ -33,8 +34,10 @@ _NUMBER = re.compile(r"(?!0{12})[0-9]{12}")
 _PART = "[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 MODEL_PART_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git$){_PART}$"
 """Of either half of a model's name, as JSON Schema and regular expressions write it."""
-MODEL_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git(?:/|$)){_PART}/{_PART}$"
-"""Of a model's name."""
+MODEL_NAME_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git(?::|$)){_PART}(?::{TRAINING})?$"
+"""Of the second half, and a part of the model behind it."""
+MODEL_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git(?:[/:]|$)){_PART}/{_PART}(?::{TRAINING})?$"
+"""Of a model's name, or that of a part of it."""
 REF_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 """Of refs; numbers of versions are such names too."""
 REQUEST_PATTERN = "^[A-Za-z0-9_-]{1,64}$"
@@ -61,17 +64,21 @@ def _is(pattern: re.Pattern[str], value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ModelName:
-    """A model's name, ``namespace/name``; an instance is always valid.
+    """A model's name, ``namespace/name``, or that of a part of it, ``namespace/name:training``; an instance is always valid.
 
     The rules are those of the Hugging Face Hub: 1 to 96 letters, digits, ``-``, ``_`` or ``.`` each, not starting
     or ending with ``-`` or ``.``, without ``--`` and ``..``, not ending with ``.git``.
 
+    Attributes:
+        part: `TRAINING` for the training states of the model; empty for the model itself, whose versions are its weights.
+
     Raises:
-        InvalidArgument: says which half breaks the rules.
+        InvalidArgument: says which half breaks the rules, or that there is no such part.
     """
 
     namespace: str
     name: str
+    part: str = ""
 
     def __post_init__(self) -> None:
         for what, part in (("namespace", self.namespace), ("name", self.name)):
@@ -81,10 +88,15 @@ class ModelName:
                     fix="use 1 to 96 letters, digits, '-', '_' or '.', not starting or ending with '-' or '.', "
                     "without '--' or '..', not ending with '.git'",
                 )
+        if self.part not in ("", TRAINING):
+            raise InvalidArgument(
+                f"{shown(self.part)} is no part of a model",
+                fix=f"the one that a model may have is {self.namespace}/{self.name}:{TRAINING}",
+            )
 
     @staticmethod
     def parse(text: str) -> ModelName:
-        """The model called ``text``, e.g. ``acme/smol``.
+        """The model called ``text``, e.g. ``acme/smol``, or a part of it, e.g. ``acme/smol:training``.
 
         Raises:
             InvalidArgument: there is not exactly one slash, or a half breaks the rules.
@@ -93,12 +105,33 @@ class ModelName:
             raise InvalidArgument(
                 f"{shown(text)} is no model name", fix="write it as namespace/name, e.g. acme/smol"
             )
-        return ModelName(*text.split("/"))
+        namespace, second = text.split("/")
+        name, colon, part = second.partition(":")
+        if colon and not part:
+            raise InvalidArgument(
+                f"{shown(text)} names no part of the model", fix=f"write {namespace}/{name}"
+            )
+        return ModelName(namespace, name, part)
+
+    @property
+    def model(self) -> ModelName:
+        """The model itself, of a part; otherwise this one."""
+        return ModelName(self.namespace, self.name)
+
+    @property
+    def training(self) -> ModelName:
+        """The part that holds the model's training states."""
+        return ModelName(self.namespace, self.name, TRAINING)
+
+    @property
+    def second(self) -> str:
+        """What is behind the slash: ``smol``, or ``smol:training``."""
+        return f"{self.name}:{self.part}" if self.part else self.name
 
     @property
     def prefix(self) -> str:
-        """What the keys of all the model's objects begin with, e.g. ``models/acme/smol/``."""
-        return f"models/{self.namespace}/{self.name}/"
+        """What the keys of all of its objects begin with: ``models/acme/smol/``, or ``training/acme/smol/``."""
+        return f"{self.part or 'models'}/{self.namespace}/{self.name}/"
 
     @property
     def head_key(self) -> str:
@@ -106,7 +139,7 @@ class ModelName:
         return self.prefix + HEAD_FILE
 
     def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
+        return f"{self.namespace}/{self.second}"
 
 
 def ledger_key(namespace: str) -> str:

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from weighbridge._core.lru import Cache
 from weighbridge._core.pauses import Pauses
+from weighbridge._core.references import TRAINING
 from weighbridge.errors import (
     Conflict,
     DataLoss,
@@ -291,18 +292,30 @@ class HeadStore:
 
     def models_of(self, namespace: str) -> list[ModelName]:
         """As `models`, all of one namespace."""
-        found = (
-            _model_or_none(namespace, name) for name in sorted(self._store.folders(f"models/{namespace}/"))
-        )
-        return [model for model in found if model is not None]
+        return self._names(namespace, "")
+
+    def everything(self) -> Iterator[ModelName]:
+        """What has a head, or had one: all models, then all parts of models. Raises as `models`."""
+        yield from self.models()
+        for namespace in sorted(self._store.folders(f"{TRAINING}/")):
+            yield from self._names(namespace, TRAINING)
+
+    def everything_of(self, namespace: str) -> list[ModelName]:
+        """As `everything`, of one namespace."""
+        return [*self._names(namespace, ""), *self._names(namespace, TRAINING)]
+
+    def _names(self, namespace: str, part: str) -> list[ModelName]:
+        folders = sorted(self._store.folders(f"{part or 'models'}/{namespace}/"))
+        found = (_name_or_none(namespace, name, part) for name in folders)
+        return [name for name in found if name is not None]
 
     def examined(self) -> Iterator[tuple[ModelName, DataLoss | FailedPrecondition | None]]:
-        """Each model, and why its head cannot be read here: damaged, of an earlier format, or of a later release; None if it can be.
+        """Each model or part of one, and why its head cannot be read here: damaged, of an earlier format, or of a later release; None if it can be.
 
         Raises:
             WeighbridgeError: as `ObjectStore.folders` and `ObjectStore.get`.
         """
-        for model in self.models():
+        for model in self.everything():
             try:
                 self.read(model)
             except (DataLoss, FailedPrecondition) as error:
@@ -334,8 +347,8 @@ def _unknown_outcome(model: ModelName, why: str) -> DeadlineExceeded:
     )
 
 
-def _model_or_none(namespace: str, name: str) -> ModelName | None:
+def _name_or_none(namespace: str, name: str, part: str) -> ModelName | None:
     try:
-        return ModelName(namespace, name)
+        return ModelName(namespace, name, part)
     except InvalidArgument:
         return None

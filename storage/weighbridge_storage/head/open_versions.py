@@ -48,6 +48,7 @@ def open_version(
     said: Said = _NOTHING_SAID,
     nbytes: int = 0,
     by: str = "",
+    at_least: int = 0,
 ) -> tuple[Head, OpenEntry]:
     """Take the next number for a version, or find the one that this request has opened before and that is still open.
 
@@ -62,6 +63,7 @@ def open_version(
         said: what else is said of it; is added to what was said before.
         nbytes: size that its safetensors files will have together; 0 if that is not known.
         by: who opens it, as the service knows them; stays who came first.
+        at_least: the lowest number that a new version gets; those that are passed by are never given.
 
     Raises:
         InvalidArgument: the request has opened a version of another step or run, with another number of ranks, or with other metadata.
@@ -72,7 +74,8 @@ def open_version(
             check_same_request(there.number, (there.step, there.run, there.ranks), (step, run, ranks))
             entry = _with_said(there, said)
             return (head if entry == there else replace(head, open={**head.open, entry.number: entry})), entry
-    if head.next_version > MAX_VERSION:
+    number = max(head.next_version, at_least)
+    if number > MAX_VERSION:
         raise ResourceExhausted(f"all version numbers up to {MAX_VERSION} have been given")
     if len(head.open) >= MAX_OPEN:
         raise ResourceExhausted(
@@ -81,7 +84,7 @@ def open_version(
             fix="wait until one is done, or abort one",
         )
     entry = OpenEntry(
-        number=head.next_version,
+        number=number,
         request_id=request_id,
         step=step,
         run=run,
@@ -97,7 +100,7 @@ def open_version(
         by=by,
         cast_from=tuple(sorted(said.cast_from)),
     )
-    changed = replace(head, next_version=head.next_version + 1, open={**head.open, entry.number: entry})
+    changed = replace(head, next_version=number + 1, open={**head.open, entry.number: entry})
     return changed, entry
 
 

@@ -24,7 +24,7 @@ from weighbridge._formats.training.megatron_optimizer import (
     values_of,
 )
 from weighbridge._formats.training.megatron_pieces import Piece, pieces_of
-from weighbridge._formats.training.training_state import Filling, Fit, TrainingTensors
+from weighbridge._formats.training.training_state import Filling, Fit, StoredState, TrainingTensors
 from weighbridge.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def training_tensors(sharded_state_dict: Any, optimizer: Any) -> TrainingTensors
     return TrainingTensors(layout, tensors, values, TensorSpace.MEGATRON)
 
 
-def fit(sharded_state_dict: Any, optimizer: Any) -> Fit:
+def megatron_fit(sharded_state_dict: Any, optimizer: Any) -> Fit:
     """How a rank is fitted to a stored training state, at whatever parallelism that was pushed.
 
     An optimizer without state is given one. Rows of a vocabulary that is padded further than the stored one are left as they are.
@@ -72,12 +72,15 @@ def fit(sharded_state_dict: Any, optimizer: Any) -> Fit:
 
     optimizers = rank_optimizers(optimizer)
 
-    def fitted(stored: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> Filling:
-        check_values(optimizers, values["optimizers"])
+    def fitted(stored: StoredState) -> Filling:
+        _check_trainer(stored)
+        values = stored.values
+        kept = values["optimizers"] if optimizers else []
+        check_values(optimizers, kept)
         fresh = [each for each in optimizers if each.allocate()]
         try:
             held = _Held.of(sharded_state_dict, optimizers)
-            layout, tensors = held.fitted(stored)
+            layout, tensors = held.fitted(stored.tensors, stored.name)
         except BaseException:
             for each in fresh:
                 each.drop()
@@ -86,9 +89,9 @@ def fit(sharded_state_dict: Any, optimizer: Any) -> Fit:
         @torch.no_grad()
         def finish() -> None:
             held.model.finish_restore()
-            for each, kept in zip(optimizers, values["optimizers"], strict=True):
+            for each, its in zip(optimizers, kept, strict=True):
                 each.put_back()
-                each.take(kept)
+                each.take(its)
             for entry in held.objects:
                 entry.data = values["objects"].get(entry.unique_key, entry.data)
 
@@ -157,8 +160,14 @@ class _Held:
         )
         return layout, (*self.model.tensors, *(tensor for _, _, tensor in states))
 
-    def fitted(self, stored: Mapping[str, TensorSpec]) -> tuple[Layout, tuple[torch.Tensor, ...]]:
-        """All shards as one stream of stored tensors, and their tensors. Raises LayoutError: names tensors that are stored differently."""
+    def fitted(
+        self, stored: Mapping[str, TensorSpec], of: str
+    ) -> tuple[Layout, tuple[torch.Tensor, ...]]:
+        """All shards as one stream of stored tensors, and their tensors.
+
+        Raises:
+            LayoutError: names tensors that are stored differently.
+        """
         layout, tensors = self.joined(range(len(self.states)))
         misfits = [
             misfit
@@ -167,7 +176,7 @@ class _Held:
         ]
         if misfits:
             raise LayoutError(
-                f"{counted(len(misfits), 'tensor is', 'tensors are')} not stored as this rank has them",
+                f"{of} is the training state of another model or optimizer, by {counted(len(misfits), 'tensor')}",
                 details=told(misfits)[:_NAMED],
                 fix="build model and optimizer by the configuration that the state was pushed with",
             )
@@ -180,6 +189,14 @@ class _Held:
             shards.append(placement.shard._replace(box=common))
             clipped.append(tensor if common == box else _part(tensor, common.relative_to(box.offset)))
         return Layout.stream(stored.values(), shards), tuple(clipped)
+
+
+def _check_trainer(stored: StoredState) -> None:
+    if "optimizers" not in stored.values:
+        raise LayoutError(
+            f"{stored.name} was not pushed of a Megatron-core model",
+            fix="restore it by restore_state_dict into the torch module that it was pushed of",
+        )
 
 
 def _check_known(optimizer: RankOptimizer, of_parameter: Mapping[int, Any]) -> None:

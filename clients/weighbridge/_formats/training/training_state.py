@@ -99,6 +99,21 @@ class TrainingState:
 
 
 @dataclass(frozen=True)
+class StoredState:
+    """A stored training state, as one rank is filled from it.
+
+    Attributes:
+        name: of the version, for errors.
+        tensors: all its tensors but the blobs, by name.
+        values: `TrainingTensors.values` of this rank; of rank 0 if it was pushed by another number of ranks.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorSpec]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Filling:
     """How a rank is filled from a stored training state that fits it.
 
@@ -113,9 +128,8 @@ class Filling:
     finish: Callable[[], None]
 
 
-Fit: TypeAlias = Callable[[Mapping[str, TensorSpec], Mapping[str, Any]], Filling]
-"""Fits a trainer to a stored training state: given its tensors, without the blobs, and `RankValues.trainer` of one rank. Changes nothing.
-Raises LayoutError, which names what does not fit."""
+Fit: TypeAlias = Callable[[StoredState], Filling]
+"""Fits what a rank holds to a stored training state, and changes nothing yet. Raises LayoutError, which names what does not fit."""
 
 
 def blob_name(rank: int) -> str:

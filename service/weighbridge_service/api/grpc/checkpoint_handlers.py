@@ -57,6 +57,7 @@ class CheckpointHandlers:
                 cast_from=frozenset(dtypes.from_safetensors(name).name for name in request.cast_from),
             ),
             by=call.peer,
+            at_least=request.at_least,
         )
         return checkpoint_service_pb2.OpenVersionResponse(version=wire.version_to_proto(version))
 

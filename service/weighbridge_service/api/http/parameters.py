@@ -6,7 +6,13 @@ from typing import Annotated, Any
 
 from fastapi import Path
 
-from weighbridge_storage.documents.names import MAX_VERSION, MODEL_PART_PATTERN, REF_PATTERN, REQUEST_PATTERN
+from weighbridge_storage.documents.names import (
+    MAX_VERSION,
+    MODEL_NAME_PATTERN,
+    MODEL_PART_PATTERN,
+    REF_PATTERN,
+    REQUEST_PATTERN,
+)
 
 
 def _text(description: str, pattern: str, *examples: str) -> Any:
@@ -17,7 +23,12 @@ def _text(description: str, pattern: str, *examples: str) -> Any:
 
 
 Namespace = Annotated[str, _text("First half of the model's name.", MODEL_PART_PATTERN, "acme")]
-Name = Annotated[str, _text("Second half of the model's name.", MODEL_PART_PATTERN, "smol")]
+Name = Annotated[
+    str,
+    _text(
+        "Second half of the model's name; with `:training`, its training states.", MODEL_NAME_PATTERN, "smol"
+    ),
+]
 VersionOrRef = Annotated[str, _text("A number or a ref.", REF_PATTERN, "latest")]
 Number = Annotated[int, Path(ge=1, le=MAX_VERSION, description="A version's number.", examples=[17])]
 Ref = Annotated[str, _text("Name of the ref.", REF_PATTERN, "prod")]

@@ -29,6 +29,7 @@ class OpeningRequest:
         receiving: numbers of versions that it is receiving.
         nbytes: size that the version's safetensors files will have together.
         by: who asks, as the service knows them; empty if it knows nobody by name.
+        at_least: the lowest number that a new version gets.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class OpeningRequest:
     receiving: Collection[int] = ()
     nbytes: int = 0
     by: str = ""
+    at_least: int = 0
 
     def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
         """Open the version, or find it open; gives it, and the head with it.
@@ -80,6 +82,7 @@ class OpeningRequest:
             said=self.said,
             nbytes=self.nbytes,
             by=self.by,
+            at_least=self.at_least,
         )
 
 

@@ -227,7 +227,8 @@ def _declared(state: PushState, event: on.Event, now: Moment) -> Transition:
                 after, problem = declarations.hear(elsewhere)
                 state = replace(state, declarations=after)
         case on.Planned(prepared) if state.agreed is None:
-            state = replace(state, declarations=declarations.agree(prepared))
+            opened = replace(state.opened, tensor_bytes=sum(prepared.fills.values()))
+            state = replace(state, opened=opened, declarations=declarations.agree(prepared))
     return (state, ()) if problem is None else ends.end(state, Phase.FAILED, problem)
 
 

@@ -20,7 +20,8 @@ from tests.support.megatron_training import Piece, TrainingRank, wholes
 from tests.support.reference import tiny_config
 from weighbridge._core.dtypes import from_torch
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._formats.training.megatron_training import fit, training_tensors
+from weighbridge._formats.training.megatron_training import megatron_fit, training_tensors
+from weighbridge._formats.training.training_state import StoredState
 from weighbridge_demo.megatron_cpu import Parallel, build_model
 
 STEPS = 2
@@ -89,7 +90,8 @@ def _resume(rank: int, case: Case, stored: Mapping[str, Tensor], values: Mapping
     specs = {
         name: TensorSpec(name, from_torch(each.dtype), tuple(each.shape)) for name, each in stored.items()
     }
-    filling = fit(training.sharded_state_dict(), training.optimizer)(specs, values)
+    fit = megatron_fit(training.sharded_state_dict(), training.optimizer)
+    filling = fit(StoredState("tests/tiny:training@1", specs, values))
     for placement, tensor in zip(filling.layout.placements, filling.tensors, strict=True):
         name, box, _ = placement.shard
         where = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
