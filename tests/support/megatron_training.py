@@ -49,6 +49,7 @@ class TrainingRank:
         dtype: of the model's parameters; the optimizer keeps float32 of those of 16 bits.
         build: makes the stage.
         seed: of the weights, which are different on each rank.
+        options: of `build`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class TrainingRank:
         dtype: torch.dtype = torch.float32,
         build: Callable[..., GPTModel] = build_model,
         seed: int = 0,
+        **options: Any,
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -67,7 +69,7 @@ class TrainingRank:
         patch_optimizers_for_cpu()
         torch.manual_seed(1000 * seed + torch.distributed.get_rank())
         self.parallel, self._vocabulary = parallel, config.vocab_size
-        self.stage = build(config, parallel, dtype=dtype)
+        self.stage = build(config, parallel, dtype=dtype, **options)
         # there is no dropout; in training mode experts refuse tensor parallelism without sequence parallelism
         self.stage.eval()
         # small buckets, so that ranges begin and end inside of parameters
@@ -84,9 +86,9 @@ class TrainingRank:
         )
         self.optimizer = get_megatron_optimizer(settings, [self.model], use_gloo_process_groups=False)
 
-    def sharded_state_dict(self) -> dict[str, Any]:
+    def sharded_state_dict(self, metadata: Any = None) -> dict[str, Any]:
         """The model's."""
-        return self.model.sharded_state_dict()  # type: ignore[no-any-return]
+        return self.model.sharded_state_dict(metadata=metadata)  # type: ignore[no-any-return]
 
     def step(self, number: int) -> float | None:
         """One step on the batch of this number. The global batch's mean loss, on ranks of the last stage."""
@@ -104,19 +106,28 @@ class TrainingRank:
         self.optimizer.step()
         return None if loss is None else mean_loss(loss, self.parallel)
 
-    def own_state(self) -> dict[str, list[Piece]]:
+    def step_at_random(self) -> None:
+        """One step by random gradients, for models that cannot compute on CPU."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        for parameter in self.stage.parameters():
+            parameter.main_grad.normal_()
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+
+    def own_state(self, metadata: Mapping[str, Any] | None = None) -> dict[str, list[Piece]]:
         """What Megatron would write to a checkpoint of model and optimizer, gathered by itself, as tensors in the coordinates of whole ones."""
         from megatron.core.dist_checkpointing import ShardedTensor
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
 
-        weights = self.sharded_state_dict()
-        metadata = {
+        weights = self.sharded_state_dict(metadata)
+        sharding = {
             "distrib_optim_sharding_type": "fully_reshardable",
             "chained_optim_avoid_prefix": True,
         }
         state = {
-            "optimizer": self.optimizer.sharded_state_dict(weights, metadata=metadata),
+            "optimizer": self.optimizer.sharded_state_dict(weights, metadata=sharding),
             "model": weights,
         }
         apply_factories(state)

@@ -9,6 +9,7 @@ May import: what `_formats` may, and `_formats` itself.
 - `torch_optimizers`: the state of torch optimizers by the names of their parameters, and back.
 - `torch_training`: torch modules and their optimizers.
 - `megatron_training`: training states of Megatron-core ranks.
-- `megatron_optimizer`: what Megatron-core's optimizers keep.
+- `megatron_optimizer`: the state that Megatron-core's optimizers keep of elements.
+- `megatron_values`: what they keep besides.
 - `megatron_pieces`: where elements of its parameters lie in the tensors of checkpoints.
 """

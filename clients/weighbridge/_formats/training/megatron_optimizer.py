@@ -1,4 +1,4 @@
-"""Optimizers of Megatron-core on one rank: which elements of which parameters they keep state of, and their other values.
+"""Optimizers of Megatron-core on one rank: which elements of which parameters they keep state of.
 
 Nothing here communicates. The distributed optimizer is read by the ranges that it has given this rank (``gbuf_ranges``), not by its
 ``sharded_state_dict``, which gathers. Source of the conventions: ``megatron.core.optimizer`` of 0.16.
@@ -7,7 +7,7 @@ Nothing here communicates. The distributed optimizer is read by the ranges that 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,6 +47,17 @@ class RankOptimizer(ABC):
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
         self._inner = wrapped.optimizer
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The torch optimizer."""
+        inner: torch.optim.Optimizer = self._inner
+        return inner
+
+    @property
+    def grad_scaler(self) -> Any:
+        """Megatron's scaler of gradients; None if there is none."""
+        return getattr(self._wrapped, "grad_scaler", None)
 
     @abstractmethod
     def _held(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
@@ -119,72 +130,6 @@ class RankOptimizer(ABC):
     def drop(self) -> None:
         """Undo `allocate`: a state without a step count makes the next step fail."""
         self._inner.state.clear()
-
-    def values(self) -> dict[str, Any]:
-        """What it keeps besides: groups of parameters without these, the count of steps, the scale of gradients.
-
-        Raises:
-            FailedPrecondition: steps of parameters differ.
-        """
-        steps = {float(state[_STEP]) for state in self._inner.state.values() if _STEP in state}
-        if len(steps) > 1:
-            raise FailedPrecondition(
-                f"parameters of the {self.kind} have made different numbers of steps: {sorted(steps)[:8]}"
-            )
-        scaler = getattr(self._wrapped, "grad_scaler", None)
-        return {
-            "kind": self.kind,
-            "param_groups": [
-                {name: value for name, value in group.items() if name != "params"}
-                for group in self._inner.param_groups
-            ],
-            _STEP: next(iter(steps), None),
-            "grad_scaler": scaler.state_dict() if scaler else None,
-        }
-
-    def check(self, values: Mapping[str, Any]) -> None:
-        """Refuse values that are not of such an optimizer.
-
-        Raises:
-            LayoutError: it is of another kind, or has other groups of parameters.
-        """
-        if values["kind"] != self.kind:
-            raise LayoutError(
-                f"the state is that of a {values['kind']}, and the optimizer is a {self.kind}",
-                fix="build the optimizer by the settings that the state was pushed with",
-            )
-        self._matched(values["param_groups"])
-
-    def take(self, values: Mapping[str, Any]) -> None:
-        """Set what `values` has given."""
-        import torch
-
-        for group, kept in zip(self._inner.param_groups, self._matched(values["param_groups"]), strict=True):
-            group.update(kept)
-            on_device = group.get("capturable") or group.get("fused")
-            for parameter in group["params"] if values[_STEP] is not None else ():
-                device = parameter.device if on_device else None
-                self._inner.state[parameter][_STEP] = torch.tensor(
-                    values[_STEP], dtype=torch.float32, device=device
-                )
-        if values["grad_scaler"] and self._wrapped.grad_scaler:
-            self._wrapped.grad_scaler.load_state_dict(values["grad_scaler"])
-
-    def _matched(self, kept: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """For each of its groups the one that was kept of it: by what Megatron tells groups by, if their order is not the same."""
-        own = [_identity(group) for group in self._inner.param_groups]
-        there = [_identity(group) for group in kept]
-        if own == there:
-            return list(kept)
-        by_identity = dict(zip(there, kept, strict=True))
-        missing = [each for each in own if each not in by_identity]
-        if missing:
-            raise LayoutError(
-                f"{len(missing)} groups of parameters of the {self.kind} are not in the state",
-                details=[", ".join(f"{name}={value}" for name, value in each) for each in missing],
-                fix="build the optimizer by the settings that the state was pushed with",
-            )
-        return [by_identity[each] for each in own]
 
 
 class _Plain(RankOptimizer):
@@ -287,43 +232,3 @@ def rank_optimizers(optimizer: Any) -> list[RankOptimizer]:
     if isinstance(optimizer, FP32Optimizer | Float16OptimizerWithFloat16Params):
         return [_Plain(optimizer)]
     raise InvalidArgument(f"a {type(optimizer).__name__} is not supported", fix=_ADVICE)
-
-
-def values_of(optimizers: Sequence[RankOptimizer]) -> list[dict[str, Any]]:
-    """What the optimizers of a rank keep besides tensors.
-
-    All have made the same steps; one without parameters on this rank does not count them, and is told by the others.
-    """
-    found = [optimizer.values() for optimizer in optimizers]
-    groups = [group for values in found for group in values["param_groups"]]
-    counts = [values[_STEP] for values in found if values[_STEP] is not None]
-    of_groups = [group[_STEP] for group in groups if _STEP in group]
-    for values in found:
-        if counts and values[_STEP] is None:
-            values[_STEP] = counts[0]
-    for group in groups if of_groups else ():
-        group.setdefault(_STEP, of_groups[0])
-    return found
-
-
-def check_values(optimizers: Sequence[RankOptimizer], kept: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what `values_of` other optimizers has given.
-
-    Raises:
-        LayoutError: they are of another number or kind.
-    """
-    if len(optimizers) != len(kept):
-        own, there = ([each.kind for each in optimizers], [each["kind"] for each in kept])
-        raise LayoutError(
-            f"the state is that of {len(kept)} optimizers of Megatron's ({', '.join(there)}), and there are {len(own)} ({', '.join(own)})",
-            fix="build model and optimizer by the settings that the state was pushed with",
-        )
-    for optimizer, values in zip(optimizers, kept, strict=True):
-        optimizer.check(values)
-
-
-def _identity(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What Megatron tells groups of parameters by; NeMo has other names for some of it."""
-    from megatron.core.optimizer.optimizer import param_group_identifier_keys as names
-
-    return tuple((name, group.get(name, group.get(f"pre_{name}"))) for name in names)

@@ -17,13 +17,9 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
 from weighbridge._formats.megatron_state import ShardedTensors, sharded_entries, sharded_tensors
 from weighbridge._formats.misfits import Misfit, told
-from weighbridge._formats.training.megatron_optimizer import (
-    RankOptimizer,
-    check_values,
-    rank_optimizers,
-    values_of,
-)
+from weighbridge._formats.training.megatron_optimizer import RankOptimizer, rank_optimizers
 from weighbridge._formats.training.megatron_pieces import Piece, pieces_of
+from weighbridge._formats.training.megatron_values import FittedValues, values_of
 from weighbridge._formats.training.training_state import Filling, Fit, StoredState, TrainingTensors
 from weighbridge.errors import LayoutError
 
@@ -49,7 +45,7 @@ def training_tensors(sharded_state_dict: Any, optimizer: Any) -> TrainingTensors
     pushed = [index for index, (_, shard, _) in enumerate(held.states) if shard.main or held.alike[index]]
     layout, tensors = held.joined(pushed)
     values = {
-        "optimizers": values_of(held.optimizers),
+        "optimizer": values_of(held.optimizers),
         "objects": {entry.unique_key: entry.data for entry in held.objects},
     }
     return TrainingTensors(layout, tensors, values, TensorSpace.MEGATRON)
@@ -74,9 +70,7 @@ def megatron_fit(sharded_state_dict: Any, optimizer: Any) -> Fit:
 
     def fitted(stored: StoredState) -> Filling:
         _check_trainer(stored)
-        values = stored.values
-        kept = values["optimizers"] if optimizers else []
-        check_values(optimizers, kept)
+        values = FittedValues(optimizers, stored.values["optimizer"])
         fresh = [each for each in optimizers if each.allocate()]
         try:
             held = _Held.of(sharded_state_dict, optimizers)
@@ -89,11 +83,12 @@ def megatron_fit(sharded_state_dict: Any, optimizer: Any) -> Fit:
         @torch.no_grad()
         def finish() -> None:
             held.model.finish_restore()
-            for each, its in zip(optimizers, kept, strict=True):
+            for each in optimizers:
                 each.put_back()
-                each.take(its)
+            values.give()
+            objects = stored.values["objects"]
             for entry in held.objects:
-                entry.data = values["objects"].get(entry.unique_key, entry.data)
+                entry.data = objects.get(entry.unique_key, entry.data)
 
         return Filling(layout, tensors, finish)
 
@@ -160,9 +155,7 @@ class _Held:
         )
         return layout, (*self.model.tensors, *(tensor for _, _, tensor in states))
 
-    def fitted(
-        self, stored: Mapping[str, TensorSpec], of: str
-    ) -> tuple[Layout, tuple[torch.Tensor, ...]]:
+    def fitted(self, stored: Mapping[str, TensorSpec], of: str) -> tuple[Layout, tuple[torch.Tensor, ...]]:
         """All shards as one stream of stored tensors, and their tensors.
 
         Raises:
@@ -192,7 +185,7 @@ class _Held:
 
 
 def _check_trainer(stored: StoredState) -> None:
-    if "optimizers" not in stored.values:
+    if "objects" not in stored.values:
         raise LayoutError(
             f"{stored.name} was not pushed of a Megatron-core model",
             fix="restore it by restore_state_dict into the torch module that it was pushed of",
