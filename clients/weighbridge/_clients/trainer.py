@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -13,6 +13,7 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, opening_of, say
 from weighbridge._clients.pushing import Pusher
 from weighbridge._clients.restorer import RestoringClient
+from weighbridge._clients.training import TrainingPushes, training_state
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout, TensorSpec
@@ -52,6 +53,7 @@ class TrainerClient(RestoringClient):
         self.run = run
         self._staging = StagingPool()
         self._pusher = Pusher(self._connection)
+        self._training = TrainingPushes(self._connection)
 
     def register_model(
         self,
@@ -152,12 +154,19 @@ class TrainerClient(RestoringClient):
         run: str | None = None,
         request_id: str | None = None,
         cast: str = "allow",
+        optimizer: Any = None,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Hand over this rank's part of a torch model as a new version: FSDP2, HSDP, tensor parallelism, DDP, or one process.
 
         As `push`, with Hugging Face's names. ``_orig_mod``, ``_fsdp_wrapped_module`` and a leading ``module`` are stripped from them.
         Tied copies of other tensors, and rotary frequencies, are left out. What several ranks hold is pushed by one of them.
+
+        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed behind the weights: all that `restore_state_dict` needs to go
+        on from here. It is a version of ``namespace/name:training``, with the number of the weights' version if that is free. Weights do not
+        wait for it. Its parameters have the module's own dtypes.
 
         Args:
             model: ``namespace/name``, registered before.
@@ -170,17 +179,24 @@ class TrainerClient(RestoringClient):
             request_id: what makes the ranks of one push find each other; by default run and step.
             cast: ``allow`` casts floating-point tensors of another dtype than the model's on the way (integers never); ``exact`` does so
                 if the model's is wider; ``never`` refuses them. The report says how many were cast.
+            optimizer: the ``torch.optim.Optimizer`` of the module's parameters, or several. Whether it has made a step or not, it is not changed.
+            state: values by name, the same on all ranks: plain data, or objects with ``state_dict()`` and ``load_state_dict()`` such as schedulers.
+            rank_state: likewise, of this rank alone, such as the state of a random number generator or a data loader.
             options: as for `push`.
+
+        Returns:
+            The push of the weights. Its ``training`` is the one of the training state.
 
         Raises:
             NotFound: the model is not registered.
-            InvalidArgument: that is no state dict, or ``cast`` is none of these.
+            InvalidArgument: that is no state dict, ``cast`` is none of these, or values are not plain data (names the entry).
             LayoutError: names, shapes, dtypes or placements contradict the model, LoRA adapters are not merged, or the ranks together do
                 not hold all of it; names each tensor.
             AlreadyExists: another process pushes as this rank of this step.
         """
         check_options(options)
         from weighbridge._formats.torch_state import rank_and_world, torch_shards
+        from weighbridge._formats.training.torch_training import training_tensors
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
@@ -191,8 +207,16 @@ class TrainerClient(RestoringClient):
                     state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
                 )
                 opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
+                training = training_state(
+                    partial(training_tensors, state_dict_or_module, optimizer),
+                    rank,
+                    optimizer=optimizer,
+                    state=state,
+                    rank_state=rank_state,
+                )
             source = self._source_of(shards.tensors)
-            return self._pusher.push(opening, rank, shards.layout, TensorSpace.HUGGING_FACE, source)
+            push = partial(self._pusher.push, opening, rank, shards.layout, TensorSpace.HUGGING_FACE, source)
+            return self._training.beside(lambda behind: push(behind=behind), opening, rank, training)
 
     def push_gathered(
         self,
@@ -413,6 +437,7 @@ class TrainerClient(RestoringClient):
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed, then close the connection."""
         self._pusher.close()
+        self._training.close()
         super().close()
 
 

@@ -44,16 +44,21 @@ def made(way: str, tied: bool, seed: int) -> tuple[nn.Module, torch.optim.Optimi
     return module, torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[Tensor]:
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, share: int, steps: range) -> list[Tensor]:
+    """Losses of steps with a share of the data; ranks of one tensor-parallel group have the same one."""
     losses = []
     for step in steps:
-        tokens = torch.randint(0, UNEVEN, (2, 9), generator=torch.Generator().manual_seed(100 * step + rank))
+        tokens = torch.randint(0, UNEVEN, (2, 9), generator=torch.Generator().manual_seed(100 * step + share))
         loss = module(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses
+
+
+def _share(way: str, rank: int) -> int:
+    return rank // 2 if way == "tp_fsdp" else rank
 
 
 def gathered(module: nn.Module, optimizer: torch.optim.Optimizer, tied: bool) -> dict[str, Tensor]:
@@ -69,7 +74,7 @@ def _push(
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Trains, compares what a rank holds with what torch gathers, and keeps that for ranks to come; gives the rank's boxes."""
     module, optimizer = made(way, tied, 5)
-    train(module, optimizer, rank, range(3))
+    train(module, optimizer, _share(way, rank), range(3))
     held = training_tensors(module, optimizer)
     whole = gathered(module, optimizer, tied)
     assert held.layout.tensors.keys() == whole.keys()
@@ -79,7 +84,7 @@ def _push(
         assert same_bits(tensor, whole[name][where]), name
     if rank == 0:
         torch.save({"whole": whole, "values": held.values}, folder / "pushed")
-    losses = train(module, optimizer, rank, range(3, 6))
+    losses = train(module, optimizer, _share(way, rank), range(3, 6))
     torch.save(losses, folder / f"losses-{rank}")
     return [(shard.tensor, *shard.box) for shard, _, _, _ in held.layout.placements]
 
@@ -93,7 +98,7 @@ def _fill(rank: int, way: str, tied: bool, folder: Path, used: int) -> list[Tens
         for name, each in whole.items()
     }
     module, optimizer = made(way, tied, 6)
-    train(module, optimizer, rank, range(50, 50 + used))
+    train(module, optimizer, _share(way, rank), range(50, 50 + used))
     filling = torch_fit(module, optimizer)(StoredState("tests/m:training@1", specs, kept["values"]))
     with torch.no_grad():
         for placement, tensor in zip(filling.layout.placements, filling.tensors, strict=True):
@@ -104,7 +109,7 @@ def _fill(rank: int, way: str, tied: bool, folder: Path, used: int) -> list[Tens
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():
         assert same_bits(found[name], tensor), name
-    return train(module, optimizer, rank, range(3, 6))
+    return train(module, optimizer, _share(way, rank), range(3, 6))
 
 
 @pytest.mark.parametrize(
