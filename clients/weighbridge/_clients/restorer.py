@@ -34,27 +34,52 @@ class RestoringClient(Client):
         super().__init__(server, **options)
         self._tensors_of: dict[str, TensorForms] = {}
 
-    def restore(self, model: str, sharded_state_dict: Any, *, version: str | int | None = None) -> Version:
+    def restore(
+        self,
+        model: str,
+        sharded_state_dict: Any,
+        *,
+        version: str | int | None = None,
+        optimizer: Any = None,
+        state: MutableMapping[str, Any] | None = None,
+        rank_state: MutableMapping[str, Any] | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> Version:
         """Fill a sharded state dict in place from any version, whatever parallelism it was pushed with.
 
         Only this rank's bytes come over the wire.
+
+        With ``optimizer``, ``state`` or ``rank_state`` all comes from a training state, as by `restore_state_dict`.
 
         Args:
             model: ``namespace/name``.
             sharded_state_dict: what Megatron-core's ``model.sharded_state_dict()`` returns.
             version: a number or a ref; by default the latest.
+            optimizer: as for `TrainerClient.push`; filled in place. It is given a state first, if it has none.
+            state, rank_state, rank, world_size: as for `restore_state_dict`.
 
         Returns:
             The version that was restored.
 
         Raises:
             NotFound: no such model or version.
-            LayoutError: shapes, dtypes or names contradict the model.
+            InvalidArgument: the version was pushed without what is asked for.
+            LayoutError: shapes, dtypes or names contradict the model or the training state.
         """
         import torch
 
         from weighbridge._formats.megatron_state import sharded_tensors
 
+        if is_training(model) or not (optimizer is state is rank_state is None):
+            from weighbridge._formats.torch_state import rank_and_world
+            from weighbridge._formats.training.megatron_training import megatron_fit
+
+            fit = megatron_fit(sharded_state_dict, optimizer)
+            ranks = rank_and_world(rank, world_size)
+            return restore_training(
+                self._connection, model, version, fit, ranks, state=state, rank_state=rank_state
+            )
         shards = sharded_tensors(sharded_state_dict)
         with torch.no_grad():
             steps = self.restore_layout(model, shards.layout, shards.tensors.__getitem__, version=version)

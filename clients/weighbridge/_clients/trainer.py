@@ -108,12 +108,19 @@ class TrainerClient(RestoringClient):
         world_size: int | None = None,
         run: str | None = None,
         request_id: str | None = None,
+        optimizer: Any = None,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Hand over this rank's shards as a new version. All ranks call it with the same step.
 
         Returns once the shards are copied out: training may go on and change them. The bytes travel behind it. Of
         shards that several ranks hold, each is pushed by one of them. The first push waits until all ranks have come.
+
+        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed behind the weights, as by `push_state_dict`: all that `restore`
+        needs to go on from here, by the keys of Megatron's own checkpoints. Ranks do not communicate: of what the distributed optimizer has shared
+        out, each pushes its ranges.
 
         Args:
             model: ``namespace/name``, registered before.
@@ -123,16 +130,25 @@ class TrainerClient(RestoringClient):
             world_size: number of ranks that push; by default torch.distributed's, or 1.
             run: overrides the client's.
             request_id: what makes the ranks of one push find each other; by default run and step.
+            optimizer: what ``get_megatron_optimizer`` returned, after its first step: `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or
+                `DistributedOptimizer`, chained or not.
+            state, rank_state: as for `push_state_dict`.
             options: metadata, and whether the version is held: `PushOptions`.
+
+        Returns:
+            The push of the weights. Its ``training`` is the one of the training state.
 
         Raises:
             NotFound: the model is not registered.
+            InvalidArgument: the optimizer is none of these, or values are not plain data (names the entry).
+            FailedPrecondition: the optimizer has made no step.
             LayoutError: shapes, dtypes or names contradict the model, or the ranks together do not hold all of it.
             AlreadyExists: another process pushes as this rank of this step.
         """
         check_options(options)
         from weighbridge._formats.megatron_state import sharded_tensors
         from weighbridge._formats.torch_state import rank_and_world
+        from weighbridge._formats.training.megatron_training import training_tensors
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
@@ -140,8 +156,11 @@ class TrainerClient(RestoringClient):
             say(opening, options)
             shards = sharded_tensors(sharded_state_dict)
             opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
+            held = partial(training_tensors, sharded_state_dict, optimizer)
+            training = training_state(held, rank, optimizer=optimizer, state=state, rank_state=rank_state)
         source = self._source_of(shards.tensors)
-        return self._pusher.push(opening, rank, shards.layout, TensorSpace.MEGATRON, source)
+        push = partial(self._pusher.push, opening, rank, shards.layout, TensorSpace.MEGATRON, source)
+        return self._training.beside(lambda behind: push(behind=behind), opening, rank, training)
 
     def push_state_dict(
         self,
