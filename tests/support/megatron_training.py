@@ -79,6 +79,7 @@ class TrainingRank:
         settings = OptimizerConfig(
             optimizer="adam",
             lr=1e-2,
+            min_lr=1e-3,
             bf16=dtype is torch.bfloat16,
             fp16=dtype is torch.float16,
             params_dtype=dtype,
@@ -87,8 +88,8 @@ class TrainingRank:
         self.optimizer = get_megatron_optimizer(settings, [self.model], use_gloo_process_groups=False)
 
     def sharded_state_dict(self, metadata: Any = None) -> dict[str, Any]:
-        """The model's."""
-        return self.model.sharded_state_dict(metadata=metadata)  # type: ignore[no-any-return]
+        """The model's, as Megatron-LM takes it: of what data parallelism wraps."""
+        return self.stage.sharded_state_dict(metadata=metadata)  # type: ignore[no-any-return]
 
     def step(self, number: int) -> float | None:
         """One step on the batch of this number. The global batch's mean loss, on ranks of the last stage."""
