@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from weighbridge._clients.copying_behind import Deferral, StepGate
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, opening_of, say
 from weighbridge._clients.pushing import Pusher
@@ -53,6 +54,7 @@ class TrainerClient(RestoringClient):
         self.run = run
         self._staging = StagingPool()
         self._pusher = Pusher(self._connection)
+        self._steps = StepGate()
         self._training = TrainingPushes(self._connection)
 
     def register_model(
@@ -111,6 +113,7 @@ class TrainerClient(RestoringClient):
         optimizer: Any = None,
         state: Mapping[str, Any] | None = None,
         rank_state: Mapping[str, Any] | None = None,
+        until: Any = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Hand over this rank's shards as a new version. All ranks call it with the same step.
@@ -132,7 +135,7 @@ class TrainerClient(RestoringClient):
             request_id: what makes the ranks of one push find each other; by default run and step.
             optimizer: what ``get_megatron_optimizer`` returned, after its first step: `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or
                 `DistributedOptimizer`, chained or not.
-            state, rank_state: as for `push_state_dict`.
+            state, rank_state, until: as for `push_state_dict`.
             options: metadata, and whether the version is held: `PushOptions`.
 
         Returns:
@@ -140,7 +143,7 @@ class TrainerClient(RestoringClient):
 
         Raises:
             NotFound: the model is not registered.
-            InvalidArgument: the optimizer is none of these, or values are not plain data (names the entry).
+            InvalidArgument: the optimizer is none of these, values are not plain data (names the entry), or ``until`` names no optimizer.
             FailedPrecondition: the optimizer has made no step.
             LayoutError: shapes, dtypes or names contradict the model, or the ranks together do not hold all of it.
             AlreadyExists: another process pushes as this rank of this step.
@@ -158,9 +161,9 @@ class TrainerClient(RestoringClient):
             opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
             held = partial(training_tensors, sharded_state_dict, optimizer)
             training = training_state(held, rank, optimizer=optimizer, state=state, rank_state=rank_state)
-        source = self._source_of(shards.tensors)
-        push = partial(self._pusher.push, opening, rank, shards.layout, TensorSpace.MEGATRON, source)
-        return self._training.beside(lambda behind: push(behind=behind), opening, rank, training)
+            deferral = self._steps.until(until, optimizer)
+        push = self._push_of(opening, rank, shards.layout, TensorSpace.MEGATRON, shards.tensors, deferral)
+        return self._training.beside(push, opening, rank, training, deferral)
 
     def push_state_dict(
         self,
@@ -176,6 +179,7 @@ class TrainerClient(RestoringClient):
         optimizer: Any = None,
         state: Mapping[str, Any] | None = None,
         rank_state: Mapping[str, Any] | None = None,
+        until: Any = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Hand over this rank's part of a torch model as a new version: FSDP2, HSDP, tensor parallelism, DDP, or one process.
@@ -201,6 +205,9 @@ class TrainerClient(RestoringClient):
             optimizer: the ``torch.optim.Optimizer`` of the module's parameters, or several. Whether it has made a step or not, it is not changed.
             state: values by name, the same on all ranks: plain data, or objects with ``state_dict()`` and ``load_state_dict()`` such as schedulers.
             rank_state: likewise, of this rank alone, such as the state of a random number generator or a data loader.
+            until: ``"optimizer_step"`` returns once it is known what is to be copied: what nothing but the optimizer's step changes is copied
+                behind the caller, during the next forward and backward, and the step waits for what is left. Or an optimizer, where its
+                state is not pushed along. Nothing else may change parameters before: `PushHandle.copied` waits for that.
             options: as for `push`.
 
         Returns:
@@ -208,7 +215,8 @@ class TrainerClient(RestoringClient):
 
         Raises:
             NotFound: the model is not registered.
-            InvalidArgument: that is no state dict, ``cast`` is none of these, or values are not plain data (names the entry).
+            InvalidArgument: that is no state dict, ``cast`` is none of these, values are not plain data (names the entry), or ``until`` names
+                no optimizer.
             LayoutError: names, shapes, dtypes or placements contradict the model, LoRA adapters are not merged, or the ranks together do
                 not hold all of it; names each tensor.
             AlreadyExists: another process pushes as this rank of this step.
@@ -233,9 +241,10 @@ class TrainerClient(RestoringClient):
                     state=state,
                     rank_state=rank_state,
                 )
-            source = self._source_of(shards.tensors)
-            push = partial(self._pusher.push, opening, rank, shards.layout, TensorSpace.HUGGING_FACE, source)
-            return self._training.beside(lambda behind: push(behind=behind), opening, rank, training)
+                deferral = self._steps.until(until, optimizer)
+            space = TensorSpace.HUGGING_FACE
+            push = self._push_of(opening, rank, shards.layout, space, shards.tensors, deferral)
+            return self._training.beside(push, opening, rank, training, deferral)
 
     def push_gathered(
         self,
@@ -319,6 +328,24 @@ class TrainerClient(RestoringClient):
     ) -> pb.OpenVersionRequest:
         run, client_id = self.run if run is None else run, self._connection.client_id
         return opening_of(model, step=step, run=run, ranks=ranks, client_id=client_id, request_id=request_id)
+
+    def _push_of(
+        self,
+        opening: pb.OpenVersionRequest,
+        rank: int,
+        layout: Layout,
+        space: TensorSpace,
+        tensors: Sequence[torch.Tensor],
+        deferral: Deferral | None,
+    ) -> Callable[[pb.OpenVersionRequest | None], PushHandle]:
+        """A push of tensors that is made when it is called, with the opening of what comes behind."""
+
+        def push(behind: pb.OpenVersionRequest | None) -> PushHandle:
+            settled, copying = (tensors, None) if deferral is None else deferral.copying(tensors)
+            source = self._source_of(settled)
+            return self._pusher.push(opening, rank, layout, space, source, behind=behind, copying=copying)
+
+        return push
 
     def _source_of(self, tensors: Sequence[torch.Tensor]) -> OpenSource:
         def chosen(indexes: Sequence[int], stream: Layout) -> ShardSource:

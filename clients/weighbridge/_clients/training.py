@@ -9,6 +9,7 @@ from weighbridge._clients import restoring
 from weighbridge._clients.calls import pull_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.connection import Connection
+from weighbridge._clients.copying_behind import Deferral
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.pushing import Pusher
 from weighbridge._core.boxes import Box
@@ -72,6 +73,7 @@ class TrainingPushes:
         opening: pb.OpenVersionRequest,
         rank: int,
         state: TrainingState | None,
+        deferral: Deferral | None = None,
     ) -> PushHandle:
         """Push weights, and behind them the training state that belongs to them. Returns once both are copied out.
 
@@ -80,6 +82,7 @@ class TrainingPushes:
             opening: of the weights.
             rank: which rank.
             state: what is pushed beside them; None for nothing.
+            deferral: puts its copies off; None makes them now.
 
         Returns:
             The handle of the weights.
@@ -94,12 +97,15 @@ class TrainingPushes:
         own.candidate, own.allow_nonfinite = False, True
         handle = weights(own)
         own.at_least = handle.number
+        tensors, copying = state.tensors, None
+        if deferral is not None:
+            tensors, copying = deferral.copying(tensors)
 
         def source(indexes: Any, stream: Layout) -> TensorSource:
-            return TensorSource(self._staging, stream, [state.tensors[index] for index in indexes])
+            return TensorSource(self._staging, stream, [tensors[index] for index in indexes])
 
         try:
-            handle.training = self._pusher.push(own, rank, state.layout, state.space, source)
+            handle.training = self._pusher.push(own, rank, state.layout, state.space, source, copying=copying)
         except Exception as error:
             error.add_note(f"The weights are on their way all the same: {handle.model}@{handle.number}.")
             raise

@@ -7,6 +7,7 @@ May import: what `_formats` may, and `_formats` itself.
 - `blobs`: the values of a rank that are no tensors with boxes, as bytes.
 - `stateful`: the mappings of values that a trainer gives and gets back.
 - `torch_optimizers`: the state of torch optimizers by the names of their parameters, and back.
+- `steady`: what nothing changes but the optimizer's next step.
 - `torch_training`: torch modules and their optimizers.
 - `megatron_training`: training states of Megatron-core ranks.
 - `megatron_optimizer`: the state that Megatron-core's optimizers keep of elements.
