@@ -30,6 +30,7 @@ from weighbridge._version import VERSION
 if TYPE_CHECKING:
     from weighbridge._clients.calls.pull_calls import PullPlan
     from weighbridge._clients.calls.signature_calls import Signing
+    from weighbridge._clients.checkpoint_manager import CheckpointManager
     from weighbridge._clients.client import Client
     from weighbridge._clients.engine import EngineClient, Pull
     from weighbridge._clients.filling import Filled
@@ -106,6 +107,7 @@ __all__ = [
     "AsyncPull",
     "Box",
     "Boxes",
+    "CheckpointManager",
     "Client",
     "Collection",
     "Conflict",
@@ -173,6 +175,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "_clients.checkpoint_manager": ("CheckpointManager",),
     "_clients.client": ("Client",),
     "_clients.engine": (
         "EngineClient",
