@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from weighbridge._core.usage import Quota, Usage
     from weighbridge._formats.host_slices import HostSlices, Slices
     from weighbridge._formats.push_sources import OpenSource, ShardSource, StreamSource
+    from weighbridge._formats.training.random_states import RandomStates
     from weighbridge._signing.checking import Signed
     from weighbridge._signing.signer import Signer
     from weighbridge._signing.trust import Trusted
@@ -144,6 +145,7 @@ __all__ = [
     "PushOptions",
     "PushReport",
     "Quota",
+    "RandomStates",
     "RefApproval",
     "RefRequest",
     "ResourceExhausted",
@@ -242,6 +244,7 @@ _MODULES = {
         "HostSlices",
         "Slices",
     ),
+    "_formats.training.random_states": ("RandomStates",),
     "_formats.push_sources": (
         "OpenSource",
         "ShardSource",

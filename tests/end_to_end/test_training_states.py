@@ -40,6 +40,7 @@ from weighbridge import (
     Layout,
     LayoutError,
     NotFound,
+    RandomStates,
     Shard,
     TensorSpace,
     TensorSpec,
@@ -87,7 +88,7 @@ class Loop:
             [{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-3
         )
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 200)
-        self.own: dict[str, Any] = {"random": None, "order": 1000 * rank + seed}
+        self.own: dict[str, Any] = {"random": RandomStates(), "order": 1000 * rank + seed}
         torch.manual_seed(self.own["order"])
         self.checkpoints = CheckpointManager(
             client,
@@ -110,15 +111,9 @@ class Loop:
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def save(self, step: int) -> None:
-        self.own["random"] = torch.get_rng_state()
-        self.checkpoints.save(step)
-
     def restore(self, *, rank_state: bool = True) -> int:
         version = self.checkpoints.restore(rank_state=rank_state)
         assert version is not None
-        if rank_state:
-            torch.set_rng_state(self.own["random"])
         return version.step
 
     def gathered(self) -> dict[str, Tensor]:
@@ -152,7 +147,9 @@ def _until_killed(rank: int, address: str, folder: Path) -> None:
         for step in range(1, 2 * KILLED_AFTER + 10 * EVERY):
             loop.step()
             if step % EVERY == 0:
-                loop.save(step)
+                loop.checkpoints.save(step)
+            if step == EVERY:
+                loop.checkpoints.wait(timeout=60)
             if step >= KILLED_AFTER:
                 (folder / f"far-{rank}").touch()
         time.sleep(600)
@@ -168,7 +165,14 @@ def _resumed(rank: int, address: str, steps: int, way: str, folder: Path) -> tup
         assert found.keys() == whole.keys()
         for name, tensor in whole.items():
             assert same_bits(found[name], tensor), name
-        return begun, [loop.step() for _ in range(steps)]
+        losses = [loop.step() for _ in range(steps)]
+        if way == "fsdp4":
+            whole_again = loop.gathered()
+            if rank == 0:
+                torch.save(whole_again, folder / f"whole-{begun + steps}")
+            loop.checkpoints.save(begun + steps)
+            loop.checkpoints.wait(timeout=60)
+        return begun, losses
 
 
 def test_ranks_that_were_all_killed_go_on_to_the_bit_and_other_numbers_of_ranks_get_every_tensor(
@@ -192,7 +196,8 @@ def test_ranks_that_were_all_killed_go_on_to_the_bit_and_other_numbers_of_ranks_
         assert len(expected) == STEPS
         assert all(map(same_bits, losses, expected))
     for ranks, way in ((2, "fsdp"), (8, "fsdp8")):
-        run_ranks(ranks, _resumed, service.address, 1, way, tmp_path)
+        for begun, _ in run_ranks(ranks, _resumed, service.address, 1, way, tmp_path):
+            assert begun == results[0][0] + STEPS
 
 
 def register(service: RunningService, what: Any, folder: Path) -> None:
