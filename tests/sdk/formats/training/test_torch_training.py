@@ -260,6 +260,47 @@ def test_a_parameter_that_one_optimizer_leaves_out_is_named() -> None:
     assert part.param_groups[0]["lr"] == 0.01
 
 
+def test_stages_of_a_pipeline_are_filled_into_one_rank_and_back() -> None:
+    """Rank 0 knows the parameter groups of its own layers alone; moments of the others come all the same."""
+
+    def stage(seed: int, *layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        every = [nn.Linear(6, 6) for _ in range(2)]
+        module = nn.ModuleDict({str(layer): every[layer] for layer in layers})
+        return module, torch.optim.AdamW(module.parameters(), lr=0.01 * (seed + 1))
+
+    def step(module: Any, optimizer: torch.optim.Optimizer) -> None:
+        for layer in module.values():
+            layer(torch.ones(2, 6)).square().mean().backward()
+        optimizer.step()
+
+    def bits(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        return {
+            f"{name} {key}": value
+            for name, parameter in module.named_parameters()
+            for key, value in {"": parameter, **optimizer.state[parameter]}.items()
+        }
+
+    stages = [stage(1, 0), stage(1, 1)]
+    for each in stages:
+        step(*each)
+    whole = Whole.of(
+        [TrainingState.of(training_tensors(*each), RankValues(), rank) for rank, each in enumerate(stages)]
+    )
+    expected = bits(*stages[0]) | bits(*stages[1])
+    both = stage(2, 0, 1)
+    whole.fill(torch_fit(*both))
+    assert both[1].param_groups[0]["lr"] == 0.02
+    found = bits(*both)
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[name], value) for name, value in expected.items())
+    last = stage(2, 1)
+    whole.fill(torch_fit(*last, strict=False), rank=1)
+    assert all(same_bits(value, expected[name]) for name, value in bits(*last).items())
+    with pytest.raises(LayoutError, match=r"the module has no model\.0\.weight"):
+        whole.fill(torch_fit(*stage(2, 1)), rank=1)
+
+
 def test_parameters_that_have_been_put_into_other_groups_are_refused() -> None:
     module, other = Net(1), Net(2)
     with pytest.raises(
