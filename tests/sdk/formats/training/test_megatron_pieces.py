@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
 
+from weighbridge._formats.megatron_state import Entry, sharded_tensors
 from weighbridge._formats.training.megatron_pieces import pieces_of
 from weighbridge.errors import LayoutError
 
@@ -38,6 +39,11 @@ def _copied(key: str, data: Tensor, replica_id: Any, _range: Any) -> ShardedTens
     return ShardedTensor.from_rank_offsets(key, turned, (2, 1, WIDE), replica_id=replica_id)
 
 
+def _entry(factory: ShardedTensorFactory) -> Entry:
+    [entry] = sharded_tensors({"fc1": factory}).entries
+    return entry
+
+
 @pytest.mark.parametrize("build", [_halves, _transposed, _copied])
 def test_a_range_of_a_parameter_lies_where_the_factory_places_it(build: Callable[..., Any]) -> None:
     factory = ShardedTensorFactory("fc1", PARAMETER, build, torch.cat, (0, 0, 0))
@@ -48,10 +54,11 @@ def test_a_range_of_a_parameter_lies_where_the_factory_places_it(build: Callable
         expected[shard.global_slice()] = shard.data
     for start, stop in ((0, 48), (5, 41), (13, 14), (24, 24)):
         found = torch.full_like(expected, -1)
-        for piece in pieces_of(factory, (0, 0, 1)):
-            assert (piece.key, piece.shape, piece.main) == ("fc1", tuple(expected.shape), False)
-            for box, tensor in piece.boxes(PARAMETER.view(-1)[start:stop], start):
-                found[tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))] = tensor
+        for piece in pieces_of(_entry(factory)):
+            assert (piece.key, piece.shape) == ("fc1", tuple(expected.shape))
+            for box, part in piece.parts(start, stop - start):
+                where = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
+                found[where] = part.of(PARAMETER.view(-1)[start:stop])
         inside = (expected >= start) & (expected < stop)
         assert torch.equal(found, torch.where(inside, expected, -1.0))
 
@@ -62,4 +69,4 @@ def test_a_factory_that_mixes_elements_is_refused() -> None:
 
     factory = ShardedTensorFactory("fc1", PARAMETER, mixed, torch.cat, (0, 0, 0))
     with pytest.raises(LayoutError, match="factory of fc1 does more than to place"):
-        pieces_of(factory, (0, 0, 0))
+        pieces_of(_entry(factory))

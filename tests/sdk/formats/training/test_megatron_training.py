@@ -20,6 +20,7 @@ from tests.support.megatron_training import Piece, TrainingRank, wholes
 from tests.support.reference import tiny_config
 from weighbridge._core.dtypes import from_torch
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._formats.megatron_state import sharded_tensors
 from weighbridge._formats.training.megatron_training import megatron_fit, training_tensors
 from weighbridge._formats.training.training_state import StoredState
 from weighbridge.errors import WeighbridgeError
@@ -89,7 +90,7 @@ CASES = {
 
 def _pushed(case: Case, training: TrainingRank) -> tuple[dict[str, list[Piece]], Mapping[str, Any]]:
     """What a rank would push: of replicas the main one, and its values."""
-    held = training_tensors(training.sharded_state_dict(case.metadata), training.optimizer)
+    held = training_tensors(sharded_tensors(training.sharded_state_dict(case.metadata)), training.optimizer)
     found: dict[str, list[Piece]] = {}
     for placement, tensor in zip(held.layout.placements, held.tensors, strict=True):
         name, box, main = placement.shard
@@ -127,7 +128,7 @@ def _filled(
     specs = {
         name: TensorSpec(name, from_torch(each.dtype), tuple(each.shape)) for name, each in stored.items()
     }
-    fit = megatron_fit(training.sharded_state_dict(case.metadata), training.optimizer)
+    fit = megatron_fit(sharded_tensors(training.sharded_state_dict(case.metadata)), training.optimizer)
     filling = fit(StoredState("tests/tiny:training@1", specs, values))
     with torch.no_grad():
         for placement, tensor in zip(filling.layout.placements, filling.tensors, strict=True):
@@ -187,10 +188,10 @@ def _mistakes(rank: int) -> dict[str, str]:
 
     for kind, case in (("distributed", distributed), ("plain", plain)):
         training, other = case.rank(Parallel()), case.rank(Parallel())
-        tried(f"no step, {kind}", training_tensors, training.sharded_state_dict(), training.optimizer)
+        state = sharded_tensors(training.sharded_state_dict())
+        tried(f"no step, {kind}", training_tensors, state, training.optimizer)
         other.step(0)
-        tried(f"another model, {kind}", training_tensors, training.sharded_state_dict(), other.optimizer)
-    state = training.sharded_state_dict()
+        tried(f"another model, {kind}", training_tensors, state, other.optimizer)
     tried("torch's", training_tensors, state, torch.optim.Adam(training.stage.parameters()))
 
     trained = distributed.rank(Parallel())
@@ -269,12 +270,16 @@ def _objects(rank: int) -> tuple[Any, Any]:
     training = case.rank(Parallel())
     training.step(0)
     entry = ShardedObject("decoder.layers.0._extra_state", torch.arange(3), (1,), (0,))
-    held = training_tensors({"model": training.sharded_state_dict(), "more": entry}, training.optimizer)
+    held = training_tensors(
+        sharded_tensors({"model": training.sharded_state_dict(), "more": entry}), training.optimizer
+    )
     specs = dict(held.layout.tensors)
     taken = ShardedObject("decoder.layers.0._extra_state", torch.zeros(1), (1,), (0,))
     other = ShardedObject("decoder.layers.1._extra_state", torch.ones(1), (1,), (0,))
     state = {"model": training.sharded_state_dict(), "more": [taken, other]}
-    megatron_fit(state, training.optimizer)(StoredState("tests/tiny:training@1", specs, held.values)).finish()
+    megatron_fit(sharded_tensors(state), training.optimizer)(
+        StoredState("tests/tiny:training@1", specs, held.values)
+    ).finish()
     return taken.data, other.data
 
 
