@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.support.training_states import Whole, same_bits
+from tests.support.zero3_ranges import partition
 from weighbridge._formats.training.torch_training import torch_fit, training_tensors
 from weighbridge._formats.training.training_state import RankValues, TrainingState, without_blobs
 from weighbridge.errors import InvalidArgument, LayoutError
@@ -43,6 +44,10 @@ class Net(nn.Module):
             hidden = hidden + self.scale * torch.tanh(layer(self.frozen(hidden)))
         logits: Tensor = self.head(hidden)
         return logits
+
+
+class Packed(torch.Tensor):
+    """As optimizers with states of 8 bits have them."""
 
 
 Make = Callable[[nn.Module], Any]
@@ -335,17 +340,28 @@ def test_what_is_no_module_or_optimizer_is_refused_by_its_type() -> None:
         training_tensors(module, module)
 
 
+def test_a_module_that_zero_3_has_partitioned_is_refused() -> None:
+    module = Net(1)
+    for parameter in module.parameters():
+        partition(parameter, 0, 2)
+    with pytest.raises(InvalidArgument, match="ZeRO-3 has partitioned"):
+        training_tensors(module, None)
+
+
 def test_tensors_without_data_or_of_no_kept_dtype_are_named() -> None:
     module = Net(1)
     module.register_buffer("sparse", torch.eye(3).to_sparse())
     module.register_buffer("complex", torch.zeros(3, dtype=torch.complex128))
     module.register_buffer("empty", torch.zeros(3, device="meta"))
-    with pytest.raises(LayoutError, match="for 3 tensors") as error:
-        training_tensors(module, None)
+    optimizer = OPTIMIZERS["sgd"](module)
+    optimizer.state[module.scale]["packed"] = torch.ones(3).as_subclass(Packed)
+    with pytest.raises(LayoutError, match="for 4 tensors") as error:
+        training_tensors(module, optimizer)
     assert [line.partition(":")[0] for line in error.value.details] == [
         "model.sparse",
         "model.complex",
         "model.empty",
+        "optimizer.state.scale.packed",
     ]
 
 
