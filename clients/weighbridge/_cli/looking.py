@@ -16,12 +16,12 @@ from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._cli.tagging import approval_command, asked_text, protection_text
 from weighbridge._core.metadata import Metadata, conditions
-from weighbridge._core.references import Reference
+from weighbridge._core.references import Reference, is_training, training_of
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, why_held
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._core.text.suggestions import did_you_mean
-from weighbridge.errors import FailedPrecondition, InvalidArgument
+from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from weighbridge._clients.engine import EngineClient
@@ -156,10 +156,12 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
                 )
             tensors = list(client.pull(model.name, version.number).layout.tensors.values())
         protections, requests = client.protections(model.name), client.ref_requests(model.name)
+        state = None if is_training(model.name) else _newest_state(client, model.name)
     if as_json:
         shown: dict[str, Any] = {
             "model": model.to_json(),
             "version": version.to_json() if version else None,
+            "training_state": state.to_json() if state else None,
             "protections": [each.to_json() for each in protections],
             "requests": [each.to_json() for each in requests],
         }
@@ -171,11 +173,9 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
         return
     lines = [
         ("model", model.name),
-        ("type", _type_text(model)),
-        ("dtype", model.dtype),
-        ("tensors", f"{model.tensor_count}, {readable_size(model.tensor_bytes)}"),
-        ("files", ", ".join(model.files)),
+        *_kind_lines(model, version),
         ("refs", _refs_text(model.refs)),
+        *([("training", f"{state}, {readable_size(state.tensor_bytes)}")] if state else []),
         *(("protected", protection_text(each)) for each in protections),
         *(("asked", _request_text(each)) for each in requests if each.pending),
         *(_version_lines(version, model.refs) if version else [("version", "none yet")]),
@@ -185,6 +185,27 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
     if tensors is not None:
         click.echo()
         print_table(("TENSOR", "DTYPE", "SHAPE"), [(t.name, t.dtype, list(t.shape)) for t in tensors])
+
+
+def _newest_state(client: EngineClient, model: str) -> Version | None:
+    """The newest training state; None of a model that has none, or of a service that knows of none."""
+    try:
+        return next(iter(client.versions(training_of(model), limit=1)), None)
+    except (InvalidArgument, NotFound):
+        return None
+
+
+def _kind_lines(model: Model, version: Version | None) -> list[tuple[str, str]]:
+    """What the versions of a model hold; of training states, each holds something else."""
+    if is_training(model.name):
+        size = "" if version is None else f", {readable_size(version.tensor_bytes)} in the one shown"
+        return [("type", f"training states{size}")]
+    return [
+        ("type", _type_text(model)),
+        ("dtype", model.dtype),
+        ("tensors", f"{model.tensor_count}, {readable_size(model.tensor_bytes)}"),
+        ("files", ", ".join(model.files)),
+    ]
 
 
 def _request_text(request: RefRequest) -> str:

@@ -13,7 +13,12 @@ _MOST_DIGITS = 20
 
 def training_of(model: str) -> str:
     """The name of the part that holds a model's training states: ``acme/smol:training`` of ``acme/smol``, and of itself."""
-    return model if model.endswith(f":{TRAINING}") else f"{model}:{TRAINING}"
+    return model if is_training(model) else f"{model}:{TRAINING}"
+
+
+def is_training(model: str) -> bool:
+    """Whether a name is that of a model's training states."""
+    return model.endswith(f":{TRAINING}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,19 @@ The arrays that ranks have pushed are the independent answer: what is pulled has
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from tests.support.raw_clients import Arrays, RawClient, assert_equal, cut, stream_of
 from tests.support.services import RunningService, running_service
 from weighbridge import Boxes, EngineClient, TrainerClient, errors
+from weighbridge._cli import commands
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
@@ -279,3 +282,19 @@ def test_a_checked_store_has_nothing_wrong_with_states_and_a_lost_head_is_made_a
     assert [each.name for each in check_store(store, repair=True) if each.findings] == [TRAINING]
     with running_service(folder) as running, EngineClient(running.address) as engine:
         assert_equal(engine, TRAINING, number, arrays)
+
+
+def test_show_tells_of_a_models_states(client: RawClient, service: RunningService) -> None:
+    number = push(client, state(1, step=7), 1, step=7)
+
+    def shown(*arguments: str) -> str:
+        done = CliRunner().invoke(commands, ["show", *arguments, "--server", service.address])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    with TrainerClient(service.address) as trainer:
+        trainer.wait_for(TRAINING, number, VersionState.DURABLE, timeout=20)
+    assert f"{TRAINING}@{number}" in shown(MODEL)
+    assert json.loads(shown(MODEL, "--json"))["training_state"]["step"] == 7
+    assert "training states" in shown(TRAINING)
+    assert "rank_state.00000" in shown(f"{TRAINING}@latest", "--tensors")
