@@ -55,7 +55,7 @@ TEST_SECONDS ?= 4200
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls bench-quotas fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -302,6 +302,9 @@ bench-first: $(STAMP) ## time the first pushes of a model next to its tenth; ARG
 
 bench-torch: $(STAMP) ## time pushes of torch state dicts next to Megatron's shards and torch's own copies and casts; ARGS="--gb 2 --ranks 1 2 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.torch_trainers $(ARGS)
+
+bench-training: $(STAMP) ## time training steps of which each pushes its whole state next to DCP's and Megatron's asynchronous saves; ARGS="--gb 1 --step-seconds 3 --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.training_states $(ARGS)
 
 bench-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) $(AREAL_STAMP) ## time updates by the calls of verl, TRL, vLLM's trainers and AReaL next to plain pushes of the same tensors; ARGS="--framework trl --gb 0.5 --json FILE"
 	@$(VERL_PLACE) $(TRL_PLACE) $(AREAL_PLACE) $(BIN)/python -W ignore -m benchmarks.framework_updates $(ARGS)
