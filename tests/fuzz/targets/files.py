@@ -35,9 +35,9 @@ from weighbridge._formats.safetensors_files import (
     map_folder,
     read_header,
 )
+from weighbridge._formats.torch_dist.items import find_tensor
+from weighbridge._formats.torch_dist.metadata import Item, read_entries, write_metadata
 from weighbridge.errors import WeighbridgeError
-from weighbridge_storage.torch_dist.items import find_tensor
-from weighbridge_storage.torch_dist.metadata import Item, read_entries, write_metadata
 
 _SPECS = [
     TensorSpec("model.embed.weight", dtypes.parse("bf16"), (4, 8)), TensorSpec("norm", dtypes.parse("fp32"), (8,)),

@@ -22,9 +22,8 @@ from typing import Any
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import MAX_RANK, Shard, TensorSpec, check_spec
-from weighbridge.errors import DataLoss, InvalidArgument
-from weighbridge_storage.documents.names import shown
-from weighbridge_storage.torch_dist.pickles import (
+from weighbridge._core.text.shortening import shown
+from weighbridge._formats.torch_dist.pickles import (
     OTHER_DTYPES,
     Instance,
     Named,
@@ -32,6 +31,7 @@ from weighbridge_storage.torch_dist.pickles import (
     are_sizes,
     read_pickle,
 )
+from weighbridge.errors import DataLoss, InvalidArgument
 
 METADATA_FILE = ".metadata"
 CONFIG_FILE = "metadata.json"

@@ -1,6 +1,6 @@
 """torch_dist checkpoints of Megatron-core, as layouts of their files.
 
-May import: `documents`, `weighbridge`.
+May import: `_core`, `weighbridge.errors`.
 
 - `folder`: reading such folders, and laying out new ones.
 - `metadata`: their ``.metadata``, ``metadata.json`` and ``common.pt``.

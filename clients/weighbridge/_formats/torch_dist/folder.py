@@ -24,10 +24,9 @@ from types import MappingProxyType
 from typing import Any
 
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
-from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
-from weighbridge_storage.documents.names import shown
-from weighbridge_storage.torch_dist.items import ALIGNMENT, Framing, find_tensor, frame
-from weighbridge_storage.torch_dist.metadata import (
+from weighbridge._core.text.shortening import shown
+from weighbridge._formats.torch_dist.items import ALIGNMENT, Framing, find_tensor, frame
+from weighbridge._formats.torch_dist.metadata import (
     COMMON_FILE,
     CONFIG_FILE,
     METADATA_FILE,
@@ -38,6 +37,7 @@ from weighbridge_storage.torch_dist.metadata import (
     write_config,
     write_metadata,
 )
+from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
 DEFAULT_FILE_BYTES = 5_000_000_000
 """Files are cut at this size unless asked otherwise, so that several can be written and read at once."""

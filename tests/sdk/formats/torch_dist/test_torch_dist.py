@@ -31,11 +31,11 @@ from tests.support.megatron_ranks import run_ranks
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
+from weighbridge._formats.torch_dist.folder import TorchDistFiles, lay_out_torch_dist, read_torch_dist
+from weighbridge._formats.torch_dist.metadata import read_entries
+from weighbridge._formats.torch_dist.pickles import allow, read_pickle
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound, WeighbridgeError
 from weighbridge_demo.megatron_cpu import Parallel
-from weighbridge_storage.torch_dist.folder import TorchDistFiles, lay_out_torch_dist, read_torch_dist
-from weighbridge_storage.torch_dist.metadata import read_entries
-from weighbridge_storage.torch_dist.pickles import allow, read_pickle
 
 CONFIG = {
     "vocab_size": 64,
