@@ -19,4 +19,6 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `attempts`: attempts at a version that a ref names.
 - `filling`: a torch model that a pull fills.
 - `restoring`: the run of a restore.
+- `training`: training states beside weights: pushed with them, and restored.
+- `checkpoint_manager`: saves and restores of a training loop of one's own.
 """

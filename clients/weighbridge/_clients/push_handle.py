@@ -56,6 +56,8 @@ class PushHandle:
         model: the model.
         number: the version's number.
         stream_bytes: bytes this rank pushes.
+        training: the push of the training state that was pushed beside it, with which neither this one nor its version has to do; None if
+            there is none.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class PushHandle:
         self.model = model
         self.number = number
         self.stream_bytes = stream_bytes
+        self.training: PushHandle | None = None
         self._connection = connection
         self._report = report
         self._held_seal = seal

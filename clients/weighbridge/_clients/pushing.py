@@ -72,6 +72,7 @@ class Pusher:
         open_source: OpenSource | OpenPassing,
         *,
         hold_seal: bool = False,
+        behind: pb.OpenVersionRequest | None = None,
     ) -> PushHandle:
         """Push the shards of a rank. Returns once they are copied out.
 
@@ -83,6 +84,7 @@ class Pusher:
             open_source: is called for the bytes of the shards that this rank is to push; and, for those that other ranks hold, too, before
                 that to compare them. Shards that pass by are held by no other rank.
             hold_seal: leave it to `PushHandle.seal` to seal the rank.
+            behind: opening of what all ranks push next. If this rank fails where the others do not, they are told that it will not come.
 
         Raises:
             WeighbridgeError: as `TrainerClient.push` says.
@@ -90,7 +92,7 @@ class Pusher:
         started = time.monotonic()
         connection, model = self._connection, opening.model
         self._slots.acquire()
-        number = 0
+        number, all_declared = 0, False
         delivery: Delivery | None = None
         try:
             opened, at = self._open(opening)
@@ -98,6 +100,7 @@ class Pusher:
             check_heard(opening, opened)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
             declared = connection.run(push_calls.declare(header, layout, space), at=at)
+            all_declared = True
             assigned = list(declared.assigned)
             chosen = layout.select(assigned)
             report: Future[PushReport] = Future()
@@ -154,6 +157,9 @@ class Pusher:
                 with contextlib.suppress(WeighbridgeError):
                     reason = _in_a_line(f"rank {rank} gave up", error)
                     connection.run(push_calls.abort(model, number, reason, refused=opening.client_id))
+                if behind is not None and all_declared and isinstance(error, Exception):
+                    behind.at_least = number
+                    self._refuse(behind, rank, error)
             raise
         with self._lock:
             self._running = [each for each in self._running if not each.done()] + [report]

@@ -7,7 +7,7 @@ Source of the conventions: ``megatron.core.dist_checkpointing.mapping``. `Sharde
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
     shards: list[Shard] = []
     tensors: list[torch.Tensor] = []
     merges: list[tuple[Any, Any]] = []
-    for item in _walk(sharded_state_dict, "", merges):
+    for item in _built(sharded_entries(sharded_state_dict), merges):
         if item.data is None:
             raise InvalidArgument(f"the shard of {item.key} has no data")
         if getattr(item, "flattened_range", None) is not None:
@@ -71,8 +71,8 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
         if specs.setdefault(item.key, spec) != spec:
             raise LayoutError(f"two shards of one tensor contradict each other: {specs[item.key]} and {spec}")
         extent = (1,) * item.prepend_axis_num + tuple(item.local_shape)
-        main = not any(item.replica_id) if isinstance(item.replica_id, tuple) else item.replica_id == 0
-        shards.append(Shard(item.key, Box(tuple(map(int, item.global_offset)), extent), main=main))
+        box = Box(tuple(map(int, item.global_offset)), extent)
+        shards.append(Shard(item.key, box, main=is_main(item.replica_id)))
         tensors.append(item.data.detach())
     if not shards:
         raise InvalidArgument(
@@ -93,35 +93,53 @@ def _check_installed() -> None:
         raise FailedPrecondition("megatron-core is not installed", fix=_ADVICE)
 
 
-def _walk(value: Any, path: str, merges: list[tuple[Any, Any]]) -> Iterator[Any]:
-    from megatron.core.dist_checkpointing.mapping import (
-        LocalNonpersistentObject,
-        ShardedObject,
-        ShardedTensor,
-        ShardedTensorFactory,
-    )
+def sharded_entries(value: Any, path: str = "") -> Iterator[Any]:
+    """The ``ShardedTensor``s, ``ShardedTensorFactory``s and ``ShardedObject``s of a sharded state dict.
 
-    if isinstance(value, ShardedTensor):
+    Args:
+        value: the state dict, or a part of it.
+        path: of that part, for errors.
+
+    Raises:
+        InvalidArgument: it holds something else than Megatron's sharded types.
+    """
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+
+    if isinstance(value, ShardedBase):
         yield value
-    elif isinstance(value, ShardedTensorFactory):
-        built = value.build()
-        pieces = list(_walk(built, path, merges))
-        if any(not _aliases(piece.data, value.data) for piece in pieces):
-            merges.append((value, built))
-        yield from pieces
-    elif isinstance(value, ShardedObject | LocalNonpersistentObject):
+    elif isinstance(value, LocalNonpersistentObject):
         return
     elif isinstance(value, dict):
         for key, child in value.items():
-            yield from _walk(child, f"{path}.{key}" if path else str(key), merges)
+            yield from sharded_entries(child, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
         for number, child in enumerate(value):
-            yield from _walk(child, f"{path}[{number}]", merges)
+            yield from sharded_entries(child, f"{path}[{number}]")
     else:
         raise InvalidArgument(
             f"{path or 'the argument'} is a {type(value).__name__}, not one of Megatron-core's sharded types",
             fix=_ADVICE,
         )
+
+
+def is_main(replica_id: Any) -> bool:
+    """Whether a ``replica_id`` is that of the main replica."""
+    return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
+
+
+def _built(entries: Iterable[Any], merges: list[tuple[Any, Any]]) -> Iterator[Any]:
+    """The ``ShardedTensor``s of entries, with those that factories build."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    for entry in entries:
+        if isinstance(entry, ShardedTensor):
+            yield entry
+        elif isinstance(entry, ShardedTensorFactory):
+            built = entry.build()
+            pieces = list(_built(sharded_entries(built, entry.key), merges))
+            if any(not _aliases(piece.data, entry.data) for piece in pieces):
+                merges.append((entry, built))
+            yield from pieces
 
 
 def _aliases(piece: torch.Tensor, whole: torch.Tensor) -> bool:
