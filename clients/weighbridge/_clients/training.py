@@ -101,7 +101,7 @@ class TrainingPushes:
         try:
             handle.training = self._pusher.push(own, rank, state.layout, state.space, source)
         except Exception as error:
-            error.add_note(f"The weights are on their way all the same: {handle.model}@{handle.number}.")
+            error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
             raise
         return handle
 
