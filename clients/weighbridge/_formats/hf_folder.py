@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats import safetensors_files
-from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from weighbridge._formats.whole_folders import check_free, unwritable
+from weighbridge.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     import torch
@@ -92,8 +92,7 @@ def write_hf_folder(
         ResourceExhausted: the disk is full.
         FailedPrecondition: the folder cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidArgument(f"{folder} exists and is not an empty folder", fix="name a new folder")
+    check_free(folder)
     for name in files:
         if Path(name).name != name or name.startswith("."):
             raise InvalidArgument(f"{name[:80]!r} is no name for a file of a model")
@@ -133,10 +132,7 @@ def write_hf_folder(
             (folder / name).unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        text = f"{folder} cannot be written: {error.strerror}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceExhausted(text, fix="make room and try again") from error
-        raise FailedPrecondition(text, fix="check that the folder can be written") from error
+        raise unwritable(folder, error) from error
     return [*laid_out.file_sizes, *side]
 
 

@@ -106,7 +106,7 @@ def _metadata() -> list[bytes]:
         (Shard(spec.name, Box.whole(spec.shape)), Item("__0_0.distcp", 64 * n, 64))
         for n, spec in enumerate(_SPECS)
     ]
-    found = [write_metadata(_SPECS, shards, {"extra": Item("__0_1.distcp", 0, 8)})]
+    found = [write_metadata(_SPECS, shards, {"extra": Item("__0_1.distcp", 0, 8)}, {"extra": ("extra", 0)})]
     chunks = [ChunkStorageMetadata(torch.Size((n * 2, 0)), torch.Size((2, 3))) for n in range(3)]
     theirs = Metadata(
         {

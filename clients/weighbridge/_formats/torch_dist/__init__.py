@@ -3,6 +3,8 @@
 May import: `_core`, `weighbridge.errors`.
 
 - `folder`: reading such folders, and laying out new ones.
+- `chunks`: how tensors are cut into chunks.
+- `writing`: new ones, from a stream of their tensors.
 - `metadata`: their ``.metadata``, ``metadata.json`` and ``common.pt``.
 - `items`: items inside a file.
 - `pickles`: pickles read as data, without running them.

@@ -101,7 +101,7 @@ class _Held:
 
     Attributes:
         model: the shards of the model.
-        objects: its ``ShardedObject``s that have data.
+        objects: its ``ShardedObject``s, those without data too: Megatron does not load a checkpoint that lacks one.
         optimizers: those of the rank.
         states: of their state the tensor that a shard is of, the shard, and a tensor of its elements.
         alike: for each of them, whether replicas are alike on all ranks that hold them.
@@ -122,7 +122,7 @@ class _Held:
 
         model = sharded_tensors(sharded_state_dict)
         entries = list(sharded_entries(sharded_state_dict))
-        objects = [each for each in entries if isinstance(each, ShardedObject) and each.data is not None]
+        objects = [each for each in entries if isinstance(each, ShardedObject)]
         resizable = {each.key for each in entries if getattr(each, "allow_shape_mismatch", False)}
         of_parameter = {id(each.data): each for each in entries if not isinstance(each, ShardedObject)}
         states: list[tuple[TensorSpec, Shard, torch.Tensor]] = []

@@ -161,7 +161,7 @@ def test_what_torch_saves_lies_where_the_layout_says(tmp_path: Path) -> None:
 
     found = read_torch_dist(tmp_path)
 
-    assert found.others == ("text",)
+    assert tuple(found.others) == ("text",)
     assert {p.shard.tensor: bytes_at(tmp_path, p) for p in found.layout.placements} == {
         name: raw(tensor) for name, tensor in {**tensors, "large": large}.items()
     }
