@@ -6,6 +6,7 @@ answer. What is loaded is what all ranks together hold afterwards, as Megatron a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,7 +31,22 @@ from tests.support.megatron_ranks import run_ranks
 from tests.support.megatron_training import TrainingRank, wholes
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
-from weighbridge import TrainerClient
+from weighbridge import (
+    Box,
+    DataLoss,
+    InvalidArgument,
+    Layout,
+    NotFound,
+    Shard,
+    TensorSpace,
+    TensorSpec,
+    TrainerClient,
+)
+from weighbridge._cli import commands
+from weighbridge._core import dtypes
+from weighbridge._formats.push_sources import CastingSource
+from weighbridge._formats.training.torch_training import training_tensors
+from weighbridge._formats.training.training_state import RankValues, TrainingState
 from weighbridge_demo.megatron_cpu import Parallel, build_model
 
 TORCH = "tests/torch"
@@ -94,11 +111,14 @@ def _train(rank: int, case: Case, address: str, folder: Path) -> tuple[int, Any]
     training = case.rank(case.here, 0)
     for number in range(STEPS):
         training.step(number)
+    from megatron.core.dist_checkpointing import ShardedObject
+
     state = {"opt_param_scheduler": {"max_lr": 0.5, "num_steps": 16}, "iteration": STEPS}
+    random = {"rng_state": ShardedObject("rng_state", [[rank, 5]], (case.here.world_size,), (rank,))}
     with TrainerClient(address) as trainer:
         handle = trainer.push(
             case.name,
-            training.sharded_state_dict(),
+            {**training.sharded_state_dict(), **random},
             step=STEPS,
             optimizer=training.optimizer,
             state=state,
@@ -106,7 +126,7 @@ def _train(rank: int, case: Case, address: str, folder: Path) -> tuple[int, Any]
         )
         assert handle.training is not None
         number = handle.training.wait(timeout=120).number
-    training.save(folder, state)
+    training.save(folder, {**state, **random})
     return number, training.own_state()
 
 
@@ -138,8 +158,8 @@ def _same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def _read(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
-    """Tensors and names of the other entries of a checkpoint, as torch reads them."""
+def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and other entries of a checkpoint, as torch reads them."""
     described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     kinds = {name: type(each).__name__ for name, each in described.items()}
     tensors = {
@@ -147,8 +167,10 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
         for name, kind in kinds.items()
         if kind == "TensorStorageMetadata"
     }
+    objects = dict.fromkeys(kinds.keys() - tensors.keys())
     dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    return tensors, kinds.keys() - tensors.keys()
+    dcp.load(objects, checkpoint_id=folder, no_dist=True)
+    return tensors, objects
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -170,6 +192,7 @@ def test_megatron_loads_what_is_exported_and_what_it_saved_is_restored(
     assert (tmp_path / "load" / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
     assert (ours.name, again.name, imported.step) == ("iter_0000002", "iter_0000009", 9)
     their_tensors, their_objects = _read(theirs)
+    assert their_objects[f"rng_state/shard_1_{case.here.world_size}"] == [[[1, 5]]]
     for folder in (ours, again):
         tensors, objects = _read(folder)
         _same(tensors, their_tensors)
@@ -303,3 +326,93 @@ def test_torch_loads_what_is_exported_and_what_it_saved_is_restored(
             assert drawn.tolist() == [rank] * 3
         for found in torch_ranks.run_ranks(size, _restore_torch, service.address, imported.number, way):
             _equal(found, expected)
+
+
+# -- What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(service: RunningService) -> int:
+    """The number of a training state of torch, of one rank."""
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    held = training_tensors(module, optimizer)
+    state = TrainingState.of(held, RankValues(state={"epoch": 3}), 0)
+    with TrainerClient(service.address) as trainer:
+        source = CastingSource.opener(state.tensors)
+        handle = trainer.push_shards(
+            f"{TORCH}:training", state.layout, state.space, source, step=4, rank=0, world_size=1, run="small"
+        )
+        return handle.wait(timeout=60).number
+
+
+def test_a_folder_with_something_in_it_is_left_alone_unless_it_is_to_be_replaced(
+    service: RunningService, small: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "there"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with TrainerClient(service.address) as trainer:
+        for replace, said in ((False, "not an empty folder"), (True, "no checkpoint")):
+            with pytest.raises(InvalidArgument, match=said):
+                trainer.export_training(TORCH, small, folder, replace=replace)
+        assert [path.name for path in tmp_path.rglob("*")] == ["there", "notes.txt"]
+
+        trainer.export_training(TORCH, small, tmp_path / "new")
+        (tmp_path / "new" / "__0_0.distcp").write_bytes(b"damaged")
+        trainer.export_training(TORCH, small, tmp_path / "new", replace=True)
+    loaded = {"epoch": 0, "model": {"weight": torch.empty(2, 3)}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "new", no_dist=True)
+    assert loaded["epoch"] == 3
+
+
+def test_the_format_is_that_of_the_trainer(service: RunningService, small: int, tmp_path: Path) -> None:
+    said = "checkpoints are dcp, not torch_dist"
+    with TrainerClient(service.address) as trainer, pytest.raises(InvalidArgument, match=said):
+        trainer.export_training(TORCH, small, tmp_path / "new", checkpoint_format="torch_dist")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_state_without_values_of_its_ranks_is_refused(service: RunningService, tmp_path: Path) -> None:
+    spec = TensorSpec("model.w", dtypes.parse("fp32"), (2,))
+    layout = Layout.stream([spec], [Shard("model.w", Box.whole((2,)))])
+    with TrainerClient(service.address) as trainer:
+        handle = trainer.push_shards(
+            f"{TORCH}:training", layout, TensorSpace.HUGGING_FACE, CastingSource.opener([torch.ones(2)]),
+            step=5, rank=0, world_size=1, run="bare",
+        )  # fmt: skip
+        number = handle.wait(timeout=60).number
+        with pytest.raises(DataLoss, match=r"has no rank_state\.00000"):
+            trainer.export_training(TORCH, number, tmp_path / "new")
+        with pytest.raises(NotFound):
+            trainer.export_training(TORCH, 999, tmp_path / "new")
+    assert not any(tmp_path.iterdir())
+
+
+def test_commands_take_states_out_and_in(service: RunningService, small: int, tmp_path: Path) -> None:
+    def run(*line: object) -> Any:
+        result = CliRunner().invoke(commands, [*map(str, line), "--server", service.address, "--json"])
+        return result.exit_code, json.loads(result.output)
+
+    folder = tmp_path / "iter_0000021"
+    code, written = run("export", f"{TORCH}:training@{small}", folder, "--format", "dcp")
+    assert (code, written["version"]["number"], written["files"]) == (0, small, [".metadata", "__0_0.distcp"])
+    code, version = run("import", folder, TORCH, "--training", "--metadata", "from=disk")
+    assert (code, version["model"], version["step"], version["state"]) == (
+        0,
+        f"{TORCH}:training",
+        21,
+        "durable",
+    )
+    assert version["metadata"] == {"from": "disk"}
+
+    code, refused = run("export", f"{TORCH}:training@{small}", folder)
+    assert (code, refused["error"]["fix"]) == (1, "name a new folder")
+    code, refused = run("export", f"{TORCH}@latest", tmp_path / "weights", "--format", "dcp")
+    assert "is for training states" in refused["error"]["message"]
+    code, refused = run("import", folder, TORCH, "--training", "--dtype", "bf16")
+    assert "--dtype is for weights" in refused["error"]["message"]
+    code, refused = run("import", tmp_path, TORCH, "--training")
+    assert "iter_0000021" in refused["error"]["fix"]

@@ -42,6 +42,22 @@ def patch_optimizers_for_cpu() -> None:
     torch.tensor, torch.zeros = _on_cpu(_TENSOR), _on_cpu(_ZEROS)  # type: ignore[assignment]
 
 
+def _count_steps_by_torch(optimizer: Any) -> None:
+    """Let a distributed optimizer that torch's Adam is in load a checkpoint: Megatron does so by Transformer Engine's or Apex's alone.
+
+    Theirs count steps in groups of parameters; torch's do in the state of each, where Megatron looks for them in the checkpoint, too.
+    """
+    set_states, get_states = (
+        optimizer._set_main_param_and_optimizer_states,
+        optimizer._get_main_param_and_optimizer_states,
+    )
+
+    def set_without_step(parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        set_states(parameter, {"step": get_states(parameter)["step"], **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = set_without_step
+
+
 class TrainingRank:
     """One rank of a training loop: its stage of a model, and Megatron's optimizer of it. Its methods are collective.
 
@@ -157,7 +173,15 @@ class TrainingRank:
     def load(self, folder: Path) -> dict[str, Any]:
         """Load model and optimizer from such a folder as Megatron-LM does. What it has besides."""
         from megatron.core import dist_checkpointing
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+        distributed = [
+            each for each in self.optimizer.chained_optimizers if isinstance(each, DistributedOptimizer)
+        ]
+        for each in distributed:
+            _count_steps_by_torch(each)
+        if distributed:  # they ask a state that is there for its step count
+            self.step(0)
         sharding = dist_checkpointing.load_content_metadata(str(folder))
         weights = self.sharded_state_dict(sharding)
         optimizer = self.optimizer.sharded_state_dict(weights, is_loading=True, metadata=sharding)

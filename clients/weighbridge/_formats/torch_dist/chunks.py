@@ -26,7 +26,7 @@ def chunks_of(spec: TensorSpec, max_bytes: int = MAX_CHUNK_BYTES) -> Iterator[Sh
     if max_bytes <= 0:
         raise InvalidArgument(f"the largest chunk must be positive, not {max_bytes}")
     shape = spec.shape
-    if spec.nbytes <= max_bytes:
+    if not shape or spec.nbytes <= max_bytes:
         yield Shard(spec.name, Box.whole(shape))
         return
     # the first axis along which single indexes are small enough is cut into runs, those before it into single indexes
