@@ -72,7 +72,10 @@ def config() -> PretrainedConfig:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[RunningService]:
-    with running_service(tmp_path / "store", local_socket=str(tmp_path / "lane.sock")) as running:
+    budget = (1 << 30) + (8 * BLOB_MB << 20)
+    with running_service(
+        tmp_path / "store", local_socket=str(tmp_path / "lane.sock"), memory_budget=budget
+    ) as running:
         yield running
 
 
@@ -195,7 +198,7 @@ def test_ranks_that_were_all_killed_go_on_to_the_bit_and_other_numbers_of_ranks_
         expected = torch.load(tmp_path / f"losses-{rank}", weights_only=True)[begun : begun + STEPS]
         assert len(expected) == STEPS
         assert all(map(same_bits, losses, expected))
-    for ranks, way in ((2, "fsdp"), (8, "fsdp8")):
+    for ranks, way in ((2, "fsdp"), (8, "fsdp8"), (4, "hsdp")):
         for begun, _ in run_ranks(ranks, _resumed, service.address, 1, way, tmp_path):
             assert begun == results[0][0] + STEPS
 
@@ -482,7 +485,7 @@ def test_a_version_without_a_ranks_blob_is_refused_by_the_name_of_that(
     assert f"{TRAINING}@1 has no rank_state.00001" in error.value.message
 
 
-def test_without_a_state_a_manager_begins_anew_and_says_of_a_model_that_there_is_none(
+def test_a_manager_begins_anew_without_a_state_and_saves_a_step_again_in_another_process(
     service: RunningService, tmp_path: Path
 ) -> None:
     module = layers(1)
@@ -499,3 +502,11 @@ def test_without_a_state_a_manager_begins_anew_and_says_of_a_model_that_there_is
         assert (saved.model, saved.step) == (TRAINING, 2)
         assert checkpoints.latest() == saved
         assert checkpoints.restore() == saved
+    with TrainerClient(service.address) as client:  # another process, which makes a step again
+        again = CheckpointManager(client, MODEL, module, adamw(module))
+        assert again.restore() == saved
+        handle = again.save(2)
+        repeated = again.wait(timeout=60)
+        assert (repeated.step, repeated.number) == (2, handle.number) == (2, saved.number + 1)
+        assert again.latest() == repeated
+        assert again.restore(saved.number) == saved

@@ -1,7 +1,7 @@
-"""Real Megatron-core training on a machine without a GPU: its data parallelism, its optimizers, its way of making gradients whole.
+"""Real Megatron-core training on torch's default device, without a GPU as well: its data parallelism, its optimizers, its way of making gradients whole.
 
-Beyond what the demo replaces, optimizers insist on CUDA by two names: ``torch.tensor`` and ``torch.zeros`` are called with
-``device="cuda"``, and ``Tensor.type()`` is compared with the types of CUDA tensors.
+Without a GPU, beyond what the demo replaces, optimizers insist on CUDA by two names: ``torch.tensor`` and ``torch.zeros`` are called
+with ``device="cuda"``, and ``Tensor.type()`` is compared with the types of CUDA tensors.
 """
 
 from __future__ import annotations
@@ -84,11 +84,16 @@ class TrainingRank:
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        patch_optimizers_for_cpu()
+        device = torch.get_default_device()
+        if device.type == "cpu":
+            patch_optimizers_for_cpu()
+        else:
+            model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1000 * seed + torch.distributed.get_rank())
         self.parallel, self._vocabulary = parallel, config.vocab_size
-        self.stage = build(config, parallel, dtype=dtype, **options)
+        self.stage = build(config, parallel, dtype=dtype, **options).to(device)
         # there is no dropout; in training mode experts refuse tensor parallelism without sequence parallelism
         self.stage.eval()
         # small buckets, so that ranges begin and end inside of parameters
@@ -117,8 +122,11 @@ class TrainingRank:
 
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        tokens = torch.randint(self._vocabulary, (8, 9), generator=torch.Generator().manual_seed(number))
-        mine = tokens.chunk(self.parallel.dp)[parallel_state.get_data_parallel_rank()]
+        generator = torch.Generator("cpu").manual_seed(number)
+        tokens = torch.randint(self._vocabulary, (8, 9), generator=generator, device="cpu")
+        mine = tokens.to(torch.get_default_device()).chunk(self.parallel.dp)[
+            parallel_state.get_data_parallel_rank()
+        ]
         loss = forward_backward(
             self.stage, mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), self.parallel
         )
@@ -150,7 +158,7 @@ class TrainingRank:
         found: dict[str, list[Piece]] = {}
         for each in nested_values(state):
             if isinstance(each, ShardedTensor) and is_main_replica(each.replica_id):
-                data = each.data.detach().clone()[(None,) * each.prepend_axis_num]
+                data = each.data.detach().cpu().clone()[(None,) * each.prepend_axis_num]
                 found.setdefault(each.key, []).append(Piece(each.global_shape, each.global_offset, data))
         return found
 

@@ -74,16 +74,16 @@ class RestoringClient(Client):
 
         from weighbridge._formats.megatron_state import sharded_tensors
 
+        shards = sharded_tensors(sharded_state_dict)
         if is_training(model) or not (optimizer is state is rank_state is None):
             from weighbridge._formats.torch_state import rank_and_world
             from weighbridge._formats.training.megatron_training import megatron_fit
 
-            fit = megatron_fit(sharded_state_dict, optimizer)
+            fit = megatron_fit(shards, optimizer)
             ranks = rank_and_world(rank, world_size)
             return restore_training(
                 self._connection, model, version, fit, ranks, state=state, rank_state=rank_state
             )
-        shards = sharded_tensors(sharded_state_dict)
         with torch.no_grad():
             steps = self.restore_layout(model, shards.layout, shards.tensors.__getitem__, version=version)
             # a sharded state dict holds at least one shard

@@ -157,7 +157,7 @@ class TrainerClient(RestoringClient):
             say(opening, options)
             shards = sharded_tensors(sharded_state_dict)
             opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
-            held = partial(training_tensors, sharded_state_dict, optimizer)
+            held = partial(training_tensors, shards, optimizer)
             training = training_state(held, rank, optimizer=optimizer, state=state, rank_state=rank_state)
         source = self._source_of(shards.tensors)
         push = partial(self._pusher.push, opening, rank, shards.layout, TensorSpace.MEGATRON, source)

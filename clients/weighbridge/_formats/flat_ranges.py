@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weighbridge._core.boxes import Box, strided_boxes
 
@@ -33,17 +33,35 @@ class StridedView:
         return StridedView(tuple(shape), tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))]))
 
 
-def boxes_of_range(flat: torch.Tensor, first: int, view: StridedView) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes of a view whose elements a flat tensor holds, and for each a tensor of its extent that aliases the flat one.
+class Part(NamedTuple):
+    """A box of a view, all of whose elements lie in a range of the memory that the view is of.
+
+    Attributes:
+        box: in the coordinates of the view.
+        strides: of the view.
+        at: where the box's first element lies, counted from the beginning of the range.
+    """
+
+    box: Box
+    strides: tuple[int, ...]
+    at: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The elements of the box, as a tensor of its extent that aliases the range, which is dense and has one axis."""
+        return flat.as_strided(self.box.extent, self.strides, flat.storage_offset() + self.at)
+
+
+def parts_of_range(first: int, size: int, view: StridedView) -> list[Part]:
+    """The boxes of a view that lie in a range of memory.
 
     Args:
-        flat: the elements from ``first`` on, dense, of one axis. There may be more than there are: padding, which is in no view.
-        first: where it begins in the memory that the view is of.
+        first: where the range begins in the memory that the view is of.
+        size: how many elements it has; those that are not the view's, as padding, are in no box.
         view: what is cut into boxes.
     """
     start = first - view.start
     found = []
-    for box in strided_boxes(view.shape, view.strides, start, start + flat.numel()):
+    for box in strided_boxes(view.shape, view.strides, start, start + size):
         at = sum([o * stride for o, stride in zip(box.offset, view.strides, strict=True)]) - start
-        found.append((box, flat.as_strided(box.extent, view.strides, flat.storage_offset() + at)))
+        found.append(Part(box, view.strides, at))
     return found

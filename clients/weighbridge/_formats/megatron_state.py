@@ -7,9 +7,10 @@ Source of the conventions: ``megatron.core.dist_checkpointing.mapping``. `Sharde
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
@@ -20,6 +21,26 @@ if TYPE_CHECKING:
     import torch
 
 
+class Entry(NamedTuple):
+    """One parameter or buffer of a sharded state dict.
+
+    Attributes:
+        declared: its ``ShardedTensor`` or ``ShardedTensorFactory``, whose ``data`` is the model's.
+        built: what the factory has built of that, as its ``merge_fn`` takes it back; without one ``declared`` itself.
+        shards: the ``ShardedTensor``s in ``built``.
+    """
+
+    declared: Any
+    built: Any
+    shards: tuple[Any, ...]
+
+    @property
+    def aliases(self) -> bool:
+        """Whether all shards are views of the model's memory."""
+        memory = self.declared.data.untyped_storage().data_ptr()
+        return all(shard.data.untyped_storage().data_ptr() == memory for shard in self.shards)
+
+
 @dataclass(frozen=True)
 class ShardedTensors:
     """The weights of one rank.
@@ -27,25 +48,29 @@ class ShardedTensors:
     Attributes:
         layout: their shards, as one stream, in the order of `tensors`.
         tensors: the local tensor of each shard, of the box's extent without prepended axes; they alias the model.
+        entries: what the shards are of.
+        objects: the ``ShardedObject``s beside them.
     """
 
     layout: Layout
     tensors: tuple[torch.Tensor, ...]
-    _merges: tuple[tuple[Any, Any], ...] = field(repr=False)
+    entries: tuple[Entry, ...] = field(repr=False)
+    objects: tuple[Any, ...] = field(repr=False)
 
     def finish_restore(self) -> None:
         """Bring what was restored into tensors that do not alias the model where it belongs."""
         import torch
 
-        for factory, built in self._merges:
-            with torch.no_grad():
-                factory.data.copy_(factory.merge_fn(_plain(built)))
+        for entry in self.entries:
+            if not entry.aliases:
+                with torch.no_grad():
+                    entry.declared.data.copy_(entry.declared.merge_fn(_plain(entry.built)))
 
 
 def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
     """Find the weights in a ``model.sharded_state_dict()``.
 
-    ``ShardedObject``s (``_extra_state``) are not weights and are left out.
+    ``ShardedObject``s (``_extra_state``) are not weights.
 
     Raises:
         InvalidArgument: it holds something else than Megatron's sharded types, or no weights.
@@ -56,8 +81,8 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
     specs: dict[str, TensorSpec] = {}
     shards: list[Shard] = []
     tensors: list[torch.Tensor] = []
-    merges: list[tuple[Any, Any]] = []
-    for item in _built(sharded_entries(sharded_state_dict), merges):
+    entries, objects = _read(sharded_state_dict)
+    for item in chain.from_iterable(entry.shards for entry in entries):
         if item.data is None:
             raise InvalidArgument(f"the shard of {item.key} has no data")
         if getattr(item, "flattened_range", None) is not None:
@@ -78,7 +103,8 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
         raise InvalidArgument(
             "the sharded state dict holds no weights", fix="pass model.sharded_state_dict()"
         )
-    return ShardedTensors(Layout.stream(specs.values(), shards), tuple(tensors), tuple(merges))
+    layout = Layout.stream(specs.values(), shards)
+    return ShardedTensors(layout, tuple(tensors), tuple(entries), tuple(objects))
 
 
 _ADVICE = (
@@ -127,23 +153,35 @@ def is_main(replica_id: Any) -> bool:
     return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 
-def _built(entries: Iterable[Any], merges: list[tuple[Any, Any]]) -> Iterator[Any]:
-    """The ``ShardedTensor``s of entries, with those that factories build."""
+def _read(sharded_state_dict: Any) -> tuple[list[Entry], list[Any]]:
+    """The parameters and buffers of a sharded state dict, and its ``ShardedObject``s."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    for entry in entries:
-        if isinstance(entry, ShardedTensor):
-            yield entry
-        elif isinstance(entry, ShardedTensorFactory):
-            built = entry.build()
-            pieces = list(_built(sharded_entries(built, entry.key), merges))
-            if any(not _aliases(piece.data, entry.data) for piece in pieces):
-                merges.append((entry, built))
-            yield from pieces
+    entries: list[Entry] = []
+    objects: list[Any] = []
+    for found in sharded_entries(sharded_state_dict):
+        if isinstance(found, ShardedTensor):
+            entries.append(Entry(found, found, (found,)))
+        elif isinstance(found, ShardedTensorFactory):
+            built = found.build()
+            entries.append(Entry(found, built, built_shards(found, built)))
+        else:
+            objects.append(found)
+    return entries, objects
 
 
-def _aliases(piece: torch.Tensor, whole: torch.Tensor) -> bool:
-    return piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+def built_shards(factory: Any, built: Any) -> tuple[Any, ...]:
+    """The ``ShardedTensor``s in what a factory has built.
+
+    Raises:
+        InvalidArgument: there is something else in it.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    found = tuple(sharded_entries(built, factory.key))
+    if not all(isinstance(each, ShardedTensor) for each in found):
+        raise InvalidArgument(f"the factory of {factory.key} builds something else than ShardedTensors")
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._core.boxes import Box
-from weighbridge._formats.flat_ranges import StridedView, boxes_of_range
+from weighbridge._formats.flat_ranges import StridedView, parts_of_range
 from weighbridge.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def partition_shards(parameter: Any) -> list[tuple[Box, torch.Tensor]]:
         raise LayoutError("its partition is quantised; train without quantised weights")
     if getattr(getattr(held, "status", None), "name", "AVAILABLE") != "AVAILABLE":
         raise LayoutError("its partition is not in memory; do not offload parameters to NVMe")
-    return boxes_of_range(held.detach(), _rank(parameter) * held.numel(), StridedView.dense(shape))
+    size = held.numel()
+    parts = parts_of_range(_rank(parameter) * size, size, StridedView.dense(shape))
+    return [(part.box, part.of(held.detach())) for part in parts]
 
 
 def gathered_copy(parameter: Any) -> torch.Tensor | None:

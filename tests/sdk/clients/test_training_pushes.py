@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.services import RunningService, running_service
-from weighbridge import Layout, ShardSource, TensorSpace, TrainerClient, VersionFailed
+from weighbridge import CheckpointManager, Layout, ShardSource, TensorSpace, TrainerClient, VersionFailed
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import opening_of
 from weighbridge._clients.pushing import Pusher
@@ -174,3 +174,34 @@ def test_a_second_push_does_not_wait_until_the_first_ones_state_has_arrived(serv
         for handle in (first, second):
             assert handle.training is not None
             assert handle.wait(timeout=60).step == handle.training.wait(timeout=60).step
+
+
+def test_a_save_that_fails_behind_the_loop_is_told_at_the_next_one(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = StallingProxy(service.address)
+    own = module()
+    with (
+        contextlib.closing(proxy),
+        TrainerClient(proxy.address, lane="grpc") as client,
+        TrainerClient(service.address) as operator,
+    ):
+        checkpoints = CheckpointManager(client, MODEL, own, torch.optim.AdamW(own.parameters()))
+        try:
+            first = checkpoints.save(1)
+            assert first.training is not None
+            proxy.stalled.wait()
+            operator.abort(
+                first.training.model, first.training.number, "the disk is wanted for something else"
+            )
+        finally:
+            proxy.release()
+        with pytest.raises(VersionFailed, match="the disk is wanted"):
+            first.training.report(timeout=60)
+        checkpoints.save(2)
+        assert f"{first.training.model}@{first.training.number} was not saved: " in caplog.text
+        assert checkpoints.wait(timeout=60).step == 2
+        latest = checkpoints.latest()
+        assert latest is not None
+        assert latest.step == 2
+        assert operator.version(MODEL, first.number).step == 1

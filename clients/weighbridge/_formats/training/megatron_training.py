@@ -15,7 +15,8 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
-from weighbridge._formats.megatron_state import ShardedTensors, sharded_entries, sharded_tensors
+from weighbridge._formats.flat_ranges import Part
+from weighbridge._formats.megatron_state import Entry, ShardedTensors, is_main
 from weighbridge._formats.misfits import Misfit, told
 from weighbridge._formats.training.megatron_optimizer import RankOptimizer, rank_optimizers
 from weighbridge._formats.training.megatron_pieces import Piece, pieces_of
@@ -26,39 +27,41 @@ from weighbridge.errors import LayoutError
 if TYPE_CHECKING:
     import torch
 
+_STATE = "optimizer.state."
 _NAMED = 20
 
 
-def training_tensors(sharded_state_dict: Any, optimizer: Any) -> TrainingTensors:
+def training_tensors(model: ShardedTensors, optimizer: Any) -> TrainingTensors:
     """What a rank pushes of its model and its optimizer. Does not communicate.
 
     Args:
-        sharded_state_dict: what Megatron-core's ``model.sharded_state_dict()`` returns; of several model chunks all of them.
+        model: what `sharded_tensors` finds in the model's state dict.
         optimizer: what ``get_megatron_optimizer`` returns; None pushes the model alone.
 
     Raises:
-        InvalidArgument: that is no sharded state dict, or no optimizer of Megatron's.
+        InvalidArgument: that is no optimizer of Megatron's.
         LayoutError: the optimizer updates parameters that are not in the state dict, or keeps what is not elementwise.
         FailedPrecondition: the optimizer has made no step.
     """
-    held = _Held.of(sharded_state_dict, rank_optimizers(optimizer))
+    held = _Held.of(model, rank_optimizers(optimizer))
     pushed = [index for index, (_, shard, _) in enumerate(held.states) if shard.main or held.alike[index]]
     layout, tensors = held.joined(pushed)
     values = {
         "optimizer": values_of(held.optimizers),
-        "objects": {entry.unique_key: entry.data for entry in held.objects},
+        # those without data, too: Megatron loads no checkpoint that lacks one
+        "objects": {each.unique_key: each.data for each in model.objects},
     }
     return TrainingTensors(layout, tensors, values, TensorSpace.MEGATRON)
 
 
-def megatron_fit(sharded_state_dict: Any, optimizer: Any) -> Fit:
+def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
     """How a rank is fitted to a stored training state, at whatever parallelism that was pushed.
 
     An optimizer without state is given one. Rows of a vocabulary that is padded further than the stored one are left as they are.
     ``ShardedObject``s get the data that is stored of their key, if there is any.
 
     Args:
-        sharded_state_dict, optimizer: as for `training_tensors`; filled in place.
+        model, optimizer: as for `training_tensors`; filled in place.
 
     Raises:
         As `training_tensors`, but for FailedPrecondition. The returned function raises LayoutError if the state is not that of such a model
@@ -73,7 +76,7 @@ def megatron_fit(sharded_state_dict: Any, optimizer: Any) -> Fit:
         values = FittedValues(optimizers, stored.values["optimizer"])
         fresh = [each for each in optimizers if each.allocate()]
         try:
-            held = _Held.of(sharded_state_dict, optimizers)
+            held = _Held.of(model, optimizers)
             layout, tensors = held.fitted(stored.tensors, stored.name)
         except BaseException:
             for each in fresh:
@@ -82,13 +85,13 @@ def megatron_fit(sharded_state_dict: Any, optimizer: Any) -> Fit:
 
         @torch.no_grad()
         def finish() -> None:
-            held.model.finish_restore()
+            model.finish_restore()
             for each in optimizers:
                 each.put_back()
             values.give()
             objects = stored.values["objects"]
-            for entry in held.objects:
-                entry.data = objects.get(entry.unique_key, entry.data)
+            for each_object in model.objects:
+                each_object.data = objects.get(each_object.unique_key, each_object.data)
 
         return Filling(layout, tensors, finish)
 
@@ -101,7 +104,6 @@ class _Held:
 
     Attributes:
         model: the shards of the model.
-        objects: its ``ShardedObject``s, those without data too: Megatron does not load a checkpoint that lacks one.
         optimizers: those of the rank.
         states: of their state the tensor that a shard is of, the shard, and a tensor of its elements.
         alike: for each of them, whether replicas are alike on all ranks that hold them.
@@ -109,42 +111,46 @@ class _Held:
     """
 
     model: ShardedTensors
-    objects: Sequence[Any]
     optimizers: Sequence[RankOptimizer]
     states: Sequence[tuple[TensorSpec, Shard, torch.Tensor]]
     alike: Sequence[bool]
     resizable: frozenset[str]
 
     @staticmethod
-    def of(sharded_state_dict: Any, optimizers: Sequence[RankOptimizer]) -> _Held:
-        """Read the shards of a model and of the state of its optimizers. Raises as `training_tensors`."""
-        from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-        model = sharded_tensors(sharded_state_dict)
-        entries = list(sharded_entries(sharded_state_dict))
-        objects = [each for each in entries if isinstance(each, ShardedObject)]
-        resizable = {each.key for each in entries if getattr(each, "allow_shape_mismatch", False)}
-        of_parameter = {id(each.data): each for each in entries if not isinstance(each, ShardedObject)}
+    def of(model: ShardedTensors, optimizers: Sequence[RankOptimizer]) -> _Held:
+        """Read the state of optimizers. Raises as `training_tensors`."""
+        resizable = {
+            entry.declared.key
+            for entry in model.entries
+            if getattr(entry.declared, "allow_shape_mismatch", False)
+        }
+        of_parameter = {id(entry.declared.data): entry for entry in model.entries}
         states: list[tuple[TensorSpec, Shard, torch.Tensor]] = []
         alike: list[bool] = []
         for optimizer in optimizers:
             _check_known(optimizer, of_parameter)
-            pieces: dict[int, list[Piece]] = {}
+            parts: dict[int, list[tuple[Piece, Box, Part]]] = {}
             for state in optimizer.states():
                 entry = of_parameter[id(state.parameter)]
-                found = pieces.get(id(entry))
+                # the states of a parameter are all of the same elements
+                found = parts.get(id(entry.declared))
                 if found is None:
-                    found = pieces_of(entry, optimizer.replica_id(entry.replica_id))
-                    pieces[id(entry)] = found
+                    size = state.flat.numel()
+                    found = [
+                        (piece, *each)
+                        for piece in pieces_of(entry)
+                        for each in piece.parts(state.first, size)
+                    ]
+                    parts[id(entry.declared)] = found
+                main = is_main(optimizer.replica_id(entry.declared.replica_id))
                 dtype = dtypes.from_torch(state.flat.dtype)
-                for piece in found:
-                    spec = TensorSpec(f"optimizer.state.{state.name}.{piece.key}", dtype, piece.shape)
-                    if piece.resizable:
+                for piece, box, part in found:
+                    spec = TensorSpec(f"{_STATE}{state.name}.{piece.key}", dtype, piece.shape)
+                    if piece.key in resizable:
                         resizable.add(spec.name)
-                    for box, tensor in piece.boxes(state.flat, state.first):
-                        states.append((spec, Shard(spec.name, box, main=piece.main), tensor))
-                        alike.append(optimizer.replicas_alike)
-        return _Held(model, objects, optimizers, states, alike, frozenset(resizable))
+                    states.append((spec, Shard(spec.name, box, main=main), part.of(state.flat)))
+                    alike.append(optimizer.replicas_alike)
+        return _Held(model, optimizers, states, alike, frozenset(resizable))
 
     def joined(self, chosen: Sequence[int]) -> tuple[Layout, tuple[torch.Tensor, ...]]:
         """The shards of the model and some of those of the optimizers' state as one stream, and their tensors."""
@@ -192,7 +198,7 @@ def _check_trainer(stored: StoredState) -> None:
         )
 
 
-def _check_known(optimizer: RankOptimizer, of_parameter: Mapping[int, Any]) -> None:
+def _check_known(optimizer: RankOptimizer, of_parameter: Mapping[int, Entry]) -> None:
     unknown = [each for each in optimizer.parameters() if id(each) not in of_parameter]
     if unknown:
         raise LayoutError(

@@ -162,7 +162,7 @@ def fit_optimizers(
         problems += [
             f"{name} is in a parameter group of the optimizer, and in none of the version's"
             for name in known
-            if name not in groups.names
+            if name not in groups.names and name not in entries
         ]
 
     tensors: dict[str, torch.Tensor] = {}
@@ -176,7 +176,7 @@ def fit_optimizers(
                 problems.append(f"group {number} of the optimizer {problem}")
             options.append((group, found))
             for parameter, name in zip(group[_PARAMS], members, strict=True):
-                if name not in groups.names:
+                if name not in groups.names and name not in entries:
                     continue
                 there = dict(_leaves(optimizer.state.get(parameter, {})))
                 state = entries.get(name, {})

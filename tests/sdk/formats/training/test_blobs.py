@@ -80,6 +80,15 @@ def test_what_would_run_code_when_it_is_loaded_is_refused_by_the_name_of_its_ent
     assert "from_numpy" in error.value.fix
 
 
+class Subclass(torch.Tensor):
+    """What is a tensor, and would be loaded by its own code."""
+
+
+def test_tensors_of_subclasses_are_refused_by_the_name_of_their_entry() -> None:
+    with pytest.raises(InvalidArgument, match=r"ema\[0\] is a Subclass, which is no plain tensor"):
+        blobs.encode({"ema": [torch.ones(2).as_subclass(Subclass)]})
+
+
 @pytest.mark.parametrize("data", [b"", b"no archive", bytes(range(256)) * 8])
 def test_bytes_that_are_no_blob_are_told_by_name(data: bytes) -> None:
     blob = torch.tensor(list(data), dtype=torch.uint8)

@@ -5,7 +5,8 @@ Megatron's own answer is what it would write to a checkpoint: the state of its d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,10 @@ from tests.support.megatron_training import Piece, TrainingRank, wholes
 from tests.support.reference import tiny_config
 from weighbridge._core.dtypes import from_torch
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._formats.megatron_state import sharded_tensors
 from weighbridge._formats.training.megatron_training import megatron_fit, training_tensors
 from weighbridge._formats.training.training_state import StoredState
+from weighbridge.errors import WeighbridgeError
 from weighbridge_demo.megatron_cpu import Parallel, build_model
 
 STEPS = 2
@@ -36,13 +39,13 @@ class Case:
     distributed: bool = True
     dtype: torch.dtype = torch.bfloat16
     tied: bool = False
-    layers: int = 2
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def rank(self, parallel: Parallel, *, seed: int = 0) -> TrainingRank:
         """A rank of a job of this parallelism."""
-        config = tiny_config(self.family, tied=self.tied, num_hidden_layers=self.layers)
+        config = tiny_config(self.family, tied=self.tied, **{"num_hidden_layers": 2, **self.overrides})
         build = build_family_model if "moe" in self.family else build_model
         return TrainingRank(
             config,
@@ -64,6 +67,7 @@ class Case:
 
 _APART = {"singleton_local_shards": True}
 _GROUPED = {"moe_grouped_gemm": True}
+_LAST = {"mlp_only_layers": [0]}
 CASES = {
     "distributed": Case("llama", Parallel(tp=2, dp=2), Parallel(tp=1, dp=3)),
     "distributed, fp32": Case("qwen2", Parallel(dp=3), Parallel(tp=2), dtype=torch.float32),
@@ -78,12 +82,15 @@ CASES = {
         "qwen3", Parallel(tp=2, pp=2), Parallel(dp=2), False, torch.float32, True
     ),
     "plain, experts": Case("qwen3_moe", Parallel(dp=2, ep=2), Parallel(dp=4, ep=4), False),
+    "plain, experts on the last stage": Case(
+        "qwen3_moe", Parallel(pp=2, dp=2, ep=2), Parallel(dp=2, ep=2), False, overrides=_LAST
+    ),
 }
 
 
 def _pushed(case: Case, training: TrainingRank) -> tuple[dict[str, list[Piece]], Mapping[str, Any]]:
     """What a rank would push: of replicas the main one, and its values."""
-    held = training_tensors(training.sharded_state_dict(case.metadata), training.optimizer)
+    held = training_tensors(sharded_tensors(training.sharded_state_dict(case.metadata)), training.optimizer)
     found: dict[str, list[Piece]] = {}
     for placement, tensor in zip(held.layout.placements, held.tensors, strict=True):
         name, box, main = placement.shard
@@ -121,7 +128,7 @@ def _filled(
     specs = {
         name: TensorSpec(name, from_torch(each.dtype), tuple(each.shape)) for name, each in stored.items()
     }
-    fit = megatron_fit(training.sharded_state_dict(case.metadata), training.optimizer)
+    fit = megatron_fit(sharded_tensors(training.sharded_state_dict(case.metadata)), training.optimizer)
     filling = fit(StoredState("tests/tiny:training@1", specs, values))
     with torch.no_grad():
         for placement, tensor in zip(filling.layout.placements, filling.tensors, strict=True):
@@ -163,3 +170,141 @@ def test_ranks_hold_what_megatron_gathers_and_take_it_at_another_parallelism(cas
     _same(wholes(own for own, _, _ in resumed), expected)
     assert [steps for _, steps, _ in resumed] == [{float(STEPS)}] * case.there.world_size
     assert [steps for _, _, steps in resumed] == [{float(STEPS + 1)}] * case.there.world_size
+
+
+def _mistakes(rank: int) -> dict[str, str]:
+    """What is said of mistakes, and whether training goes on after them."""
+    del rank
+    distributed = Case("llama", Parallel(), Parallel())
+    plain = Case("llama", Parallel(), Parallel(), distributed=False)
+    deeper = Case("llama", Parallel(), Parallel(), overrides={"num_hidden_layers": 4})
+    found: dict[str, str] = {}
+
+    def tried(name: str, call: Callable[..., Any], *args: Any) -> None:
+        try:
+            call(*args)
+        except WeighbridgeError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    for kind, case in (("distributed", distributed), ("plain", plain)):
+        training, other = case.rank(Parallel()), case.rank(Parallel())
+        state = sharded_tensors(training.sharded_state_dict())
+        tried(f"no step, {kind}", training_tensors, state, training.optimizer)
+        other.step(0)
+        tried(f"another model, {kind}", training_tensors, state, other.optimizer)
+    tried("torch's", training_tensors, state, torch.optim.Adam(training.stage.parameters()))
+
+    trained = distributed.rank(Parallel())
+    trained.step(0)
+    pushed, values = _pushed(distributed, trained)
+    stored = wholes([pushed])
+    for name, case in (("deeper", deeper), ("plain", plain), ("fresh", distributed)):
+        training = case.rank(Parallel())
+        kept = {
+            each: tensor for each, tensor in stored.items() if name != "fresh" or ".exp_avg_sq." not in each
+        }
+        tried(f"{name} filled", _filled, case, training, kept, values)
+        training.step(0)
+        assert _steps(training) == {1.0}
+    without = {**values, "optimizer": {"groups": [], "grad_scalers": []}}
+    tried("pushed without", _filled, distributed, trained, stored, without)
+    tried("pushed of torch", _filled, distributed, trained, stored, {"model": {}})
+    return found
+
+
+def test_mistakes_are_named_and_leave_optimizers_as_they_were() -> None:
+    [said] = run_ranks(Parallel(), _mistakes)
+    expected = {
+        "no step, distributed": "FailedPrecondition: the DistributedOptimizer of AdamW has no state yet .*after its first step",
+        "no step, plain": "FailedPrecondition: the Float16Optimizer.* has no state yet .*after its first step",
+        "another model, distributed": "LayoutError: 15 parameters of the Distr.*not in the sharded state dict.*all its chunks",
+        "another model, plain": "LayoutError: 15 parameters of the Float16Opt.*not in the sharded state dict.*all its chunks",
+        "torch's": "InvalidArgument: optimizer= is a torch.optim.adam.Adam, and none of Megatron-core's.*get_megatron_optimizer",
+        "deeper filled": r"LayoutError: tests/tiny:training@1 is the training state of another model.*has shape \[4, .*\[2, ",
+        "plain filled": "LayoutError: the optimizer is a Float16Opt.*the state of a DistributedOptimizer of AdamW.*settings",
+        "fresh filled": "LayoutError: .*exp_avg_sq.*are not stored",
+        "pushed without": "LayoutError: the optimizer is a Distr.*is the state of none.*leave optimizer= out",
+        "pushed of torch": "LayoutError: .*was not pushed of a Megatron-core model.*restore_state_dict",
+    }
+    assert said.keys() == expected.keys()
+    for name, pattern in expected.items():
+        assert re.match(pattern, said[name], re.DOTALL), said[name]
+
+
+def _rows(rank: int) -> list[dict[str, Tensor]]:
+    """Tensors of vocabularies of 128 that are padded to 144, and what trainers have of them that pad it to 160 and not at all."""
+    del rank
+    cases = [
+        Case("llama", Parallel(), Parallel(), options={"padded_vocab_size": rows}) for rows in (144, 160, 128)
+    ]
+    first, *others = [case.rank(Parallel(), seed=turn) for turn, case in enumerate(cases)]
+    first.step(0)
+    pushed, values = _pushed(cases[0], first)
+    stored = wholes([pushed])
+    found = [stored]
+    for case, training in zip(cases[1:], others, strict=True):
+        _filled(case, training, stored, values)
+        found.append(wholes([training.own_state()]))
+    return found
+
+
+def test_rows_of_a_vocabulary_that_is_padded_differently_are_those_that_both_have() -> None:
+    [(stored, longer, shorter)] = run_ranks(Parallel(), _rows)
+    padded = [name for name, tensor in stored.items() if tensor.shape[0] == 144]
+    assert len(padded) == 8  # of embedding and output layer: weights, their copies in float32, two moments
+    for name, tensor in stored.items():
+        if name in padded:
+            assert torch.equal(longer[name][:144], tensor)
+            assert longer[name].shape[0] == 160
+            assert torch.equal(shorter[name], tensor[:128])
+        else:
+            assert torch.equal(longer[name], tensor)
+            assert torch.equal(shorter[name], tensor)
+
+
+def _objects(rank: int) -> tuple[Any, Any]:
+    del rank
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    case = Case("llama", Parallel(), Parallel())
+    training = case.rank(Parallel())
+    training.step(0)
+    entry = ShardedObject("decoder.layers.0._extra_state", torch.arange(3), (1,), (0,))
+    held = training_tensors(
+        sharded_tensors({"model": training.sharded_state_dict(), "more": entry}), training.optimizer
+    )
+    specs = dict(held.layout.tensors)
+    taken = ShardedObject("decoder.layers.0._extra_state", torch.zeros(1), (1,), (0,))
+    other = ShardedObject("decoder.layers.1._extra_state", torch.ones(1), (1,), (0,))
+    state = {"model": training.sharded_state_dict(), "more": [taken, other]}
+    megatron_fit(sharded_tensors(state), training.optimizer)(
+        StoredState("tests/tiny:training@1", specs, held.values)
+    ).finish()
+    return taken.data, other.data
+
+
+def test_sharded_objects_get_what_was_kept_of_their_key() -> None:
+    [(taken, other)] = run_ranks(Parallel(), _objects)
+    assert torch.equal(taken, torch.arange(3))
+    assert torch.equal(other, torch.ones(1))
+
+
+def _scaled(rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What scales gradients: in a run, in one that has begun, and in one that goes on from the former."""
+    del rank
+    case = Case("llama", Parallel(), Parallel(), dtype=torch.float16)
+    first, second = case.rank(Parallel()), case.rank(Parallel())
+    first.step(0)
+    scaler, other = (each.optimizer.chained_optimizers[0].grad_scaler for each in (first, second))
+    for infinite in (True, True, True, False):
+        scaler.update(infinite)
+    before = {**other.state_dict()}
+    pushed, values = _pushed(case, first)
+    _filled(case, second, wholes([pushed]), values)
+    return scaler.state_dict(), before, other.state_dict()
+
+
+def test_gradients_are_scaled_as_they_were() -> None:
+    [(pushed, before, after)] = run_ranks(Parallel(), _scaled)
+    assert after == pushed
+    assert before != pushed

@@ -24,6 +24,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats.training.torch_training import torch_fit, training_tensors
 from weighbridge._formats.training.training_state import StoredState
+from weighbridge.errors import InvalidArgument
 
 pytestmark = pytest.mark.process
 
@@ -140,3 +141,16 @@ def test_ranks_fill_any_mesh_and_go_on_bit_for_bit_on_their_own(
             assert all(map(same_bits, losses, expected))
     for other in others:
         run_ranks(SIZES[other], _fill, other, tied, tmp_path, 0)
+
+
+def _fsdp1(rank: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(module.parameters())
+    with pytest.raises(InvalidArgument, match=r"FSDP1.* is not supported"):
+        training_tensors(module, optimizer)
+
+
+def test_fsdp1_is_refused() -> None:
+    run_ranks(1, _fsdp1)

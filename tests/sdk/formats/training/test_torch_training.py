@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.support.training_states import Whole, same_bits
+from tests.support.zero3_ranges import partition
 from weighbridge._formats.training.torch_training import torch_fit, training_tensors
 from weighbridge._formats.training.training_state import RankValues, TrainingState, without_blobs
 from weighbridge.errors import InvalidArgument, LayoutError
@@ -43,6 +44,10 @@ class Net(nn.Module):
             hidden = hidden + self.scale * torch.tanh(layer(self.frozen(hidden)))
         logits: Tensor = self.head(hidden)
         return logits
+
+
+class Packed(torch.Tensor):
+    """As optimizers with states of 8 bits have them."""
 
 
 Make = Callable[[nn.Module], Any]
@@ -260,6 +265,47 @@ def test_a_parameter_that_one_optimizer_leaves_out_is_named() -> None:
     assert part.param_groups[0]["lr"] == 0.01
 
 
+def test_stages_of_a_pipeline_are_filled_into_one_rank_and_back() -> None:
+    """Rank 0 knows the parameter groups of its own layers alone; moments of the others come all the same."""
+
+    def stage(seed: int, *layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        every = [nn.Linear(6, 6) for _ in range(2)]
+        module = nn.ModuleDict({str(layer): every[layer] for layer in layers})
+        return module, torch.optim.AdamW(module.parameters(), lr=0.01 * (seed + 1))
+
+    def step(module: Any, optimizer: torch.optim.Optimizer) -> None:
+        for layer in module.values():
+            layer(torch.ones(2, 6)).square().mean().backward()
+        optimizer.step()
+
+    def bits(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        return {
+            f"{name} {key}": value
+            for name, parameter in module.named_parameters()
+            for key, value in {"": parameter, **optimizer.state[parameter]}.items()
+        }
+
+    stages = [stage(1, 0), stage(1, 1)]
+    for each in stages:
+        step(*each)
+    whole = Whole.of(
+        [TrainingState.of(training_tensors(*each), RankValues(), rank) for rank, each in enumerate(stages)]
+    )
+    expected = bits(*stages[0]) | bits(*stages[1])
+    both = stage(2, 0, 1)
+    whole.fill(torch_fit(*both))
+    assert both[1].param_groups[0]["lr"] == 0.02
+    found = bits(*both)
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[name], value) for name, value in expected.items())
+    last = stage(2, 1)
+    whole.fill(torch_fit(*last, strict=False), rank=1)
+    assert all(same_bits(value, expected[name]) for name, value in bits(*last).items())
+    with pytest.raises(LayoutError, match=r"the module has no model\.0\.weight"):
+        whole.fill(torch_fit(*stage(2, 1)), rank=1)
+
+
 def test_parameters_that_have_been_put_into_other_groups_are_refused() -> None:
     module, other = Net(1), Net(2)
     with pytest.raises(
@@ -294,17 +340,28 @@ def test_what_is_no_module_or_optimizer_is_refused_by_its_type() -> None:
         training_tensors(module, module)
 
 
+def test_a_module_that_zero_3_has_partitioned_is_refused() -> None:
+    module = Net(1)
+    for parameter in module.parameters():
+        partition(parameter, 0, 2)
+    with pytest.raises(InvalidArgument, match="ZeRO-3 has partitioned"):
+        training_tensors(module, None)
+
+
 def test_tensors_without_data_or_of_no_kept_dtype_are_named() -> None:
     module = Net(1)
     module.register_buffer("sparse", torch.eye(3).to_sparse())
     module.register_buffer("complex", torch.zeros(3, dtype=torch.complex128))
     module.register_buffer("empty", torch.zeros(3, device="meta"))
-    with pytest.raises(LayoutError, match="for 3 tensors") as error:
-        training_tensors(module, None)
+    optimizer = OPTIMIZERS["sgd"](module)
+    optimizer.state[module.scale]["packed"] = torch.ones(3).as_subclass(Packed)
+    with pytest.raises(LayoutError, match="for 4 tensors") as error:
+        training_tensors(module, optimizer)
     assert [line.partition(":")[0] for line in error.value.details] == [
         "model.sparse",
         "model.complex",
         "model.empty",
+        "optimizer.state.scale.packed",
     ]
 
 
