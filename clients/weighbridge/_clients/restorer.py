@@ -118,7 +118,9 @@ class RestoringClient(Client):
 
         Raises:
             NotFound: no such model or version.
-            InvalidArgument: the folder is not empty, or it is the state of a trainer with other checkpoints.
+            InvalidArgument: the folder is not empty, it is the state of a trainer with other checkpoints, or values have a name that means
+                something else there.
+            LayoutError: it has no tensors.
             DataLoss: a rank's values are missing, or are none.
             ResourceExhausted: the disk is full.
             FailedPrecondition: the folder cannot be written.

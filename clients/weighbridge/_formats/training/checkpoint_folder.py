@@ -24,7 +24,12 @@ from weighbridge._formats.torch_dist.folder import (
 )
 from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
 from weighbridge._formats.training.checkpoint_values import CheckpointFormat, CheckpointValues
-from weighbridge._formats.training.training_state import RankValues, TrainingState, TrainingTensors
+from weighbridge._formats.training.training_state import (
+    RankValues,
+    TrainingState,
+    TrainingTensors,
+    without_blobs,
+)
 from weighbridge.errors import LayoutError
 
 MAX_VALUES_BYTES = 1 << 30
@@ -88,7 +93,14 @@ class CheckpointFolder:
 
 
 def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:
-    """A checkpoint without the prefixes of chained optimizers. Raises LayoutError if two tensors would have one name."""
+    """A checkpoint without the prefixes of chained optimizers. Raises LayoutError if two tensors would have one name, or one that of a blob."""
+    taken = found.layout.tensors.keys() - without_blobs(found.layout.tensors).keys()
+    if taken:
+        raise LayoutError(
+            f"{counted(len(taken), 'tensor has a name', 'tensors have names')} that values of ranks have in training states",
+            details=sorted(taken)[:_NAMED],
+            fix="save what is each rank's own under another name than rank_state",
+        )
     names = {name: _CHAINED.sub("", name) for name in found.layout.tensors}
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:

@@ -82,6 +82,17 @@ def test_prefixes_of_chained_optimizers_are_left_out(tmp_path: Path) -> None:
     assert refused.value.details == ("optimizer.state.exp_avg.w",)
 
 
+def test_names_of_blobs_are_taken(tmp_path: Path) -> None:
+    dcp.save(
+        {"rank_state": {"0": torch.ones(2)}, "w": torch.ones(2)},
+        checkpoint_id=tmp_path / "saved",
+        no_dist=True,
+    )
+    with pytest.raises(LayoutError, match="a name") as refused:
+        CheckpointFolder.read(tmp_path / "saved")
+    assert refused.value.details == ("rank_state.0",)
+
+
 def _cut_short(folder: Path) -> None:
     file = folder / "__0_0.distcp"
     with file.open("r+b") as stream:
