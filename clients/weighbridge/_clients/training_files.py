@@ -17,7 +17,8 @@ from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import Reference, training_of
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.slices import FullTensors
-from weighbridge._formats.whole_folders import appearing, check_free, unwritable
+from weighbridge._formats.hf_folder import check_free, unwritable
+from weighbridge._formats.torch_dist.whole_folders import appearing
 from weighbridge.errors import InvalidArgument, LayoutError
 
 if TYPE_CHECKING:

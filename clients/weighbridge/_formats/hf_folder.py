@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats import safetensors_files
-from weighbridge._formats.whole_folders import check_free, unwritable
-from weighbridge.errors import InvalidArgument, NotFound
+from weighbridge.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    WeighbridgeError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +63,24 @@ def has_tokenizer(files: Iterable[str]) -> bool:
         name.startswith(("tokeniz", "vocab", "merges", "tekken")) or name.endswith((".model", ".tiktoken"))
         for name in files
     )
+
+
+def unwritable(path: Path, error: OSError) -> WeighbridgeError:
+    """What to raise where the operating system refuses to write."""
+    text = f"{path} cannot be written: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceExhausted(text, fix="make room and try again")
+    return FailedPrecondition(text, fix="check that the folder can be written")
+
+
+def check_free(folder: Path) -> None:
+    """Refuse a folder that has something in it.
+
+    Raises:
+        InvalidArgument: it exists and is not an empty folder.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidArgument(f"{folder} exists and is not an empty folder", fix="name a new folder")
 
 
 def write_hf_folder(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from weighbridge._formats.torch_dist.metadata import KeyPath
-from weighbridge._formats.training import megatron_common, torch_entries
+from weighbridge._formats.training import blobs, megatron_common, torch_entries
 from weighbridge._formats.training.training_state import RankValues
 from weighbridge.errors import DataLoss
 
@@ -187,21 +187,15 @@ def _saved(value: Any) -> bytes:
 
 
 def _loaded(content: bytes, name: str) -> Any:
-    """What was saved, loaded without running code: by what torch allows, and Megatron-core where it is installed."""
+    """What was saved, of the types that torch allows, and Megatron-core where it is installed."""
     import argparse
-
-    import torch
 
     allowed: list[Any] = [argparse.Namespace]
     with contextlib.suppress(ImportError):
         from megatron.core.safe_globals import SAFE_GLOBALS
 
         allowed += SAFE_GLOBALS
-    try:
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except Exception as error:  # torch says by many what is wrong with a file
-        raise DataLoss(f"{name} is nothing that torch.load(weights_only=True) reads") from error
+    return blobs.load(content, name, allowed)
 
 
 def _tensor(content: bytes) -> torch.Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weighbridge._formats.whole_folders import appearing
+from weighbridge._formats.torch_dist.whole_folders import appearing
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 
 

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weighbridge.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, WeighbridgeError
-
-
-def unwritable(path: Path, error: OSError) -> WeighbridgeError:
-    """What to raise where the operating system refuses to write."""
-    text = f"{path} cannot be written: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ResourceExhausted(text, fix="make room and try again")
-    return FailedPrecondition(text, fix="check that the folder can be written")
-
-
-def check_free(folder: Path) -> None:
-    """Refuse a folder that has something in it.
-
-    Raises:
-        InvalidArgument: it exists and is not an empty folder.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidArgument(f"{folder} exists and is not an empty folder", fix="name a new folder")
+from weighbridge._formats.hf_folder import check_free, unwritable
 
 
 @contextmanager
