@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out files whose tests are not fast, before they import what they need."""
     is_test = collection_path.name.startswith("test_")
     return True if config.getoption("fast") and is_test and not is_fast_file(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import files of tests without collecting garbage in between, and without torch's compiler.
+
+    megatron-core has small functions compiled where they are defined. What tests define is compiled where they ask for it.
+    """
+    gc.disable()
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        return (yield)
+    finally:
+        del os.environ["TORCHDYNAMO_DISABLE"]
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

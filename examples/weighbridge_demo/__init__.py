@@ -6,7 +6,7 @@ May import: the public surface of `weighbridge`; `weighbridge_storage.opening` t
 - `story`: Megatron ranks push, engines pull, a trainer resumes.
 - `vllm_story`: the same with vLLM servers.
 - `ranks`: processes with gloo.
-- `frozen_heap`: what the server that they are forked from imports last.
+- `imports_begin`, `imports_done`: what the server that they are forked from imports first and last.
 - `trainer_ranks`: what a trainer rank does.
 - `megatron_cpu`: Megatron-core on CPUs.
 - `hf_from_megatron`: Megatron's tensors by hand, as an independent answer.

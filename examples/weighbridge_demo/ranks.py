@@ -1,13 +1,15 @@
 """Processes of a small distributed job on one machine: started quickly, and ended for certain.
 
-Ranks are processes forked from a server that has torch, megatron-core and transformers imported already, so a
-job costs a fraction of a second instead of several seconds a rank. The server imports no grpc and starts no
-threads, neither of which survives a fork. It is one per process that runs jobs, and ends with it.
+Ranks are processes forked from a server that has imported all that they run, torch, megatron-core and transformers
+among it, so a job costs a fraction of a second instead of several seconds a rank. The server starts no threads and
+makes no channels, neither of which survives a fork; gRPC starts none when it is imported. It is one per process that
+runs jobs, and ends with it.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import io
 import multiprocessing
 import os
 import pickle
@@ -25,26 +27,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
     from weighbridge_demo.megatron_cpu import Parallel
 
 PRELOAD = (
-    # Not weighbridge itself, whose package may come to import grpc.
     "torch",
     "torch.distributed",
     "megatron.core.dist_checkpointing",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
     "transformers.models.llama.modeling_llama",
+    "weighbridge_demo.megatron_cpu",
+    "weighbridge_demo.tp_engine",
+    "weighbridge_demo.trainer_ranks",
 )
 """What the server imports before it forks."""
-_AT_LAST = "weighbridge_demo.frozen_heap"
-"""Imported after everything else."""
+_AT_FIRST, _AT_LAST = "weighbridge_demo.imports_begin", "weighbridge_demo.imports_done"
+"""Imported before and after everything else."""
 
-# BLAS and OpenMP would make pools of threads. megatron-core warns of everything that a CPU machine lacks.
+# BLAS and OpenMP would make pools of threads. megatron-core warns of everything that a CPU machine lacks, and has small
+# functions compiled where they are defined, for which torch imports its compiler: `_AT_LAST` lets ranks compile.
 _SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",
+    "TORCHDYNAMO_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 _GRACE_SECONDS = 10.0
@@ -141,8 +150,7 @@ def run_jobs(jobs: Sequence[Job], *, timeout: float, preload: Sequence[str] = PR
         ranks: list[_Rank] = []
         try:
             for index, job in enumerate(jobs):
-                # Plain pickle: multiprocessing's own would pass tensors as shared memory of a process about to end.
-                work = pickle.dumps((job.membership, job.fn, job.args))
+                work = _pickled((job.membership, job.fn, job.args))
                 for number in range(job.size):
                     results, sender = context.Pipe(duplex=False)
                     label = f"{number} of {job.name}" if job.name else str(number)
@@ -187,9 +195,40 @@ def run_ranks(
     return run_jobs([megatron_job(parallel, fn, *args)], timeout=timeout, preload=preload)[0]
 
 
+class _Pickler(pickle.Pickler):
+    """Pickler of tensors on CPU by their bytes: torch's own way, an archive for each, takes several times as long.
+
+    multiprocessing's would pass them as shared memory of a process that is about to end.
+    """
+
+    def reducer_override(self, value: object) -> Any:
+        import torch
+
+        if (
+            type(value) is not torch.Tensor
+            or value.requires_grad
+            or value.layout is not torch.strided
+            or not value.is_cpu
+        ):
+            return NotImplemented
+        return _tensor, (value.contiguous().view(-1).view(torch.uint8).numpy(), value.dtype, value.shape)
+
+
+def _tensor(content: np.ndarray[Any, Any], dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(content).view(dtype).view(shape)
+
+
+def _pickled(value: object) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
 def start_server(preload: Sequence[str] = PRELOAD) -> None:
     """Start the process that ranks are forked from, if this process has none yet; does not wait for its imports."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, _AT_LAST])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([_AT_FIRST, *preload, _AT_LAST])
     before = {name: os.environ.get(name) for name in _SERVER_ENVIRONMENT}
     _set_environment(_SERVER_ENVIRONMENT)
     try:
@@ -252,7 +291,7 @@ def _run_rank(
         try:
             membership, fn, args = pickle.loads(work)  # noqa: S301 (from our own parent)
             with membership(rank, store_path):
-                message = pickle.dumps((True, fn(rank, *args)))
+                message = _pickled((True, fn(rank, *args)))
         except BaseException:
             message = pickle.dumps((False, traceback.format_exc()))
         results.send_bytes(message)

@@ -1,7 +1,8 @@
 """Are Megatron's models on CPU the real thing?
 
 They compute what transformers computes, at any parallelism, and they learn what it learns. Everything that is
-tested against these models rests on this.
+tested against these models rests on this. A job runs all of them, one after the other, for its start takes longer
+than they do.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tests.support.forked import PRELOAD
 from tests.support.megatron_ranks import RankError, run_ranks
 from tests.support.reference import load_with_mbridge, tiny_config, tiny_model
-from tests.support.scripts import start
 from weighbridge_demo.megatron_cpu import Parallel, build_model, forward_logits, train_step
 
 MODELS = [("llama", False), ("llama_bias", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
@@ -34,17 +34,28 @@ def _batch(vocab_size: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+Case = tuple[PretrainedConfig, Mapping[str, Tensor]]
+"""A model to build, and its weights by Hugging Face names."""
+
+
+def _models(seed: int) -> list[PreTrainedModel]:
+    return [tiny_model(tiny_config(family, tied=tied), seed=seed) for family, tied in MODELS]
+
+
+def _case(model: PreTrainedModel) -> Case:
+    return model.config, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
 def _rank_logits(
-    rank: int,
-    parallel: Parallel,
-    config: PretrainedConfig,
-    weights: Mapping[str, Tensor],
-    padded_vocab_size: int | None,
-) -> Tensor | None:
+    rank: int, parallel: Parallel, cases: Sequence[Case], padded_vocab_size: int | None
+) -> list[Tensor | None]:
     del rank
-    model = build_model(config, parallel, padded_vocab_size=padded_vocab_size)
-    load_with_mbridge(model, weights, config)
-    return forward_logits(model, _batch(config.vocab_size)[0], parallel)
+    found = []
+    for config, weights in cases:
+        model = build_model(config, parallel, padded_vocab_size=padded_vocab_size)
+        load_with_mbridge(model, weights, config)
+        found.append(forward_logits(model, _batch(config.vocab_size)[0], parallel))
+    return found
 
 
 def _build(rank: int, parallel: Parallel, config: PretrainedConfig) -> None:
@@ -52,15 +63,16 @@ def _build(rank: int, parallel: Parallel, config: PretrainedConfig) -> None:
     build_model(config, parallel)
 
 
-def _rank_losses(
-    rank: int, parallel: Parallel, config: PretrainedConfig, weights: Mapping[str, Tensor]
-) -> list[float | None]:
-    model = build_model(config, parallel)
-    load_with_mbridge(model, weights, config)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+def _rank_losses(rank: int, parallel: Parallel, cases: Sequence[Case]) -> list[list[float | None]]:
     data_rank = rank // parallel.tp % parallel.dp
-    ids, labels = (tensor.chunk(parallel.dp)[data_rank] for tensor in _batch(config.vocab_size))
-    return [train_step(model, optimizer, ids, labels, parallel) for _ in range(STEPS)]
+    found = []
+    for config, weights in cases:
+        model = build_model(config, parallel)
+        load_with_mbridge(model, weights, config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        ids, labels = (tensor.chunk(parallel.dp)[data_rank] for tensor in _batch(config.vocab_size))
+        found.append([train_step(model, optimizer, ids, labels, parallel) for _ in range(STEPS)])
+    return found
 
 
 def _reference_losses(model: PreTrainedModel) -> list[float]:
@@ -77,20 +89,30 @@ def _reference_losses(model: PreTrainedModel) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("family", "tied"), MODELS)
+def _check_logits(
+    parallel: Parallel, models: Sequence[PreTrainedModel], padded_vocab_size: int | None
+) -> None:
+    cases = [_case(model) for model in models]
+    results = run_ranks(parallel, _rank_logits, parallel, cases, padded_vocab_size)
+    assert all(found == [None] * len(models) for found in results[: -parallel.tp])
+    for index, model in enumerate(models):
+        with torch.no_grad():
+            expected = model(_batch(model.config.vocab_size)[0]).logits
+        for found in results[-parallel.tp :]:
+            torch.testing.assert_close(
+                found[index],
+                expected,
+                rtol=0,
+                atol=TOLERANCE,
+                msg=lambda m, index=index: f"{MODELS[index]}: {m}",
+            )
+
+
 @pytest.mark.parametrize(
     "parallel", [Parallel(), Parallel(tp=2, pp=2), Parallel(tp=4), Parallel(pp=4)], ids=str
 )
-def test_logits_equal_those_of_transformers(family: str, tied: bool, parallel: Parallel) -> None:
-    config = tiny_config(family, tied=tied)
-    model = tiny_model(config, seed=1)
-    with torch.no_grad():
-        expected = model(_batch(config.vocab_size)[0]).logits
-    results = run_ranks(parallel, _rank_logits, parallel, config, model.state_dict(), None)
-    last_stage = results[-parallel.tp :]
-    assert all(result is None for result in results[: -parallel.tp])
-    for logits in last_stage:
-        torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+def test_logits_of_every_model_equal_those_of_transformers(parallel: Parallel) -> None:
+    _check_logits(parallel, _models(seed=1), None)
 
 
 def test_a_configuration_that_cannot_be_built_faithfully_is_refused() -> None:
@@ -106,31 +128,22 @@ def test_a_configuration_that_cannot_be_built_faithfully_is_refused() -> None:
 
 
 def test_padding_of_the_vocabulary_does_not_show_in_logits() -> None:
-    config = tiny_config("qwen2", tied=True, vocab_size=125)
-    model = tiny_model(config, seed=2)
-    with torch.no_grad():
-        expected = model(_batch(config.vocab_size)[0]).logits
-    parallel = Parallel(tp=2, pp=2)
-    results = run_ranks(parallel, _rank_logits, parallel, config, model.state_dict(), 136)
-    for logits in results[-parallel.tp :]:
-        torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+    model = tiny_model(tiny_config("qwen2", tied=True, vocab_size=125), seed=2)
+    _check_logits(Parallel(tp=2, pp=2), [model], 136)
 
 
-@pytest.mark.parametrize(("family", "tied"), MODELS)
 @pytest.mark.parametrize("parallel", [Parallel(), Parallel(tp=2, pp=2), Parallel(tp=2, dp=2)], ids=str)
-def test_training_takes_the_same_path_at_every_parallelism(
-    family: str, tied: bool, parallel: Parallel
-) -> None:
-    config = tiny_config(family, tied=tied)
-    model = tiny_model(config, seed=3)
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    expected = _reference_losses(model)
-    results = run_ranks(parallel, _rank_losses, parallel, config, weights)
-    assert expected[-1] < expected[0]
-    for losses in results[: -parallel.tp * parallel.dp]:
-        assert losses == [None] * STEPS
-    for losses in results[-parallel.tp * parallel.dp :]:
-        assert losses == pytest.approx(expected, abs=TOLERANCE)
+def test_training_of_every_model_takes_the_same_path_at_every_parallelism(parallel: Parallel) -> None:
+    models = _models(seed=3)
+    results = run_ranks(parallel, _rank_losses, parallel, [_case(model) for model in models])
+    on_last_stage = parallel.tp * parallel.dp
+    for index, model in enumerate(models):
+        expected = _reference_losses(model)
+        assert expected[-1] < expected[0], MODELS[index]
+        for found in results[:-on_last_stage]:
+            assert found[index] == [None] * STEPS, MODELS[index]
+        for found in results[-on_last_stage:]:
+            assert found[index] == pytest.approx(expected, abs=TOLERANCE), MODELS[index]
 
 
 def _do_nothing(rank: int) -> None:
@@ -159,19 +172,39 @@ def _beginning(rank: int) -> tuple[set[str], int]:
     return set(PRELOAD) - sys.modules.keys(), threads
 
 
-_BEGIN = """
-from tests.support.megatron_ranks import run_ranks
-from tests.demo.test_megatron_on_cpu import Parallel, _beginning
-
-[(missing, threads)] = run_ranks(Parallel(), _beginning)
-print(sorted(missing), threads)
-"""
-
-
 def test_a_rank_has_imported_what_it_needs_and_no_thread_was_lost_in_the_fork() -> None:
-    # in a process of its own: the server of this one may have been started by a demo, which asks for less
-    with start(_BEGIN) as process:
-        assert process.communicate(timeout=120)[0] == "[] 1\n"
+    # whoever has asked first for the server of this process has asked for all that tests need
+    assert run_ranks(Parallel(), _beginning) == [(set(), 1)]
+
+
+def _same(rank: int, values: list[Tensor]) -> list[Tensor]:
+    del rank
+    return values
+
+
+def test_tensors_go_to_ranks_and_come_back_bit_for_bit() -> None:
+    whole = torch.arange(24.0).view(2, 3, 4)
+    sent = [
+        *(whole, whole[1:, :, 2:], whole.permute(2, 0, 1), torch.tensor(-0.0), torch.empty(0, 3)),
+        *(whole.bfloat16(), whole.to(torch.float8_e4m3fn), whole.to(torch.complex64), whole > 3, whole.int()),
+        *(
+            torch.full((2,), torch.nan),
+            torch.nn.Parameter(whole),
+            whole.clone().requires_grad_(),
+            whole.to_sparse(),
+        ),
+    ]
+    for received in run_ranks(Parallel(tp=2), _same, sent):
+        for one, other in zip(received, sent, strict=True):
+            assert (type(one), one.dtype, one.layout, one.requires_grad) == (
+                *(type(other), other.dtype, other.layout, other.requires_grad),
+            )
+            same, expected = (
+                (each.to_dense() if each.is_sparse else each).detach().contiguous() for each in (one, other)
+            )
+            assert same.shape == expected.shape
+            assert torch.equal(same.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
+            same.view(-1).view(torch.uint8).zero_()  # nothing of it is read-only
 
 
 def test_a_failing_rank_shows_its_own_traceback_and_ends_the_others() -> None:

@@ -26,9 +26,11 @@ from weighbridge_demo.ranks import Job
 
 PRELOAD = (
     *ranks.PRELOAD,
+    "tests.support.megatron_families",
     "mbridge",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
+    "torch._inductor.compile_fx",
     "pytest",
     "boto3",
     "weighbridge._clients.engine",

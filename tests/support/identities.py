@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import jwt
 import trustme
-from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from weighbridge import Credentials
 from weighbridge_service.access import tokens
@@ -42,6 +45,30 @@ class Authority:
         certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
         key.write_bytes(issued.private_key_pem.bytes())
         return certificate, key
+
+    def client_called(self, *names: x509.GeneralName) -> Credentials:
+        """Credentials with a certificate of exactly these alternative names, whatever they are."""
+        authority = x509.load_pem_x509_certificate(self._ca.cert_pem.bytes())
+        signing = serialization.load_pem_private_key(self._ca.private_key_pem.bytes(), None)
+        assert isinstance(signing, ec.EllipticCurvePrivateKey)
+        key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+        issued = (
+            x509.CertificateBuilder(authority.subject, x509.Name([]), key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(days=1))
+            .not_valid_after(now + timedelta(days=1))
+            .add_extension(x509.SubjectAlternativeName(names), critical=True)
+            .sign(signing, hashes.SHA256())
+        )
+        stem = self._folder / str(issued.serial_number)
+        certificate, private = stem.with_suffix(".pem"), stem.with_suffix(".key")
+        certificate.write_bytes(issued.public_bytes(serialization.Encoding.PEM))
+        private.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return Credentials(ca=str(self.ca), certificate=str(certificate), key=str(private))
 
     def tls(self, *, asks_clients: bool = False) -> TlsFiles:
         """Files of a service at this machine's own addresses."""

@@ -7,8 +7,9 @@ import fcntl
 import itertools
 import logging
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from weighbridge._core.text.shortening import shown
@@ -20,6 +21,10 @@ log = logging.getLogger(__name__)
 _MOST_COMPONENTS = 8
 _PARTIAL = ".export-"
 """How the names of folders begin that are being written."""
+_IN_EACH = "config.json"
+"""A file that each export has."""
+_OWN_NAME = re.compile(r"(.+--.+)--[0-9]+(?:-[0-9]+)?")
+"""What `own_name` gives, with what `free_name` may put behind it."""
 
 
 def inside(root: Path, folder: str) -> Path:
@@ -27,7 +32,7 @@ def inside(root: Path, folder: str) -> Path:
 
     Raises:
         InvalidArgument: a component cannot be the name of a file in the store, or the folder, links followed, would
-            lie somewhere else.
+            lie somewhere else, or in another export.
     """
     components = folder.split("/")
     if len(components) > _MOST_COMPONENTS:
@@ -54,14 +59,40 @@ def inside(root: Path, folder: str) -> Path:
     for parent in itertools.takewhile(lambda path: path != root, target.parents):
         if parent.exists() and not parent.is_dir():
             raise InvalidArgument(f"{parent} is not a folder", fix="name another folder")
+        if (parent / _IN_EACH).exists():
+            raise InvalidArgument(
+                f"{shown(folder)} leads into another export, which is to stay as it is",
+                fix="name another folder",
+            )
     return target
 
 
-def free_name(root: Path, name: str, taken: set[str]) -> Path:
+def own_name(model: str, number: int) -> str:
+    """The name of the folder that a version is written to unless another one is asked for; of the models, it is kept for this one."""
+    return f"{model.replace('/', '--')}--{number}"
+
+
+def check_own(folder: str, model: str) -> None:
+    """Raise InvalidArgument if exports of another model are called so: whoever looks for those must not find this model, nor may whether
+    there are any be told here."""
+    name = _OWN_NAME.fullmatch(folder.partition("/")[0])
+    if name is not None and name[1] != model.replace("/", "--"):
+        raise InvalidArgument(
+            f"{shown(folder)} is what an export of another model is called, and {model} is exported",
+            fix=f"name another folder, or none, which makes one that begins with {own_name(model, 0)[:-1]}",
+        )
+
+
+def overlap(folder: Path, others: Iterable[Path]) -> bool:
+    """Whether a folder is one of others, lies in one of them, or has one of them in it."""
+    return any(folder.is_relative_to(other) or other.is_relative_to(folder) for other in others)
+
+
+def free_name(root: Path, name: str, taken: Collection[Path]) -> Path:
     """A path in ``root`` that is not there, nor among those that are taken: the name, with a number behind it if need be."""
     suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
     candidates = (root / f"{name}{suffix}" for suffix in suffixes)
-    return next(path for path in candidates if str(path) not in taken and not os.path.lexists(path))
+    return next(path for path in candidates if not overlap(path, taken) and not os.path.lexists(path))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +26,21 @@ from weighbridge.errors import (
     AlreadyExists,
     InvalidArgument,
     NotFound,
-    ResourceExhausted,
     Unavailable,
     WeighbridgeError,
 )
-from weighbridge_service.exports.folders import free_name, inside, partial_folder, sweep
+from weighbridge_service.access.peer import LOCAL, Peer
+from weighbridge_service.admission.quotas import HostQuota
+from weighbridge_service.admission.turns import Turns
+from weighbridge_service.exports.folders import (
+    check_own,
+    free_name,
+    inside,
+    overlap,
+    own_name,
+    partial_folder,
+    sweep,
+)
 from weighbridge_service.exports.tensors import tensors_of
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_service.service import Weighbridge
@@ -41,10 +51,11 @@ from weighbridge_storage.versions.reading import read_manifest_text
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 2
-_MOST_WAITING = 100
+_MOST_UNFINISHED = 100
 _KEPT_ENDED = 100
 _PACE = 0.2
 """Seconds between two looks at a job that is being followed."""
+_THIS_PROCESS = Peer(LOCAL)
 
 
 class ExportState(enum.Enum):
@@ -97,6 +108,7 @@ class _Cancelled(Exception):
 @dataclass
 class _Entry:
     job: ExportJob
+    host: str
     dtype: DType | None
     max_shard_bytes: int
     unwanted: bool = False
@@ -115,6 +127,8 @@ class Exports:
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._closed = False
+        self._places = HostQuota("exports that wait or run", _MOST_UNFINISHED)
+        self._waiting: Turns[str] = Turns()
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="export")
         sweep(self._root)
 
@@ -126,8 +140,9 @@ class Exports:
         folder: str | None = None,
         dtype: str | None = None,
         max_shard_bytes: int | None = None,
+        peer: Peer = _THIS_PROCESS,
     ) -> ExportJob:
-        """Begin to write a version as a folder.
+        """Begin to write a version as a folder. Hosts that ask for exports have them in turns.
 
         Args:
             model: ``namespace/name``.
@@ -136,13 +151,15 @@ class Exports:
                 version's.
             dtype: cast floating-point tensors, such as ``bf16``; None keeps them as they are.
             max_shard_bytes: largest safetensors file; None for the default.
+            peer: who asks.
 
         Raises:
             NotFound: no such model or version.
             FailedPrecondition: the version is not complete yet, or has failed.
-            InvalidArgument: the folder would not lie within the folder for exports, or a value is out of bounds.
-            AlreadyExists: something is there already, or another export writes it.
-            ResourceExhausted: too many exports are waiting.
+            InvalidArgument: the folder would not lie within the folder for exports, or in another export, or has the name of one of another model;
+                or a value is out of bounds.
+            AlreadyExists: something is there already, or another export writes it, or in it.
+            ResourceExhausted: too many exports are waiting, or too many of this host.
             Unavailable: the service is shutting down.
         """
         if self._service.draining:
@@ -154,20 +171,17 @@ class Exports:
             found = opened.version
             if cast is not None:  # what cannot be cast is refused now, not in the job
                 self._service.serving.cast(model, opened.files.layout.tensors.values(), cast)
-        asked = None if folder is None else inside(self._root, folder)
+        asked = None
+        if folder is not None:
+            check_own(folder, found.model)
+            asked = inside(self._root, folder)
         with self._lock:
             unfinished = [entry for entry in self._entries.values() if not entry.job.state.ended]
             if self._closed:
                 raise Unavailable("the service is shutting down", fix="try again when it is back")
-            if len(unfinished) >= _MOST_WAITING:
-                raise ResourceExhausted(
-                    f"{len(unfinished)} exports are waiting", fix="wait until one is done, or cancel one"
-                )
-            taken = {entry.job.folder for entry in unfinished}
-            target = asked or free_name(
-                self._root, f"{found.model.replace('/', '--')}--{found.number}", taken
-            )
-            if str(target) in taken or os.path.lexists(target):
+            taken = [Path(entry.job.folder) for entry in unfinished]
+            target = asked or free_name(self._root, own_name(found.model, found.number), taken)
+            if overlap(target, taken) or os.path.lexists(target):
                 raise AlreadyExists(f"{target} exists, or is being written", fix="name another folder")
             job = ExportJob(
                 id=uuid.uuid4().hex,
@@ -177,9 +191,11 @@ class Exports:
                 state=ExportState.QUEUED,
                 create_time_ms=unix_ms(),
             )
-            self._entries[job.id] = _Entry(job, cast, max_shard_bytes or DEFAULT_SHARD_BYTES)
+            self._places.take(peer.host)
+            self._entries[job.id] = _Entry(job, peer.host, cast, max_shard_bytes or DEFAULT_SHARD_BYTES)
             self._forget_old()
-            self._pool.submit(self._run, job.id)
+            self._waiting.add(peer, job.id)
+            self._pool.submit(self._run_next)
         return job
 
     def get(self, job_id: str) -> ExportJob:
@@ -215,8 +231,12 @@ class Exports:
                 self._end(entry, ExportState.CANCELLED)
             return entry.job
 
-    async def changes(self, job_id: str) -> AsyncIterator[ExportJob]:
+    async def changes(self, job_id: str, unwanted: Callable[[], bool]) -> AsyncIterator[ExportJob]:
         """The job as it stands now, and again whenever it has changed, a few times a second; ends with the job.
+
+        Args:
+            job_id: which job.
+            unwanted: whether to end before; is asked whenever the job is looked at.
 
         Raises:
             NotFound: no such job, or no longer.
@@ -225,6 +245,8 @@ class Exports:
         yield last
         while not last.state.ended:
             await asyncio.sleep(_PACE)
+            if unwanted():
+                return
             job = self.get(job_id)
             if job != last:
                 last = job
@@ -247,11 +269,18 @@ class Exports:
 
     def _end(self, entry: _Entry, state: ExportState, error: str = "") -> None:
         entry.job = replace(entry.job, state=state, error=error, end_time_ms=unix_ms())
+        self._places.give(entry.host)
 
     def _forget_old(self) -> None:
         ended = [job_id for job_id, entry in self._entries.items() if entry.job.state.ended]
         for job_id in ended[:-_KEPT_ENDED]:
             del self._entries[job_id]
+
+    def _run_next(self) -> None:
+        """Carry out a job: that of whose turn it is."""
+        with self._lock:
+            job_id = self._waiting.take()
+        self._run(job_id)
 
     def _run(self, job_id: str) -> None:
         with self._lock:

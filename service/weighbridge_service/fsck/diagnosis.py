@@ -6,7 +6,7 @@ is lost, whole versions say what it said, but for refs, retention, and which ver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -23,6 +23,8 @@ that says so."""
 FARTHEST = 1_000_000
 """How far above all numbers that are known to have been given others may have been: what lies under a higher one is not
 Weighbridge's, and must not make a model run out of numbers."""
+_MOST_TOLD = 5
+"""Of what is wrong with one version: a manifest can list any number of files."""
 
 
 class Mend(StrEnum):
@@ -272,7 +274,7 @@ def _findings_of_version(
         )
     if not folder.whole:
         if entry is not None and not entry.retired:  # otherwise it may be half deleted
-            yield Finding("; ".join(folder.problems), Mend.DROP, number)
+            yield Finding(_told(folder.problems), Mend.DROP, number)
         return
     for name in folder.bad_blocks:
         yield Finding(f"{name}{BLOCKS_SUFFIX} is missing or has another size", Mend.DIGESTS, number, name)
@@ -299,7 +301,13 @@ def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) ->
         yield Finding(f"{objects} of a version that is in no history", Mend.STRAY, number)
     else:
         yield Finding(
-            f"is in no history and not whole, and will be swept away by a collection: {'; '.join(folder.problems)}",
+            f"is in no history and not whole, and will be swept away by a collection: {_told(folder.problems)}",
             Mend.NONE,
             number,
         )
+
+
+def _told(problems: Sequence[str]) -> str:
+    """Problems in one sentence; of many the first."""
+    left = len(problems) - _MOST_TOLD
+    return "; ".join(problems[:_MOST_TOLD]) + (f"; and {left} more" if left > 0 else "")

@@ -49,6 +49,7 @@ from weighbridge_storage.stores.objects import (
     check_folder_prefix,
     check_key,
     check_prefix,
+    check_whole,
     error_for,
     is_key,
     pieces_of,
@@ -105,6 +106,7 @@ class LocalStore(ObjectStore):
     def get(self, key: str) -> tuple[bytes, str]:
         """See `ObjectStore.get`."""
         with self._reading(key) as file:
+            check_whole(os.fstat(file).st_size, f"reading {key}")
             with os.fdopen(os.dup(file), "rb") as stream:
                 content = stream.read()
             return content, _etag(os.fstat(file), content)

@@ -30,6 +30,8 @@ MAX_KEY_LENGTH = 1024
 """Most characters of a key; S3's limit, in bytes."""
 MAX_COMPONENT_LENGTH = 255
 """Most bytes between two slashes of a key; the limit of file systems."""
+MOST_WHOLE_BYTES = 1 << 30
+"""Longest object that is read whole, by `ObjectStore.get`. Documents and what is registered are far shorter; weights are read in parts."""
 
 ByteArray: TypeAlias = NDArray[np.uint8]
 Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
@@ -60,6 +62,7 @@ class ObjectStore(ABC):
 
         Raises:
             NotFound: there is no such object.
+            DataLoss: it is longer than `MOST_WHOLE_BYTES`, which nothing is that is read so.
         """
 
     @abstractmethod
@@ -291,6 +294,15 @@ _NOT_ALLOWED = {
     errno.EPERM: _ALLOW,
     errno.EROFS: "mount the store's file system writable (rw)",
 }
+
+
+def check_whole(nbytes: int, what: str) -> None:
+    """Raise DataLoss if an object of this length is not to be read whole: it would fill the memory of whoever does."""
+    if nbytes > MOST_WHOLE_BYTES:
+        raise DataLoss(
+            f"{what} failed: it has {nbytes} bytes, and Weighbridge puts none of more than {MOST_WHOLE_BYTES} there",
+            fix="restore it from a backup",
+        )
 
 
 def error_for(error: OSError, what: str) -> WeighbridgeError:

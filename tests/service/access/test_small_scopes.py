@@ -281,3 +281,40 @@ def test_events_end_when_their_caller_may_not_go_on(doors: Doors, monkeypatch: p
         assert b"event: end" not in answer.read()
         connection.close()
     assert doors.ask("GET", f"/v1/exports/{job}", "exporter")[0] == 401
+
+
+@pytest.mark.usefixtures("impatient")
+def test_events_end_when_their_caller_may_not_go_on_although_nothing_happens(
+    doors: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_at(monkeypatch, 0.1):
+        _, started = doors.ask("POST", "/v1/exports", "exporter", {"model": MINE, "version": "1"})
+        job = json.loads(started)["id"]
+        connection = http.client.HTTPConnection(doors.address, timeout=15)
+        headers = {"Authorization": "Bearer token-of-exporter"}
+        connection.request("GET", f"/v1/exports/{job}/events", headers=headers)
+        answer = connection.getresponse()
+        assert answer.readline() == b"event: progress\r\n"
+        doors.take_away("exporter")
+        answer.read()
+        connection.close()
+        assert json.loads(doors.ask("GET", f"/v1/exports/{job}", "root")[1])["state"] == "running"
+
+
+def test_folders_do_not_tell_whether_another_model_was_exported_and_are_not_changed(doors: Doors) -> None:
+    exported, other = "mine--smollm--1", "mine--nothing--1"
+    _, started = doors.ask("POST", "/v1/exports", "root", {"model": SECRET, "version": "1"})
+    job = json.loads(started)["id"]
+    eventually(lambda: json.loads(doors.ask("GET", f"/v1/exports/{job}", "root")[1])["state"] == "done")
+    folder = doors.running.service.config.exports_folder / exported
+    before = sorted(folder.iterdir())
+    for within in ("", "/inside"):
+        told = [
+            doors.ask(
+                "POST", "/v1/exports", "exporter", {"model": MINE, "version": "1", "folder": name + within}
+            )
+            for name in (exported, other)
+        ]
+        assert told[0][0] == 400
+        assert told[0][1].replace(exported, other) == told[1][1]
+    assert sorted(folder.iterdir()) == before

@@ -19,7 +19,7 @@ from tests.support.identities import Authority, identity, policy_file
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
 from weighbridge import AsyncEngineClient, Credentials, EngineClient, TrainerClient
-from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge.errors import InvalidArgument, Unauthenticated, Unavailable, WeighbridgeError
 from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.exports.jobs import Exports
@@ -124,6 +124,38 @@ def test_a_service_that_asks_for_certificates_knows_clients_by_them(
                 pytest.raises(WeighbridgeError, match=reason),
             ):
                 engine.models()
+
+
+@pytest.mark.parametrize(
+    "disguise",
+    [
+        x509.DNSName("trainer.test\0.evil.test"),
+        x509.RFC822Name("trainer.test"),
+        x509.UniformResourceIdentifier("trainer.test"),
+        x509.DNSName("spiffe://acme/trainer"),
+    ],
+    ids=["NUL", "e-mail address", "host as URI", "URI as host"],
+)
+def test_a_name_counts_whole_and_as_the_kind_of_name_that_it_is(
+    tmp_path: Path, authority: Authority, disguise: x509.GeneralName
+) -> None:
+    names = ["trainer.test", "spiffe://acme/trainer"]
+    policy = policy_file(tmp_path, identity("trainer", ["look:acme/*"], certificates=names))
+    forged, tls = authority.client_called(disguise), authority.tls(asks_clients=True)
+    with (
+        running_service(tmp_path / "store", tls=tls, policy=policy) as running,
+        https(running) as url,
+    ):
+        with (
+            EngineClient(running.address, retry_seconds=0, credentials=forged) as engine,
+            pytest.raises(Unauthenticated),
+        ):
+            engine.models()
+        showing = ssl.create_default_context(cafile=authority.ca)
+        assert forged.certificate is not None
+        showing.load_cert_chain(forged.certificate, forged.key)
+        with httpx.Client(verify=showing) as other:
+            assert other.get(f"{url}/v1/models").status_code == 401
 
 
 def test_over_http_probes_do_without_a_certificate_and_nothing_else_does(

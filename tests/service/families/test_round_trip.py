@@ -255,18 +255,14 @@ def _rank(
                 for tensor in weights_of(chunks):
                     tensor.fill_(torch.nan)  # what is not restored shows
 
-            def shards(case: Case = case, chunks: Sequence[Any] = chunks) -> dict[str, Any]:
-                metadata = ensure_metadata_has_dp_cp_group(dict(case.metadata))
-                return {f"model{i}": c.sharded_state_dict(metadata=metadata) for i, c in enumerate(chunks)}
-
-            trainer.restore(case.name, shards(), version=case.imported)
+            metadata = ensure_metadata_has_dp_cp_group(dict(case.metadata))
+            shards = {f"model{i}": c.sharded_state_dict(metadata=metadata) for i, c in enumerate(chunks)}
+            trainer.restore(case.name, shards, version=case.imported)
             assert not any(tensor.isnan().any() for tensor in weights_of(chunks))
             logits = family_logits(chunks, input_ids(), parallel) if case.computes else None
             numbers = []
             for step in (1, 2):
-                handle = trainer.push(
-                    case.name, shards(), step=step, rank=rank, world_size=parallel.world_size
-                )
+                handle = trainer.push(case.name, shards, step=step, rank=rank, world_size=parallel.world_size)
                 with torch.no_grad():
                     for tensor in weights_of(chunks):
                         tensor.mul_(FACTOR)  # the shards have been copied out: only the next push sees it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,39 @@ def test_block_digests_are_made_anew_of_what_agrees_with_the_manifest(folder: Pa
     failure = found[MODEL][0]["failure"]
     assert failure.startswith(f"{WEIGHTS} of acme/smol@3 does not agree with its digest\n  - tensor ")
     assert "What to do: restore the file from a backup" in failure
+
+
+@pytest.mark.parametrize("name", ["head.json", f"versions/{2:012d}/weighbridge.json"])
+def test_a_document_of_a_terabyte_is_found_and_not_read(folder: Path, name: str) -> None:
+    path = folder / "models" / MODEL / name
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    for options in ((), ("--repair",)):
+        said = "; ".join(what for _, what in findings(folder, *options))
+        assert f"reading models/{MODEL}/{name} failed: it has {1 << 40} bytes" in said
+
+
+def test_a_registered_file_of_a_terabyte_is_restored_from_no_version(folder: Path) -> None:
+    for path in (folder / "models" / MODEL / "files").rglob("config.json"):
+        path.unlink()
+    place = version_folder(folder, 6)
+    with (place / "config.json").open("r+b") as file:
+        file.truncate(1 << 40)
+    manifest = json.loads((place / "weighbridge.json").read_bytes())
+    manifest["parts"]["weights"]["files"]["config.json"]["size"] = 1 << 40
+    edit_document(place / "weighbridge.json", parts=manifest["parts"])
+    assert findings(folder), "it lacks a registered file"
+    repaired(folder)
+    assert findings(folder) == []
+
+
+def test_of_a_version_that_lacks_very_many_files_the_first_are_named(folder: Path) -> None:
+    place = version_folder(folder, 2)
+    manifest = json.loads((place / "weighbridge.json").read_bytes())
+    files = manifest["parts"]["weights"]["files"]
+    files |= {f"file-{i}.json": files["config.json"] for i in range(1000)}
+    edit_document(place / "weighbridge.json", parts=manifest["parts"])
+    ((number, what),) = findings(folder)
+    assert number == 2
+    assert what.count("is missing") == 5
+    assert what.endswith("; and 995 more")

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from tests.support.scripts import start
-from weighbridge.errors import Conflict, InvalidArgument, NotFound
+from weighbridge.errors import Conflict, DataLoss, InvalidArgument, NotFound
 from weighbridge_storage.opening import open_store
+from weighbridge_storage.stores import objects
 from weighbridge_storage.stores.objects import IfMatch, ObjectStore
 
 HOSTILE_KEYS = [
@@ -34,6 +35,18 @@ def test_what_is_written_is_read_back_whole_and_in_parts(store: ObjectStore) -> 
     assert store.read_range("models/acme/smol/x.bin", 0, len(data)) == data
     assert store.read_range("models/acme/smol/x.bin", len(data), 0) == b""
     assert b"".join(store.stream("models/acme/smol/x.bin")) == data
+
+
+def test_an_object_that_is_too_long_is_not_read_whole(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "MOST_WHOLE_BYTES", 1000)
+    for key, size in (("a/fits", 1000), ("a/long", 1001)):
+        store.put(key, bytes(size), mode="create")
+    assert store.get("a/fits")[0] == bytes(1000)
+    with pytest.raises(DataLoss, match="a/long failed: it has 1001 bytes"):
+        store.get("a/long")
+    assert b"".join(store.stream("a/long")) == bytes(1001)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     *(option for option in rpc.CHANNEL_OPTIONS if option[0] != _LIMIT),
     (_LIMIT, _MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a second service on the same port is an error, not a surprise
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # each PING that comes too soon is an error, of which gRPC keeps 2.7 kB for as long as the connection's answers are not read (1.76);
+    # of answers it keeps 10,000, and reads no further
+    ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     # a connection that never says what it wants, or has not wanted anything for long, is given up; clients connect again by themselves
     ("grpc.server_handshake_timeout_ms", 10_000),

@@ -304,6 +304,7 @@ def _exports_router(exports: Exports) -> APIRouter:
             folder=body.folder,
             dtype=body.dtype,
             max_shard_bytes=body.max_shard_bytes,
+            peer=peer_of(request),
         )
         response.headers["Location"] = f"/v1/exports/{job.id}"
         return ExportOut.model_validate(job)
@@ -342,9 +343,7 @@ def _exports_router(exports: Exports) -> APIRouter:
         standing = Standing(request)
 
         async def events() -> AsyncIterator[ServerSentEvent]:
-            async for job in exports.changes(job_id):
-                if standing.ended:
-                    return
+            async for job in exports.changes(job_id, lambda: standing.ended):
                 data = ExportOut.model_validate(job).model_dump_json()
                 yield ServerSentEvent(data, event="end" if job.state.ended else "progress")
 

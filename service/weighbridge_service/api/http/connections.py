@@ -126,7 +126,7 @@ def connections(seconds: float) -> type[H11Protocol]:
             tls = transport.get_extra_info("ssl_object")
             if tls is not None:
                 # of a session that is resumed, as TLS 1.2 lets clients, nobody has verified the certificate again
-                names = () if tls.session_reused else names_from_tls(tls.getpeercert)
+                names = () if tls.session_reused else names_from_tls(tls.getpeercert(binary_form=True))
                 self.app_state = {**self.app_state, CERTIFICATE: names}
             self._watch()
 

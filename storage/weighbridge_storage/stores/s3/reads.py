@@ -17,6 +17,7 @@ from botocore.exceptions import FlexibleChecksumError
 from urllib3.exceptions import HTTPError
 
 from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge_storage.stores.objects import check_whole
 from weighbridge_storage.stores.s3.client import ObjectState, S3Client, pause
 from weighbridge_storage.stores.s3.errors import S3_ERRORS, s3_error, status_of
 from weighbridge_storage.stores.s3.settings import S3Settings
@@ -62,6 +63,7 @@ class Reads:
         """Content and etag of an object."""
 
         def take(response: Mapping[str, Any]) -> tuple[bytes, str]:
+            check_whole(response["ContentLength"], what)
             return response["Body"].read(), response["ETag"]
 
         return _tried(lambda: self._client.get(name), take, what)

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from tests.service.api.http.web import MODEL, Web, held_at, is_problem
+from weighbridge.errors import ResourceExhausted
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.exports.jobs import Exports
 
 
@@ -92,6 +94,42 @@ def test_no_export_leaves_its_folder(web: Web, folder: str) -> None:
     answer = web.http.post("/v1/exports", json={"model": MODEL, "folder": folder})
     assert is_problem(answer, 400, "invalid_argument")["fix"]
     assert sorted(web.running.service.config.store.rglob("*")) == before
+
+
+def test_no_export_goes_into_another_one(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    export = Path(web.export(folder="outer/whole")["folder"])
+    before = sorted(export.iterdir())
+    for folder in ("outer/whole/in", "outer/whole/in/deeper"):
+        answer = web.http.post("/v1/exports", json={"model": MODEL, "folder": folder})
+        is_problem(answer, 400, "invalid_argument")
+    assert sorted(export.iterdir()) == before
+    with held_at(monkeypatch, 0.5):
+        running = web.http.post("/v1/exports", json={"model": MODEL, "folder": "growing/here"}).json()
+        for folder in ("growing/here/in", "growing"):
+            answer = web.http.post("/v1/exports", json={"model": MODEL, "folder": folder})
+            is_problem(answer, 409, "already_exists")
+    assert web.wait(running["id"])["state"] == "done"
+
+
+def test_a_host_that_asks_for_many_exports_keeps_none_from_another(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy, modest = Peer("10.0.0.1"), Peer("10.0.0.2")
+    with held_at(monkeypatch, 0.5):
+        started = [web.exports.start(MODEL, "1", peer=greedy).id for _ in range(75)]
+        with pytest.raises(ResourceExhausted):
+            web.exports.start(MODEL, "1", peer=greedy)
+        wanted = web.exports.start(MODEL, "1", peer=modest).id
+    ended = web.wait(wanted)["end_time_ms"]
+    for job_id in started:
+        web.exports.cancel(job_id)
+    jobs = [web.wait(job_id) for job_id in started]
+    before = [job for job in jobs if job["state"] == "done" and job["end_time_ms"] < ended]
+    assert len(before) < 25, (
+        "it waits for those in whose turn it comes, and not for all that were asked for before"
+    )
+    last = web.exports.start(MODEL, "1", peer=greedy)
+    assert web.wait(last.id)["state"] == "done", "their places are free again"
 
 
 def test_no_export_follows_a_link(web: Web, tmp_path: Path) -> None:
