@@ -60,8 +60,9 @@ UNEVEN = 131
 """Tokens that neither two, four nor eight ranks share evenly."""
 STEPS = 50
 """Steps after the ranks were killed of which the losses are compared."""
-KILLED_AFTER = 7
-EVERY = 2
+EVERY = 3
+KILLED_AFTER, LAST = 2 * EVERY + 1, 4 * EVERY
+"""Ranks are killed some time after the one step, and do not come further than the other."""
 _SEEDING = threading.Lock()
 FULL = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
 
@@ -133,9 +134,9 @@ def _never_stopped(rank: int, address: str, folder: Path) -> None:
     with TrainerClient(address) as client:
         loop = Loop(client, rank, "fsdp4", 5)
         losses = []
-        for step in range(1, 2 * KILLED_AFTER + 10 * EVERY + STEPS):
+        for step in range(1, LAST + STEPS + 1):
             losses.append(loop.step())
-            if step % EVERY == 0 and step < 2 * KILLED_AFTER + 10 * EVERY:
+            if step % EVERY == 0 and step <= LAST:
                 whole = loop.gathered()
                 if rank == 0:
                     torch.save(whole, folder / f"whole-{step}")
@@ -147,7 +148,7 @@ def _until_killed(rank: int, address: str, folder: Path) -> None:
     with TrainerClient(address) as client:
         loop = Loop(client, rank, "fsdp4", 5)
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
-        for step in range(1, 2 * KILLED_AFTER + 10 * EVERY):
+        for step in range(1, LAST + 1):
             loop.step()
             if step % EVERY == 0:
                 loop.checkpoints.save(step)

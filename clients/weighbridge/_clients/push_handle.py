@@ -56,8 +56,7 @@ class PushHandle:
         model: the model.
         number: the version's number.
         stream_bytes: bytes this rank pushes.
-        training: the push of the training state that was pushed beside it, with which neither this one nor its version has to do; None if
-            there is none.
+        training: the push of the training state behind it, which succeeds or fails by itself; None if there is none.
     """
 
     def __init__(

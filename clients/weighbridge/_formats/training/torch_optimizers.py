@@ -7,7 +7,7 @@ and what loads a state dict casts moments to their parameters' dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,31 +140,10 @@ def fit_optimizers(
         values: what `NamedOptimizers.values` gave.
         strict: whether both must have the same parameters. If not, what the other one does not have stays as it is.
     """
-    problems: list[str] = []
     groups = _Groups(values["param_groups"])
     known = {name: parameter for parameter, name in own.names.items()}
-    entries: dict[str, dict[Path, Any]] = {
-        name: dict(found) for name, found in values["state"].items() if name in known
-    }
-    for full, spec in stored.items():
-        name, path = _split(full.removeprefix(_STATE), known)
-        if not path:
-            if strict:
-                problems.append(f"the optimizer has no parameter for {spec}")
-        else:
-            entries.setdefault(name, {})[path] = spec
-    if strict:
-        problems += [
-            f"{name} is in a parameter group of the version, and in none of the optimizer's"
-            for name in groups.names
-            if name not in known
-        ]
-        problems += [
-            f"{name} is in a parameter group of the optimizer, and in none of the version's"
-            for name in known
-            if name not in groups.names and name not in entries
-        ]
-
+    entries, foreign = _entries(stored, values["state"], known)
+    problems = [*foreign, *groups.unlike(known, entries)] if strict else []
     tensors: dict[str, torch.Tensor] = {}
     states: list[tuple[torch.optim.Optimizer, torch.Tensor, dict[Path, Any]]] = []
     options: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
@@ -208,6 +187,18 @@ class _Groups:
         self._groups = groups
         self.names = {name: index for index, group in enumerate(groups) for name in group[_PARAMS]}
 
+    def unlike(self, known: Collection[str], filled: Collection[str]) -> list[str]:
+        """Parameters that only the stored groups have, or only the optimizer's; those that are filled although no group here has them are another rank's."""
+        return [
+            f"{name} is in a parameter group of the version, and in none of the optimizer's"
+            for name in self.names
+            if name not in known
+        ] + [
+            f"{name} is in a parameter group of the optimizer, and in none of the version's"
+            for name in known
+            if name not in self.names and name not in filled
+        ]
+
     def of(self, members: Sequence[str]) -> tuple[Mapping[str, Any], str]:
         """The stored group of these parameters; with what is wrong, if they are of several."""
         found = {self.names[name]: name for name in reversed(members) if name in self.names}
@@ -215,6 +206,21 @@ class _Groups:
             said = ", ".join(f"{name} of group {index}" for index, name in sorted(found.items()))
             return {}, f"has parameters of several groups of the version: {said}"
         return (self._groups[next(iter(found))] if found else {}), ""
+
+
+def _entries(
+    stored: Mapping[str, TensorSpec], numbers: Mapping[str, Mapping[Path, Any]], known: Collection[str]
+) -> tuple[dict[str, dict[Path, Any]], list[str]]:
+    """What is stored for each parameter that is known, numbers and tensors; with what is wrong, if there are tensors of others."""
+    entries = {name: dict(found) for name, found in numbers.items() if name in known}
+    foreign = []
+    for full, spec in stored.items():
+        name, path = _split(full.removeprefix(_STATE), known)
+        if path:
+            entries.setdefault(name, {})[path] = spec
+        else:
+            foreign.append(f"the optimizer has no parameter for {spec}")
+    return entries, foreign
 
 
 def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -248,7 +254,7 @@ def _nested(leaves: Mapping[Path, Any]) -> dict[str, Any]:
     return made
 
 
-def _split(name: str, parameters: Mapping[str, object]) -> tuple[str, Path]:
+def _split(name: str, parameters: Collection[str]) -> tuple[str, Path]:
     """A parameter and what of its state a name is; nothing of it if there is no such parameter."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
@@ -259,17 +265,21 @@ def _split(name: str, parameters: Mapping[str, object]) -> tuple[str, Path]:
 
 
 def _target(
-    spec: TensorSpec, path: Path, there: object, parameter: torch.Tensor, group: Mapping[str, Any]
+    spec: TensorSpec, path: Path, there: Any, parameter: torch.Tensor, group: Mapping[str, Any]
 ) -> torch.Tensor:
     """The tensor that takes a stored one: what is there if it is alike, and otherwise one as the optimizer itself makes them."""
     import torch
 
     dtype = spec.dtype.torch
-    if isinstance(there, torch.Tensor) and there.dtype == dtype and tuple(there.shape) == spec.shape:
-        return there
-    if path[-1] == "step":  # where Optimizer.load_state_dict puts it
-        on_device = group.get("capturable") or group.get("fused")
-        return torch.empty(spec.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    fits = isinstance(there, torch.Tensor) and there.dtype == dtype and tuple(there.shape) == spec.shape
+    kept: torch.Tensor | None = there if fits else None
+    if path[-1] == "step":  # on the device where Optimizer.load_state_dict puts it
+        device = parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+        if kept is not None and kept.device == device:
+            return kept
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    if kept is not None:
+        return kept
     if spec.shape == tuple(parameter.shape):
         return torch.empty_like(parameter.detach(), dtype=dtype)
     whole = torch.empty(spec.shape, dtype=dtype, device=parameter.device)

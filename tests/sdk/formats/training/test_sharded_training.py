@@ -119,7 +119,7 @@ def _fill(rank: int, way: str, tied: bool, folder: Path, used: int) -> list[Tens
     [
         ("fsdp4", True, ("fsdp", "fsdp8", "ddp")),
         ("hsdp", True, ("fsdp3",)),
-        ("tp_fsdp", False, ("hsdp", "fsdp")),
+        ("tp_fsdp", False, ("hsdp",)),
         ("ddp", False, ("tp_fsdp",)),
     ],
 )
@@ -134,11 +134,10 @@ def test_ranks_fill_any_mesh_and_go_on_bit_for_bit_on_their_own(
         for offset, extent in found:
             held[tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))] += 1
         assert bool((held == 1).all()), name
-    for used in (0, 2):
-        results = run_ranks(SIZES[way], _fill, way, tied, tmp_path, used)
-        for rank, losses in enumerate(results):
-            expected = torch.load(tmp_path / f"losses-{rank}", weights_only=True)
-            assert all(map(same_bits, losses, expected))
+    # of optimizers that have made steps here, and none below
+    for rank, losses in enumerate(run_ranks(SIZES[way], _fill, way, tied, tmp_path, 2)):
+        expected = torch.load(tmp_path / f"losses-{rank}", weights_only=True)
+        assert all(map(same_bits, losses, expected))
     for other in others:
         run_ranks(SIZES[other], _fill, other, tied, tmp_path, 0)
 
