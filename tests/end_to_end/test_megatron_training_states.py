@@ -25,7 +25,8 @@ from tests.support.services import RunningService, running_service
 from weighbridge import TrainerClient
 from weighbridge_demo.megatron_cpu import Parallel, build_model
 
-MODELS = [("llama", "bfloat16"), ("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32")]
+MODELS = [("llama", "bfloat16"), ("qwen2", "bfloat16"), ("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32")]
+TIED = ("qwen2",)
 BEFORE, AFTER = 3, 4
 
 
@@ -36,7 +37,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
         with TrainerClient(running.address) as trainer:
             for family, dtype in MODELS:
                 described = tmp_path_factory.mktemp(family)
-                tiny_config(family, tied=False).save_pretrained(described)
+                tiny_config(family, tied=family in TIED).save_pretrained(described)
                 trainer.register_model(f"tests/{family}-{dtype}", described, dtype=dtype)
         yield running
 
@@ -57,8 +58,8 @@ class Case:
 
     def loop(self, parallel: Parallel, *, seed: int) -> Loop:
         """One rank of a job of this parallelism."""
-        config = tiny_config(self.family, tied=False)
-        build = build_model if self.family == "llama" else build_family_model
+        config = tiny_config(self.family, tied=self.family in TIED)
+        build = build_family_model if "moe" in self.family else build_model
         training = TrainingRank(
             config,
             parallel,
@@ -182,13 +183,14 @@ def _same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     [
         (Case("llama", Parallel(tp=2, pp=2, dp=2), False), [Parallel(pp=2, dp=4), Parallel(tp=4)]),
         (Case("llama", Parallel(tp=2, dp=2), True), [Parallel(tp=4), Parallel(pp=2, dp=3)]),
+        (Case("qwen2", Parallel(pp=2, dp=2), True), [Parallel(tp=2, pp=2), Parallel(dp=3)]),
         (Case("qwen3_moe", Parallel(dp=4, ep=2), False), [Parallel(dp=4, ep=4), Parallel(dp=2, ep=2)]),
         (
             Case("qwen3_moe", Parallel(dp=4, ep=2), True, "float32"),
             [Parallel(dp=4, ep=4), Parallel(dp=2)],
         ),
     ],
-    ids=["dense", "dense, distributed", "experts", "experts, distributed"],
+    ids=["dense", "dense, distributed", "tied over stages, distributed", "experts", "experts, distributed"],
 )
 def test_training_goes_on_after_all_ranks_were_killed(
     service: RunningService, tmp_path: Path, case: Case, others: list[Parallel]

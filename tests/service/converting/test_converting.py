@@ -33,13 +33,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from tests.sdk.formats.torch_dist.test_torch_dist import assemble, write
 from tests.service.families.test_conventions import (
     gemma3_model,
     llama4_model,
     llama4_text_model,
     qwen2_5_vl_model,
 )
-from tests.storage.torch_dist.test_torch_dist import assemble, write
 from tests.support.forked import forked_python, forking
 from tests.support.megatron_ranks import run_ranks
 from tests.support.published_families import PUBLISHED

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weighbridge._formats.torch_dist.metadata import KeyPath
 from weighbridge._formats.training import blobs, megatron_common, torch_entries
+from weighbridge._formats.training.megatron_training import as_data
 from weighbridge._formats.training.training_state import RankValues
 from weighbridge.errors import DataLoss
 
@@ -84,7 +85,7 @@ def _of_megatron(ranks: Sequence[RankValues], tensors: Sequence[str], step: int)
         for key, data in values.trainer["objects"].items():
             # of replicas Megatron has the first one be the main one
             if key not in objects:
-                objects[key] = _saved([data])
+                objects[key] = _saved([as_data(data)])
         if values.rank_state:
             objects[f"{_RANK_STATE}/shard_{rank}_{len(ranks)}"] = _saved([dict(values.rank_state)])
     first = ranks[0]

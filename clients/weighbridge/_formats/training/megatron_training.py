@@ -6,6 +6,7 @@ prefixes of chained optimizers: ``optimizer.state.exp_avg.decoder.layers.mlp.lin
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ def training_tensors(model: ShardedTensors, optimizer: Any) -> TrainingTensors:
     values = {
         "optimizer": values_of(held.optimizers),
         # those without data, too: Megatron loads no checkpoint that lacks one
-        "objects": {each.unique_key: each.data for each in model.objects},
+        "objects": {each.unique_key: _plain(each.data) for each in model.objects},
     }
     return TrainingTensors(layout, tensors, values, TensorSpace.MEGATRON)
 
@@ -89,9 +90,9 @@ def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
             for each in optimizers:
                 each.put_back()
             values.give()
-            objects = stored.values["objects"]
-            for each_object in model.objects:
-                each_object.data = objects.get(each_object.unique_key, each_object.data)
+            for found in model.objects:
+                if found.unique_key in stored.values["objects"]:
+                    found.data = as_data(stored.values["objects"][found.unique_key])
 
         return Filling(layout, tensors, finish)
 
@@ -217,6 +218,16 @@ def _misfit(spec: TensorSpec, stored: TensorSpec | None, *, resizable: bool) -> 
     if stored.shape != spec.shape and not (resizable and stored.shape[1:] == spec.shape[1:]):
         return Misfit(f"{spec.name} has shape {list(spec.shape)} here and {list(stored.shape)} stored")
     return None
+
+
+def _plain(data: Any) -> Any:
+    """What is kept of a ``ShardedObject``: of a file in memory, as Transformer Engine once gave its extra state, the bytes."""
+    return data.getvalue() if isinstance(data, io.BytesIO) else data
+
+
+def as_data(kept: Any) -> Any:
+    """The opposite of `_plain`."""
+    return io.BytesIO(kept) if isinstance(kept, bytes) else kept
 
 
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -5,6 +5,7 @@ Megatron's own answer is what it would write to a checkpoint: the state of its d
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from tests.support.megatron_training import Piece, TrainingRank, wholes
 from tests.support.reference import tiny_config
 from weighbridge._core.dtypes import from_torch
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._formats.megatron_state import sharded_tensors
+from weighbridge._formats.megatron_state import ShardedTensors, sharded_tensors
 from weighbridge._formats.training.megatron_training import megatron_fit, training_tensors
 from weighbridge._formats.training.training_state import StoredState
 from weighbridge.errors import WeighbridgeError
@@ -262,30 +263,28 @@ def test_rows_of_a_vocabulary_that_is_padded_differently_are_those_that_both_hav
             assert torch.equal(shorter[name], tensor)
 
 
-def _objects(rank: int) -> tuple[Any, Any]:
+def _objects(rank: int) -> list[Any]:
     del rank
     from megatron.core.dist_checkpointing import ShardedObject
 
-    case = Case("llama", Parallel(), Parallel())
-    training = case.rank(Parallel())
+    def with_objects(*data: Any) -> ShardedTensors:
+        keys = [f"decoder.layers.{number}._extra_state" for number in range(len(data))]
+        objects = [ShardedObject(key, each, (1,), (0,)) for key, each in zip(keys, data, strict=True)]
+        return sharded_tensors({"model": training.sharded_state_dict(), "more": objects})
+
+    training = Case("llama", Parallel(), Parallel()).rank(Parallel())
     training.step(0)
-    entry = ShardedObject("decoder.layers.0._extra_state", torch.arange(3), (1,), (0,))
-    held = training_tensors(
-        sharded_tensors({"model": training.sharded_state_dict(), "more": entry}), training.optimizer
-    )
-    specs = dict(held.layout.tensors)
-    taken = ShardedObject("decoder.layers.0._extra_state", torch.zeros(1), (1,), (0,))
-    other = ShardedObject("decoder.layers.1._extra_state", torch.ones(1), (1,), (0,))
-    state = {"model": training.sharded_state_dict(), "more": [taken, other]}
-    megatron_fit(sharded_tensors(state), training.optimizer)(
-        StoredState("tests/tiny:training@1", specs, held.values)
-    ).finish()
-    return taken.data, other.data
+    held = training_tensors(with_objects(torch.arange(3), io.BytesIO(b"scales")), training.optimizer)
+    model = with_objects(torch.zeros(1), io.BytesIO(), torch.ones(1))
+    fit = megatron_fit(model, training.optimizer)
+    fit(StoredState("tests/tiny:training@1", dict(held.layout.tensors), held.values)).finish()
+    return [each.data for each in model.objects[-3:]]
 
 
 def test_sharded_objects_get_what_was_kept_of_their_key() -> None:
-    [(taken, other)] = run_ranks(Parallel(), _objects)
+    [(taken, file, other)] = run_ranks(Parallel(), _objects)
     assert torch.equal(taken, torch.arange(3))
+    assert file.read() == b"scales"
     assert torch.equal(other, torch.ones(1))
 
 
