@@ -257,12 +257,15 @@ class Loop:
             checkpoint_id=folder,
         )
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, flat: bool) -> None:
         """Load it by torch; all ranks call it."""
-        model, optimizer = get_state_dict(self.module, self.optimizer)
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        model, optimizer = get_state_dict(self.module, self.optimizer, options=options)
         scheduler = self.scheduler.state_dict()
         dcp.load({"model": model, "optimizer": optimizer, "scheduler": scheduler}, checkpoint_id=folder)
-        set_state_dict(self.module, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(
+            self.module, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
+        )
         self.scheduler.load_state_dict(scheduler)
 
 
@@ -280,9 +283,9 @@ def _train_torch(rank: int, address: str, folder: Path, flat: bool) -> tuple[int
     return number, loop.gathered()
 
 
-def _load_torch(rank: int, folder: Path, way: str | None) -> Any:
+def _load_torch(rank: int, folder: Path, way: str | None, flat: bool) -> Any:
     loop = Loop(way, 1)
-    loop.load(folder)
+    loop.load(folder, flat=flat)
     own = {"rank_state": {str(rank): {"drawn": torch.zeros(3, dtype=torch.int64)}}}
     dcp.load(own, checkpoint_id=folder)
     return loop.gathered(), own["rank_state"][str(rank)]["drawn"]
@@ -321,7 +324,7 @@ def test_torch_loads_what_is_exported_and_what_it_saved_is_restored(
 
     assert not (ours / "common.pt").exists()
     for size, way in ((2, "fsdp"), (1, None)):
-        for rank, (found, drawn) in enumerate(torch_ranks.run_ranks(size, _load_torch, ours, way)):
+        for rank, (found, drawn) in enumerate(torch_ranks.run_ranks(size, _load_torch, ours, way, flat)):
             _equal(found, expected)
             assert drawn.tolist() == [rank] * 3
         for found in torch_ranks.run_ranks(size, _restore_torch, service.address, imported.number, way):

@@ -1,7 +1,7 @@
 """Entries of torch's checkpoints that are no tensors of module or optimizer: values by their paths in the nested state dict that is saved.
 
-Names are those that torch.distributed.checkpoint gives: ``optimizer.param_groups.0.lr``, ``scheduler.last_epoch``. With what
-``flatten_optimizer_state_dict`` makes, ``optimizer.param_groups.<parameter>.lr``, they are read as well.
+Names are those that torch.distributed.checkpoint gives: ``optimizer.param_groups.0.lr``, ``scheduler.last_epoch``. What is of a group of parameters has the
+names of its parameters, too, as ``flatten_optimizer_state_dict`` has it: ``optimizer.param_groups.<parameter>.lr``. Either is understood.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from weighbridge.errors import InvalidArgument
 MODEL, OPTIMIZER, RANK_STATE = "model", "optimizer", "rank_state"
 _GROUPS = "param_groups"
 _STATE = "state"
+_PARAMS = "params"
 
 
 def entries_of(
@@ -42,7 +43,14 @@ def entries_of(
     optimizer = trainer.get(OPTIMIZER)
     if optimizer is not None:
         numbers = {name: _nested(found.items()) for name, found in optimizer[_STATE].items()}
-        nested[OPTIMIZER] = {_STATE: numbers, _GROUPS: optimizer[_GROUPS]}
+        by_parameter = {
+            f"{_GROUPS}.{name}.{option}": value
+            for group in optimizer[_GROUPS]
+            for name in group[_PARAMS]
+            for option, value in group.items()
+            if option != _PARAMS
+        }
+        nested[OPTIMIZER] = {_STATE: numbers, _GROUPS: optimizer[_GROUPS], **by_parameter}
     if any(rank_states):
         nested[RANK_STATE] = {str(rank): dict(each) for rank, each in enumerate(rank_states)}
     return flatten_state_dict(nested)
@@ -84,11 +92,11 @@ def _merged(entries: Mapping[KeyPath, Any]) -> list[dict[str, Any]]:
             options.setdefault(parameter, {})[option] = value
     groups: list[dict[str, Any]] = []
     for parameter, found in options.items():
-        alike = next((group for group in groups if {**group, "params": 0} == {**found, "params": 0}), None)
+        alike = next((group for group in groups if {**group, _PARAMS: 0} == {**found, _PARAMS: 0}), None)
         if alike is None:
-            groups.append({**found, "params": [parameter]})
+            groups.append({**found, _PARAMS: [parameter]})
         else:
-            alike["params"].append(parameter)
+            alike[_PARAMS].append(parameter)
     return groups
 
 
