@@ -146,7 +146,7 @@ def export_command(
     server: str,
     as_json: bool,
 ) -> None:
-    """Write a version in another dtype or size of files, or a training state as a checkpoint.
+    """Write a version in another dtype or size of files.
 
     FOLDER is new or empty, and becomes a Hugging Face folder that transformers loads. A training state, MODEL:training@VERSION, becomes a
     checkpoint with optimizer: of a Megatron-core trainer what Megatron-LM takes as --load, of others one of torch.distributed.checkpoint.
