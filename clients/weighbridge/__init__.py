@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from weighbridge._clients.push_handle import PushHandle, PushReport
     from weighbridge._clients.push_options import PushOptions
     from weighbridge._clients.trainer import TrainerClient
+    from weighbridge._clients.training_files import WrittenCheckpoint
     from weighbridge._clients.transport import ConnectionOptions
     from weighbridge._core.boxes import Box
     from weighbridge._core.collection import (
@@ -174,6 +175,7 @@ __all__ = [
     "WaitingVersion",
     "WarmMemory",
     "WeighbridgeError",
+    "WrittenCheckpoint",
 ]
 
 _MODULES = {
@@ -192,6 +194,7 @@ _MODULES = {
     "_clients.push_options": ("PushOptions",),
     "_clients.calls.signature_calls": ("Signing",),
     "_clients.trainer": ("TrainerClient",),
+    "_clients.training_files": ("WrittenCheckpoint",),
     "_clients.transport": ("ConnectionOptions",),
     "_core.boxes": ("Box",),
     "_core.collection": (

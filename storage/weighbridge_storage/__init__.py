@@ -8,6 +8,5 @@ May import: `weighbridge`. A folder imports only folders above it here:
 - `memory`: images, in which versions are assembled.
 - `cache`: blocks of files in a remote store.
 - `versions`: a version in a store.
-- `torch_dist`: checkpoints of Megatron-core, as layouts of their files.
 - `migration`: the formats of before.
 """

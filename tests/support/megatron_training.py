@@ -7,6 +7,7 @@ with ``device="cuda"``, and ``Tensor.type()`` is compared with the types of CUDA
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from transformers import PretrainedConfig
 
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""In which form Megatron saves the state of its optimizers."""
 _TYPE, _TENSOR, _ZEROS = torch.Tensor.type, torch.tensor, torch.zeros
 
 
@@ -37,6 +40,22 @@ def patch_optimizers_for_cpu() -> None:
     """Replace the names through which Megatron's optimizers insist on CUDA, for the rest of the process; again, it changes nothing."""
     torch.Tensor.type = _type_on_cuda  # type: ignore[assignment, method-assign]
     torch.tensor, torch.zeros = _on_cpu(_TENSOR), _on_cpu(_ZEROS)  # type: ignore[assignment]
+
+
+def _count_steps_by_torch(optimizer: Any) -> None:
+    """Let a distributed optimizer that torch's Adam is in load a checkpoint: Megatron does so by Transformer Engine's or Apex's alone.
+
+    Theirs count steps in groups of parameters; torch's do in the state of each, where Megatron looks for them in the checkpoint, too.
+    """
+    set_states, get_states = (
+        optimizer._set_main_param_and_optimizer_states,
+        optimizer._get_main_param_and_optimizer_states,
+    )
+
+    def set_without_step(parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        set_states(parameter, {"step": get_states(parameter)["step"], **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = set_without_step
 
 
 class TrainingRank:
@@ -131,12 +150,8 @@ class TrainingRank:
         from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
 
         weights = self.sharded_state_dict(metadata)
-        sharding = {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "chained_optim_avoid_prefix": True,
-        }
         state = {
-            "optimizer": self.optimizer.sharded_state_dict(weights, metadata=sharding),
+            "optimizer": self.optimizer.sharded_state_dict(weights, metadata=dict(SHARDING)),
             "model": weights,
         }
         apply_factories(state)
@@ -146,6 +161,44 @@ class TrainingRank:
                 data = each.data.detach().cpu().clone()[(None,) * each.prepend_axis_num]
                 found.setdefault(each.key, []).append(Piece(each.global_shape, each.global_offset, data))
         return found
+
+    def save(self, folder: Path, common: Mapping[str, Any]) -> None:
+        """Save model and optimizer as Megatron-LM does by ``--ckpt-format torch_dist``, to a folder that is there."""
+        import multiprocessing
+        import queue
+
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        # its writers are processes that report to a server process; ranks here are daemons, which may start none
+        filesystem_async._results_queue = queue.Queue()
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        weights = self.sharded_state_dict()
+        optimizer = self.optimizer.sharded_state_dict(weights, metadata=dict(SHARDING))
+        state = {"model": weights, "optimizer": optimizer, **common}
+        dist_checkpointing.save(state, str(folder), content_metadata=dict(SHARDING))
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Load model and optimizer from such a folder as Megatron-LM does. What it has besides."""
+        from megatron.core import dist_checkpointing
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        distributed = [
+            each for each in self.optimizer.chained_optimizers if isinstance(each, DistributedOptimizer)
+        ]
+        for each in distributed:
+            _count_steps_by_torch(each)
+        if distributed:  # they ask a state that is there for its step count
+            self.step(0)
+        sharding = dist_checkpointing.load_content_metadata(str(folder))
+        weights = self.sharded_state_dict(sharding)
+        optimizer = self.optimizer.sharded_state_dict(weights, is_loading=True, metadata=sharding)
+        loaded: dict[str, Any] = dist_checkpointing.load(
+            {"model": weights, "optimizer": optimizer}, str(folder)
+        )
+        self.model.load_state_dict(loaded.pop("model"))
+        self.optimizer.load_state_dict(loaded.pop("optimizer"))
+        return loaded
 
 
 class Piece(NamedTuple):

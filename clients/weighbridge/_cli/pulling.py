@@ -12,10 +12,11 @@ from weighbridge._cli.output import print_json, progress_bar
 from weighbridge._cli.parsing import WholeNumber, model_at_version, size
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._core.megatron_rank import MegatronRank
-from weighbridge._core.references import Reference
+from weighbridge._core.references import Reference, is_training, training_of
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
+from weighbridge.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from weighbridge._clients.engine import EngineClient
@@ -123,17 +124,75 @@ def pull_command(
     show_default=True,
     help="Largest safetensors file.",
 )
+@click.option(
+    "--format",
+    "checkpoint_format",
+    type=click.Choice(["torch_dist", "dcp"]),
+    help="Of a training state: Megatron-core's checkpoints, or those of torch.distributed.checkpoint.  [default: its trainer's]",
+)
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Of a training state: write to a FOLDER that is not empty, in the place of that checkpoint if it is there.",
+)
 @client_options
 def export_command(
-    reference: Reference, folder: Path, dtype: str | None, max_shard_size: int, server: str, as_json: bool
+    reference: Reference,
+    folder: Path,
+    dtype: str | None,
+    max_shard_size: int,
+    checkpoint_format: str | None,
+    replace: bool,
+    server: str,
+    as_json: bool,
 ) -> None:
     """Write a version in another dtype or size of files.
 
-    FOLDER is new or empty, and becomes a Hugging Face folder that transformers loads.
+    FOLDER is new or empty, and becomes a Hugging Face folder that transformers loads. A training state, MODEL:training@VERSION, becomes a
+    checkpoint with optimizer: of a Megatron-core trainer what Megatron-LM takes as --load, of others one of torch.distributed.checkpoint.
     """
+    if is_training(reference.model):
+        if dtype is not None:
+            raise InvalidArgument("a training state is written as it is: leave --dtype out")
+        _write_training(reference, folder, checkpoint_format, replace, max_shard_size, server, as_json)
+        return
+    if checkpoint_format is not None or replace:
+        option = "--replace" if checkpoint_format is None else "--format"
+        raise InvalidArgument(
+            f"{option} is for training states, and {reference.model} has weights",
+            fix=f"name the training state: {training_of(reference.model)}@{reference.version}; of weights, convert the folder",
+        )
     with _engine(server) as client:
         settings = {"dtype": dtype, "max_shard_bytes": max_shard_size}
         _write_folder(client, reference, folder, as_json, "exporting", settings)
+
+
+def _write_training(
+    reference: Reference,
+    folder: Path,
+    checkpoint_format: str | None,
+    replace: bool,
+    max_file_bytes: int,
+    server: str,
+    as_json: bool,
+) -> None:
+    with needs_extra("torch"):
+        import torch  # noqa: F401 (before anything is written)
+    with (
+        _trainer(server) as client,
+        progress_bar(f"exporting {reference.model}@{reference.version}") as update,
+    ):
+        written = client.export_training(
+            reference.model,
+            reference.version,
+            folder,
+            checkpoint_format=checkpoint_format,
+            replace=replace,
+            max_file_bytes=max_file_bytes,
+            on_progress=update,
+        )
+    files = sorted(path for path in written.folder.rglob("*") if path.is_file())
+    _report_written(written.version, files, as_json, written.folder)
 
 
 @click.command("restore", cls=Command)

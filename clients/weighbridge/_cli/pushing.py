@@ -72,7 +72,14 @@ def _push_options(function: F) -> F:
     help="Turn block-quantised fp8 weights into this dtype, such as bf16.  [default: keep them as they are]",
 )
 @click.option(
-    "--step", type=WholeNumber(min=0), default=0, show_default=True, help="Recorded with the version."
+    "--step",
+    type=WholeNumber(min=0),
+    help="Recorded with the version.  [default: the iteration that a checkpoint's folder is named by, or 0]",
+)
+@click.option(
+    "--training",
+    is_flag=True,
+    help="Keep a checkpoint of Megatron-core or torch, with its optimizer, as a training state of MODEL, which is registered.",
 )
 @click.option(
     "--no-weight-map",
@@ -87,7 +94,8 @@ def import_command(
     config: Path | None,
     dtype: str | None,
     dequantize: str | None,
-    step: int,
+    step: int | None,
+    training: bool,
     no_weight_map: bool,
     allow_nonfinite: bool,
     candidate: bool,
@@ -99,9 +107,28 @@ def import_command(
 
     FOLDER is a folder that save_pretrained() has written, or a torch_dist checkpoint of Megatron-core; its config.json,
     tokenizer and so on become MODEL's. If MODEL is registered already, its files are replaced and the weights become a
-    further version.
+    further version. With --training, a checkpoint becomes a version of MODEL:training, tensor by tensor as it is.
     """
     options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
+    if training:
+        given = {
+            "--config": config,
+            "--dtype": dtype,
+            "--dequantize": dequantize,
+            "--no-weight-map": no_weight_map,
+        }
+        for option in (name for name, value in given.items() if value):
+            raise InvalidArgument(
+                f"{option} is for weights, and a training state is kept as it is: leave it out"
+            )
+        with needs_extra("torch"):
+            import torch  # noqa: F401 (before anything is opened)
+        with _trainer(server) as client:
+            handle = client.import_training(model, folder, step=step, run="import", **options)
+            version = _finish(client, handle, handle.model)
+        _report_pushed(version, as_json)
+        return
+    step = step or 0
     if (folder / ".metadata").exists():
         if dequantize or no_weight_map:
             option = "--dequantize" if dequantize else "--no-weight-map"

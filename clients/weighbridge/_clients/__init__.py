@@ -21,5 +21,6 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `filling`: a torch model that a pull fills.
 - `restoring`: the run of a restore.
 - `training`: training states beside weights: pushed with them, and restored.
+- `training_files`: training states as checkpoints on disk.
 - `checkpoint_manager`: saves and restores of a training loop of one's own.
 """

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weighbridge._clients import restoring
 from weighbridge._clients.calls import push_calls
 from weighbridge._clients.client import Client
 from weighbridge._clients.training import is_training, restore_training
+from weighbridge._clients.training_files import WrittenCheckpoint, write_checkpoint
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.megatron_rank import MegatronRank
@@ -17,6 +19,7 @@ from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.text.counts import counted
 from weighbridge._formats.memory_forms import TensorForms
+from weighbridge._formats.torch_dist.folder import DEFAULT_FILE_BYTES
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 
 if TYPE_CHECKING:
@@ -87,6 +90,45 @@ class RestoringClient(Client):
             restored = [version for version, _ in steps][-1]
             shards.finish_restore()
         return restored
+
+    def export_training(
+        self,
+        model: str,
+        version: str | int | None,
+        folder: str | Path,
+        *,
+        checkpoint_format: str | None = None,
+        replace: bool = False,
+        max_file_bytes: int = DEFAULT_FILE_BYTES,
+        on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> WrittenCheckpoint:
+        """Write a training state as a checkpoint of its trainer: of Megatron-core ``torch_dist``, of torch ``dcp``.
+
+        Tensors are streamed. What ranks have besides is loaded here, with ``weights_only``. The folder appears whole or not at all.
+
+        Args:
+            model: ``namespace/name``, or the name of its part.
+            version: of the part: a number or a ref; None for the one that ``model`` names, or the latest.
+            folder: a new or empty folder. Of Megatron-core it becomes what ``--load`` is given: the checkpoint is ``iter_%07d`` in it, by the
+                step, beside ``latest_checkpointed_iteration.txt``.
+            checkpoint_format: ``torch_dist`` or ``dcp``; by default the trainer's.
+            replace: write to a folder that is not empty: in the place of the checkpoint there, of Megatron-core beside other iterations.
+            max_file_bytes: about how large a ``.distcp`` file may become.
+            on_progress: is called with bytes written so far and in all.
+
+        Raises:
+            NotFound: no such model or version.
+            InvalidArgument: the folder is not empty, it is the state of a trainer with other checkpoints, or values have a name that means
+                something else there.
+            LayoutError: it has no tensors.
+            DataLoss: a rank's values are missing, or are none.
+            ResourceExhausted: the disk is full.
+            FailedPrecondition: the folder cannot be written.
+        """
+        return write_checkpoint(
+            self._connection, model, version, Path(folder), checkpoint_format=checkpoint_format, replaces=replace,
+            max_file_bytes=max_file_bytes, on_progress=on_progress,
+        )  # fmt: skip
 
     def restore_state_dict(
         self,

@@ -18,6 +18,7 @@ from weighbridge._clients.training import TrainingPushes, training_state
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.references import training_of
 from weighbridge._core.resources import Model
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import hf_folder, safetensors_files
@@ -390,6 +391,43 @@ class TrainerClient(RestoringClient):
         files["config.json"] = weights.config_json
         self.register_files(model, files, "", weights.layout.tensors.values(), weight_map=weight_map)
         return self._push_weights(model, weights, step, run, str(uuid.uuid4()), options)
+
+    def import_training(
+        self,
+        model: str,
+        folder: str | Path,
+        *,
+        step: int | None = None,
+        run: str | None = None,
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Push a checkpoint of Megatron-core (``torch_dist``) or torch (``dcp``) as a training state, with its optimizer.
+
+        Its layout is what is declared, and the bytes of tensors are read from where they lie. Entries that are no tensors are kept as the bytes
+        that they are, unopened.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            folder: the checkpoint; of Megatron-LM that of one iteration.
+            step: recorded with the version; by default the iteration that the folder is named by, or 0.
+            run: overrides the client's.
+            options: as for `push`. Elements that are not finite do not hold it.
+
+        Raises:
+            NotFound: the model is not registered, there is no checkpoint, or a file of it is missing.
+            DataLoss: it is damaged or cut short.
+            InvalidArgument: a tensor has a dtype or name that is not supported, or what is no tensor has more than a GiB.
+            LayoutError: a part of a tensor is missing, or there twice; names each tensor.
+        """
+        check_options(options)
+        from weighbridge._formats.training.checkpoint_folder import CheckpointFolder
+
+        options["allow_nonfinite"] = True
+        found = CheckpointFolder.read(Path(folder))
+        return self.push_shards(
+            training_of(model), found.layout, found.space, found.open_source, step=found.step if step is None else step,
+            rank=0, world_size=1, run=run, request_id=str(uuid.uuid4()), **options,
+        )  # fmt: skip
 
     def push_folder(
         self,

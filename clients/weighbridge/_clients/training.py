@@ -154,6 +154,7 @@ def restore_training(
     """
     import torch
 
+    from weighbridge._formats.training.checkpoint_values import opened
     from weighbridge._formats.training.training_state import StoredState, without_blobs
 
     meant = Reference.of(model, version, REF_LATEST)
@@ -169,7 +170,7 @@ def restore_training(
             f"{name} was pushed by {counted(pushed_by, 'rank')}, and rank_state= is asked for on {world_size}",
             fix="what is each rank's own fits as many ranks alone: leave rank_state= out, and begin it anew",
         )
-    values = _values(connection, found, tensors, rank if pushed_by == world_size else 0)
+    values = opened(rank_values(connection, found, tensors, rank if pushed_by == world_size else 0), name)
     stateful.check_kept(state, values.state, "state", name)
     stateful.check_kept(rank_state, values.rank_state, "rank_state", name)
     filling = fit(StoredState(name, others, values.trainer))
@@ -181,10 +182,14 @@ def restore_training(
     return found
 
 
-def _values(
+def rank_values(
     connection: Connection, version: Version, tensors: Mapping[str, TensorSpec], rank: int
 ) -> RankValues:
-    """What a rank's blob of a version holds."""
+    """What a rank's blob of a version holds.
+
+    Raises:
+        DataLoss: the blob is missing, or is none.
+    """
     import torch
 
     from weighbridge._formats.training.training_state import blob_name, read_blob

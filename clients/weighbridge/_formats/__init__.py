@@ -6,6 +6,7 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.v1`, `weighbridge.err
 - `hf_folder`: Hugging Face folders.
 - `folder_weights`: the weights of such a folder as a stream.
 - `dequantizing`: block-quantised weights as floating-point ones.
+- `torch_dist`: checkpoints of Megatron-core and torch, as layouts of their files.
 - `megatron_state`: the shards of a ``sharded_state_dict``.
 - `torch_state`: the tensors of a torch state dict that has Hugging Face's names.
 - `misfits`: what is wrong with the tensors that are given.

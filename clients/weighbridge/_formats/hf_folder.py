@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats import safetensors_files
-from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from weighbridge.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    WeighbridgeError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +65,24 @@ def has_tokenizer(files: Iterable[str]) -> bool:
     )
 
 
+def unwritable(path: Path, error: OSError) -> WeighbridgeError:
+    """What to raise where the operating system refuses to write."""
+    text = f"{path} cannot be written: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceExhausted(text, fix="make room and try again")
+    return FailedPrecondition(text, fix="check that the folder can be written")
+
+
+def check_free(folder: Path) -> None:
+    """Refuse a folder that has something in it.
+
+    Raises:
+        InvalidArgument: it exists and is not an empty folder.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidArgument(f"{folder} exists and is not an empty folder", fix="name a new folder")
+
+
 def write_hf_folder(
     folder: Path,
     specs: Sequence[TensorSpec],
@@ -92,8 +116,7 @@ def write_hf_folder(
         ResourceExhausted: the disk is full.
         FailedPrecondition: the folder cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidArgument(f"{folder} exists and is not an empty folder", fix="name a new folder")
+    check_free(folder)
     for name in files:
         if Path(name).name != name or name.startswith("."):
             raise InvalidArgument(f"{name[:80]!r} is no name for a file of a model")
@@ -133,10 +156,7 @@ def write_hf_folder(
             (folder / name).unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        text = f"{folder} cannot be written: {error.strerror}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceExhausted(text, fix="make room and try again") from error
-        raise FailedPrecondition(text, fix="check that the folder can be written") from error
+        raise unwritable(folder, error) from error
     return [*laid_out.file_sizes, *side]
 
 

@@ -12,12 +12,12 @@ from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._formats import hf_folder
+from weighbridge._formats.torch_dist.folder import TorchDistCheckpoint
+from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
 from weighbridge.errors import LayoutError, NotFound
 from weighbridge_service.models.bridges import Bridge, bridge_for
 from weighbridge_service.models.weight_maps import derive_weight_map
 from weighbridge_service.plan.relations import WeightMap
-from weighbridge_storage.torch_dist.folder import TorchDistCheckpoint
-from weighbridge_storage.torch_dist.metadata import CONFIG_FILE
 
 SIDE_FOLDER = "hf"
 """Folder inside of a checkpoint in which the model's config, tokenizer and so on are kept."""

@@ -18,6 +18,13 @@ from weighbridge._core.slices import MAX_VOCAB_MULTIPLE
 from weighbridge._core.text.counts import counted
 from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.folder_weights import tied_copies
+from weighbridge._formats.torch_dist.folder import (
+    FramedFile,
+    iterations_in,
+    lay_out_torch_dist,
+    read_torch_dist,
+)
+from weighbridge._formats.torch_dist.metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 from weighbridge_service.converting.checkpoint_keys import (
     KeyForm,
@@ -38,13 +45,6 @@ from weighbridge_service.models.weight_maps import derive_weight_map
 from weighbridge_service.plan.planning import Plan, make_plan
 from weighbridge_service.plan.relations import Link, WeightMap
 from weighbridge_storage.documents.names import BLOCKS_SUFFIX, MANIFEST_FILE
-from weighbridge_storage.torch_dist.folder import (
-    FramedFile,
-    iterations_in,
-    lay_out_torch_dist,
-    read_torch_dist,
-)
-from weighbridge_storage.torch_dist.metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE
 
 Kind = Literal["hugging_face", "torch_dist"]
 

@@ -15,13 +15,13 @@ from weighbridge._core.layouts import Layout, Placement, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.push_sources import MappedSource
+from weighbridge._formats.torch_dist.folder import read_torch_dist
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
     in_dtype_of,
     model_part,
     side_files_of,
 )
-from weighbridge_storage.torch_dist.folder import read_torch_dist
 
 
 @dataclass(frozen=True)

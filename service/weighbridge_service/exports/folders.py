@@ -12,8 +12,9 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument, Unavailable
-from weighbridge_storage.documents.names import check_version_file_name, shown
+from weighbridge_storage.documents.names import check_version_file_name
 
 log = logging.getLogger(__name__)
 

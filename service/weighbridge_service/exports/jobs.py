@@ -17,6 +17,7 @@ from pathlib import Path
 from weighbridge._core import dtypes
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.text.shortening import shown
 from weighbridge._formats.hf_folder import write_hf_folder
 from weighbridge._formats.safetensors_files import DEFAULT_SHARD_BYTES
 from weighbridge._signing.exporting import write_signatures
@@ -43,7 +44,7 @@ from weighbridge_service.exports.folders import (
 from weighbridge_service.exports.tensors import tensors_of
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_service.service import Weighbridge
-from weighbridge_storage.documents.names import ModelName, shown
+from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.stores.objects import error_for
 from weighbridge_storage.versions.reading import read_manifest_text
 

@@ -10,19 +10,14 @@ from typing import Any
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.resources import Model
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument
 from weighbridge_service.families import has_weight_map, no_weight_map
 from weighbridge_service.models.bridges import bridge_for, parse_config
 from weighbridge_service.models.listed_tensors import ListedTensors, read_tensor_list
 from weighbridge_service.models.model_tensors import ModelTensors, tensors_found, usual_dtype
 from weighbridge_service.models.registered_model import IDENTITY_FORMAT, RegisteredModel, model_type_of
-from weighbridge_storage.documents.names import (
-    ModelName,
-    check_file_name,
-    files_id_of,
-    first_version_of,
-    shown,
-)
+from weighbridge_storage.documents.names import ModelName, check_file_name, files_id_of, first_version_of
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import register
 from weighbridge_storage.stores.objects import ObjectStore

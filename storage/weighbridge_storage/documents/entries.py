@@ -11,9 +11,10 @@ from typing import Any
 
 from weighbridge._core.metadata import Metadata, checked_metadata
 from weighbridge._core.resources import REQUEST_PENDING
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument
 from weighbridge_storage.documents import strict_json
-from weighbridge_storage.documents.names import MAX_VERSION, check_ref_name, check_request_id, shown
+from weighbridge_storage.documents.names import MAX_VERSION, check_ref_name, check_request_id
 
 MAX_TEXT = 256
 MAX_REASONS = 16

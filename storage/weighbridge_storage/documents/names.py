@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from weighbridge._core.references import TRAINING
 from weighbridge._core.resources import REF_LATEST, REF_LIVE
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument
 
 MANIFEST_FILE = "weighbridge.json"
@@ -49,12 +50,6 @@ _REF = re.compile(REF_PATTERN)
 _REQUEST = re.compile(REQUEST_PATTERN)
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _GIVER_DIGITS = 16
-
-
-def shown(value: object) -> str:
-    """A short representation of something untrusted, for an error message."""
-    text = repr(value[:80]) if isinstance(value, str) else repr(value)
-    return text if len(text) <= 82 else text[:80] + "..."
 
 
 def _is(pattern: re.Pattern[str], value: object) -> bool:

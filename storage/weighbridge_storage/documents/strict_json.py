@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument
-from weighbridge_storage.documents.names import shown
 
 MAX_INTEGER = 2**63 - 1
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from weighbridge._core.resources import REF_LATEST, Gate, Retention
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge_storage.documents import document_digests, entry_json, strict_json
 from weighbridge_storage.documents.entries import (
@@ -24,7 +25,7 @@ from weighbridge_storage.documents.entries import (
     check_number,
     check_text,
 )
-from weighbridge_storage.documents.names import HEAD_FILE, MAX_VERSION, check_files_id, check_ref_name, shown
+from weighbridge_storage.documents.names import HEAD_FILE, MAX_VERSION, check_files_id, check_ref_name
 from weighbridge_storage.head.history_nodes import NodeRef
 
 FORMAT = 3

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from weighbridge._core.resources import REF_LATEST, Gate, Retention
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -17,7 +18,7 @@ from weighbridge.errors import (
     ResourceExhausted,
 )
 from weighbridge_storage.documents.entries import Approval, Ref, VersionEntry
-from weighbridge_storage.documents.names import check_ref_name, shown
+from weighbridge_storage.documents.names import check_ref_name
 from weighbridge_storage.head.head import REMEMBERED_WRITES, Deletion, Head, Mark
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.open_versions import still_open

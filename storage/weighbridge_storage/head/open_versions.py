@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.resources import HELD_CANDIDATE
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import AlreadyExists, InvalidArgument, ResourceExhausted, VersionFailed
 from weighbridge_storage.documents.entries import ABORTED, FAILED, MAX_TEXT, FailedEntry, OpenEntry
-from weighbridge_storage.documents.names import MAX_VERSION, shown
+from weighbridge_storage.documents.names import MAX_VERSION
 from weighbridge_storage.head.head import REMEMBERED_FAILURES, Head
 
 MAX_OPEN = 1024

@@ -23,6 +23,7 @@ from weighbridge._core.resources import (
     REQUEST_UNPROTECT,
     REQUEST_WITHDRAWN,
 )
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -37,7 +38,7 @@ from weighbridge_storage.documents.entries import (
     RefApproval,
     RequestEntry,
 )
-from weighbridge_storage.documents.names import check_ref_name, shown
+from weighbridge_storage.documents.names import check_ref_name
 from weighbridge_storage.head.head import REMEMBERED_REQUESTS, Head
 from weighbridge_storage.head.head_changes import delete_ref, set_ref
 from weighbridge_storage.head.history import History

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import DataLoss
 from weighbridge_storage.documents import strict_json
-from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, shown
+from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName
 from weighbridge_storage.versions.digests import FileDigests
 from weighbridge_storage.versions.manifest import Manifest, files_from_json, tensors_from_json
 

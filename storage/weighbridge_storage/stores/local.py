@@ -32,8 +32,8 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import xxhash
 
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from weighbridge_storage.documents.names import shown
 from weighbridge_storage.stores.hidden_folders import (
     FOLDER_FLAGS,
     TEMP,

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import (
     DataLoss,
     FailedPrecondition,
@@ -24,7 +25,6 @@ from weighbridge.errors import (
     Unavailable,
     WeighbridgeError,
 )
-from weighbridge_storage.documents.names import shown
 
 MAX_KEY_LENGTH = 1024
 """Most characters of a key; S3's limit, in bytes."""

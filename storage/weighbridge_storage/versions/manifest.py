@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from weighbridge._core.dtypes import DType, from_safetensors
 from weighbridge._core.layouts import TensorSpec, check_spec
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge_storage.documents import document_digests, strict_json
 from weighbridge_storage.documents.entries import check_number, check_reasons, check_text
@@ -26,7 +27,6 @@ from weighbridge_storage.documents.names import (
     MAX_VERSION,
     ModelName,
     check_version_file_name,
-    shown,
     version_prefix,
 )
 

@@ -35,9 +35,9 @@ from weighbridge._formats.safetensors_files import (
     map_folder,
     read_header,
 )
+from weighbridge._formats.torch_dist.items import find_tensor
+from weighbridge._formats.torch_dist.metadata import Item, read_entries, write_metadata
 from weighbridge.errors import WeighbridgeError
-from weighbridge_storage.torch_dist.items import find_tensor
-from weighbridge_storage.torch_dist.metadata import Item, read_entries, write_metadata
 
 _SPECS = [
     TensorSpec("model.embed.weight", dtypes.parse("bf16"), (4, 8)), TensorSpec("norm", dtypes.parse("fp32"), (8,)),
@@ -106,7 +106,7 @@ def _metadata() -> list[bytes]:
         (Shard(spec.name, Box.whole(spec.shape)), Item("__0_0.distcp", 64 * n, 64))
         for n, spec in enumerate(_SPECS)
     ]
-    found = [write_metadata(_SPECS, shards, {"extra": Item("__0_1.distcp", 0, 8)})]
+    found = [write_metadata(_SPECS, shards, {"extra": Item("__0_1.distcp", 0, 8)}, {"extra": ("extra", 0)})]
     chunks = [ChunkStorageMetadata(torch.Size((n * 2, 0)), torch.Size((2, 3))) for n in range(3)]
     theirs = Metadata(
         {

@@ -50,7 +50,11 @@ def _runs(path: Path) -> set[str]:
             found.add(node.func.id)
         if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
             module, name = node.func.value.id, node.func.attr
-            if name in _RUNS.get(module, ()):
+            inert = any(
+                each.arg == "weights_only" and getattr(each.value, "value", None) is True
+                for each in node.keywords
+            )
+            if name in _RUNS.get(module, ()) and not inert:
                 found.add(f"{module}.{name}")
     return found
 
@@ -68,6 +72,10 @@ def test_the_look_at_calls_sees_them(tmp_path: Path) -> None:
     source = tmp_path / "bad.py"
     source.write_text("import pickle\nfrom torch import load\npickle.loads(b'')\nexec('1')\n")
     assert _runs(source) == {"pickle.loads", "torch.load", "exec"}
+    source.write_text("torch.load(x, weights_only=True)\n")
+    assert _runs(source) == set()
+    source.write_text("torch.load(x, weights_only=y)\n")
+    assert _runs(source) == {"torch.load"}
 
 
 _PROGRAM = """
@@ -86,7 +94,7 @@ from tests.support.raw_clients import tiny_folder
 from tests.support.services import running_service
 from weighbridge import EngineClient, TrainerClient
 from weighbridge.errors import WeighbridgeError
-from weighbridge_storage.torch_dist.folder import read_torch_dist
+from weighbridge._formats.torch_dist.folder import read_torch_dist
 
 folder, evil = Path(sys.argv[1]), Path(sys.argv[2])
 source = tiny_folder(folder / "hf")

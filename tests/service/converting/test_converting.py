@@ -33,13 +33,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from tests.sdk.formats.torch_dist.test_torch_dist import assemble, write
 from tests.service.families.test_conventions import (
     gemma3_model,
     llama4_model,
     llama4_text_model,
     qwen2_5_vl_model,
 )
-from tests.storage.torch_dist.test_torch_dist import assemble, write
 from tests.support.forked import forked_python, forking
 from tests.support.megatron_ranks import run_ranks
 from tests.support.published_families import PUBLISHED
@@ -57,6 +57,7 @@ from weighbridge._cli import commands
 from weighbridge._core.boxes import Box
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.layouts import Shard, TensorSpec
+from weighbridge._formats.torch_dist.folder import lay_out_torch_dist, read_torch_dist
 from weighbridge.errors import (
     AlreadyExists,
     DataLoss,
@@ -77,7 +78,6 @@ from weighbridge_service.converting.working_folder import WorkingFolder
 from weighbridge_service.families.dense import Llama
 from weighbridge_service.models import bridges
 from weighbridge_service.models.bridges import bridge_for
-from weighbridge_storage.torch_dist.folder import lay_out_torch_dist, read_torch_dist
 
 KILLS = int(os.environ.get("WEIGHBRIDGE_CONVERT_KILLS", "3"))
 """How often a conversion is killed in each direction."""

@@ -9,3 +9,9 @@ def shortened(text: str, most: int) -> str:
         return text
     room = text[: most - 1]
     return (room.rpartition(" ")[0] or room) + "…"
+
+
+def shown(value: object) -> str:
+    """A short representation of something untrusted, for an error message."""
+    text = repr(value[:80]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 82 else text[:80] + "..."

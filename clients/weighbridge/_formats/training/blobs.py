@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weighbridge.errors import DataLoss, InvalidArgument
@@ -53,15 +53,30 @@ def decode(blob: torch.Tensor, name: str) -> dict[str, Any]:
     Raises:
         DataLoss: it is none.
     """
-    import torch
-
-    try:
-        found = torch.load(io.BytesIO(blob.numpy()), weights_only=True, map_location="cpu")  # type: ignore[arg-type]
-    except Exception as error:  # torch says by many what is wrong with a file
-        raise DataLoss(f"{name} is nothing that torch.load(weights_only=True) reads") from error
+    found = load(blob.numpy(), name)
     if not isinstance(found, dict):
         raise DataLoss(f"{name} holds a {type(found).__name__}, and no values by name")
     return found
+
+
+def load(content: Any, name: str, allowed: Sequence[Any] = ()) -> Any:
+    """What ``torch.save`` has written, loaded without running code; tensors in host memory.
+
+    Args:
+        content: its bytes.
+        name: of it, for errors.
+        allowed: types that may be in it besides those that torch knows to be harmless.
+
+    Raises:
+        DataLoss: it is none, or has other types in it.
+    """
+    import torch
+
+    try:
+        with torch.serialization.safe_globals(list(allowed)):
+            return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    except Exception as error:  # torch says by many what is wrong with a file
+        raise DataLoss(f"{name} is nothing that torch.load(weights_only=True) reads") from error
 
 
 def _prepared(value: Any, path: str) -> Any:

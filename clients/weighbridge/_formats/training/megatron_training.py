@@ -49,7 +49,8 @@ def training_tensors(model: ShardedTensors, optimizer: Any) -> TrainingTensors:
     layout, tensors = held.joined(pushed)
     values = {
         "optimizer": values_of(held.optimizers),
-        "objects": {each.unique_key: _plain(each.data) for each in model.objects if each.data is not None},
+        # those without data, too: Megatron loads no checkpoint that lacks one
+        "objects": {each.unique_key: _plain(each.data) for each in model.objects},
     }
     return TrainingTensors(layout, tensors, values, TensorSpace.MEGATRON)
 
@@ -91,7 +92,7 @@ def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
             values.give()
             for found in model.objects:
                 if found.unique_key in stored.values["objects"]:
-                    found.data = _as_data(stored.values["objects"][found.unique_key])
+                    found.data = as_data(stored.values["objects"][found.unique_key])
 
         return Filling(layout, tensors, finish)
 
@@ -224,7 +225,7 @@ def _plain(data: Any) -> Any:
     return data.getvalue() if isinstance(data, io.BytesIO) else data
 
 
-def _as_data(kept: Any) -> Any:
+def as_data(kept: Any) -> Any:
     """The opposite of `_plain`."""
     return io.BytesIO(kept) if isinstance(kept, bytes) else kept
 

@@ -118,7 +118,9 @@ def _identity(kind: str, group: Mapping[str, Any]) -> _Identity:
 
 def _matched(own: Sequence[_Identity], kept: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """For each group the one that was kept of it."""
-    there = [_identity(each["kind"], each["values"]) for each in kept]
+    # a checkpoint of Megatron's own says nothing of kinds
+    unknown = own[0].kind if own else ""
+    there = [_identity(each["kind"] or unknown, each["values"]) for each in kept]
     if own == there:
         return list(kept)
     kinds = {each.kind for each in own} - {each.kind for each in there}

@@ -42,14 +42,16 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
     root = _root(module)
     boxed = BoxedTensors()
     others: dict[str, Any] = {}
-    seen = set()
+    first: dict[tuple[object, ...], str] = {}
+    tied: dict[str, str] = {}
     for name, value in _entries(root):
         if not _is_tensor(name, value):
             others[name] = value
-        elif _place(value) not in seen:
-            seen.add(_place(value))
+        elif (kept := first.setdefault(_place(value), name)) == name:
             boxed.take(_MODEL + name, value)
-    values: dict[str, Any] = {"model": others}
+        else:
+            tied[name] = kept
+    values: dict[str, Any] = {"model": others, "tied": tied}
     if optimizers is not None:
         named = NamedOptimizers.of(optimizers, _parameter_names(root))
         for name, value in named.tensors():

@@ -24,8 +24,9 @@ from typing import Any, ClassVar
 from urllib.parse import unquote
 
 from weighbridge._core.resources import REF_LATEST
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import NotFound
-from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, shown
+from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.history import History
 from weighbridge_storage.versions.digests import digest_bytes

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.responses import JSONResponse, RedirectResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.admission.identity_quotas import IdentityQuotas
 from weighbridge_service.api.http import hub_documents as documents
@@ -26,7 +27,6 @@ from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.problems import ProblemResponse
 from weighbridge_service.api.http.ranges import RangeNotSatisfiable, byte_range
 from weighbridge_service.api.http.threads import in_threads
-from weighbridge_storage.documents.names import shown
 
 _API = "/api/models/"
 _TREE_PAGE = 1000

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast, get_args
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument
-from weighbridge_storage.documents.names import shown
 from weighbridge_storage.stores.objects import check_key
 
 SCHEME = "s3://"

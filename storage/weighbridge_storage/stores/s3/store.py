@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument
-from weighbridge_storage.documents.names import shown
 from weighbridge_storage.stores.objects import (
     MAX_KEY_LENGTH,
     Buffer,

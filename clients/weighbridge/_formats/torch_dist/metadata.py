@@ -17,14 +17,13 @@ import pickle
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import MAX_RANK, Shard, TensorSpec, check_spec
-from weighbridge.errors import DataLoss, InvalidArgument
-from weighbridge_storage.documents.names import shown
-from weighbridge_storage.torch_dist.pickles import (
+from weighbridge._core.text.shortening import shown
+from weighbridge._formats.torch_dist.pickles import (
     OTHER_DTYPES,
     Instance,
     Named,
@@ -32,10 +31,12 @@ from weighbridge_storage.torch_dist.pickles import (
     are_sizes,
     read_pickle,
 )
+from weighbridge.errors import DataLoss, InvalidArgument
 
 METADATA_FILE = ".metadata"
 CONFIG_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
+_MAX_PATH = 64
 
 _METADATA = "torch.distributed.checkpoint.metadata.Metadata"
 _MCORE_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
@@ -80,6 +81,10 @@ class Item:
     length: int
 
 
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""Keys of dicts and indexes of lists, from the outermost on."""
+
+
 @dataclass(frozen=True)
 class Entries:
     """What a checkpoint consists of.
@@ -87,12 +92,15 @@ class Entries:
     Attributes:
         tensors: all tensors by name.
         chunks: every part of them that is stored, and where.
-        others: names of the entries that are not tensors.
+        others: the entries that are not tensors, by name, and where they lie; None where ``.metadata`` does not say so in a way that can
+            be read.
+        paths: where in the nested state dict that was saved an entry was, for those of which ``.metadata`` says so.
     """
 
     tensors: Mapping[str, TensorSpec]
     chunks: Sequence[tuple[Shard, Item]]
-    others: tuple[str, ...]
+    others: Mapping[str, Item | None]
+    paths: Mapping[str, KeyPath]
 
 
 def read_entries(data: bytes) -> Entries:
@@ -110,13 +118,14 @@ def read_entries(data: bytes) -> Entries:
     items = _read_storage(storage)
     tensors: dict[str, TensorSpec] = {}
     chunks: list[tuple[Shard, Item]] = []
-    others = []
+    others: dict[str, Item | None] = {}
     counted = 0
     for name, entry in entries.items():
         if type(name) is not str:
             raise DataLoss(f"{METADATA_FILE} has an entry whose name is not text")
         if type(entry) is Instance and entry.kind == _BYTES:
-            others.append(name)
+            item = items.get((name, None))
+            others[name] = item if isinstance(item, Item) else None
             continue
         spec, boxes = _read_tensor(name, entry)
         counted += len(entry.state["chunks"])
@@ -135,7 +144,23 @@ def read_entries(data: bytes) -> Entries:
             if isinstance(item, str):
                 raise DataLoss(f"{METADATA_FILE} stores {spec} {box} in a way that cannot be read: {item}")
             chunks.append((Shard(name, box), item))
-    return Entries(tensors, chunks, tuple(others))
+    return Entries(tensors, chunks, others, _read_paths(metadata.state.get("planner_data"), entries))
+
+
+def _read_paths(paths: Any, entries: Mapping[str, Any]) -> dict[str, KeyPath]:
+    """Those of the entries that are paths; what planners of others keep there is not of interest."""
+    if type(paths) is not dict:
+        return {}
+    return {
+        name: path for name, path in paths.items() if type(name) is str and name in entries and _is_path(path)
+    }
+
+
+def _is_path(path: Any) -> bool:
+    # a pickle may refer to one tuple again and again
+    return (
+        type(path) is tuple and 0 < len(path) <= _MAX_PATH and all(type(each) in (str, int) for each in path)
+    )
 
 
 def _instance(value: Any, *kinds: str) -> Instance:
@@ -144,20 +169,18 @@ def _instance(value: Any, *kinds: str) -> Instance:
     return value
 
 
-def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, ...]], Item | str]:
-    """Where tensors' chunks are stored, by entry and offset; a sentence instead for what cannot be read."""
-    items: dict[tuple[str, tuple[int, ...]], Item | str] = {}
+def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, ...] | None], Item | str]:
+    """Where chunks are stored, by entry and offset, which is None of what is no tensor; a sentence instead for what cannot be read."""
+    items: dict[tuple[str, tuple[int, ...] | None], Item | str] = {}
     checked: dict[str, str] = {}
     for index, info in storage.items():
         fields = _instance(index, _INDEX).fields("fqn")
         offset = index.state.get("offset")
-        if offset is None:  # not a tensor's
-            continue
-        if type(fields[0]) is not str or not _is_short(offset) or not are_sizes(offset):
+        if type(fields[0]) is not str or not (offset is None or (_is_short(offset) and are_sizes(offset))):
             raise DataLoss(f"{METADATA_FILE} has an index whose name or offset is not one")
         key = fields[0], offset
         if key in items:
-            raise DataLoss(f"{METADATA_FILE} stores {shown(fields[0])} {list(offset)} twice")
+            raise DataLoss(f"{METADATA_FILE} stores {shown(fields[0])} {list(offset or ())} twice")
         items[key] = _read_item(_instance(info, _INFO), checked)
     return items
 
@@ -219,7 +242,10 @@ def _read_tensor(name: str, entry: Any) -> tuple[TensorSpec, list[Box]]:
 
 
 def write_metadata(
-    specs: Iterable[TensorSpec], chunks: Iterable[tuple[Shard, Item]], objects: Mapping[str, Item]
+    specs: Iterable[TensorSpec],
+    chunks: Iterable[tuple[Shard, Item]],
+    objects: Mapping[str, Item],
+    paths: Mapping[str, KeyPath],
 ) -> bytes:
     """Make ``.metadata``: of the installed torch's own classes, because it is they who will read it.
 
@@ -229,6 +255,7 @@ def write_metadata(
         specs: all tensors.
         chunks: their chunks and where these lie.
         objects: entries that are not tensors, and where they lie.
+        paths: where in a nested state dict entries are; of those that are not named, at its top.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -262,7 +289,7 @@ def write_metadata(
     # With planner_data, torch's own dcp_to_torch_save can turn the checkpoint into a plain file.
     metadata = Metadata(
         state_dict_metadata=entries,
-        planner_data={name: (name,) for name in entries},
+        planner_data={name: paths.get(name, (name,)) for name in entries},
         storage_data=storage,
         version=CURRENT_DCP_VERSION,
     )

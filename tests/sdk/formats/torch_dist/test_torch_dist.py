@@ -31,11 +31,11 @@ from tests.support.megatron_ranks import run_ranks
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
+from weighbridge._formats.torch_dist.folder import TorchDistFiles, lay_out_torch_dist, read_torch_dist
+from weighbridge._formats.torch_dist.metadata import read_entries
+from weighbridge._formats.torch_dist.pickles import allow, read_pickle
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound, WeighbridgeError
 from weighbridge_demo.megatron_cpu import Parallel
-from weighbridge_storage.torch_dist.folder import TorchDistFiles, lay_out_torch_dist, read_torch_dist
-from weighbridge_storage.torch_dist.metadata import read_entries
-from weighbridge_storage.torch_dist.pickles import allow, read_pickle
 
 CONFIG = {
     "vocab_size": 64,
@@ -161,7 +161,7 @@ def test_what_torch_saves_lies_where_the_layout_says(tmp_path: Path) -> None:
 
     found = read_torch_dist(tmp_path)
 
-    assert found.others == ("text",)
+    assert tuple(found.others) == ("text",)
     assert {p.shard.tensor: bytes_at(tmp_path, p) for p in found.layout.placements} == {
         name: raw(tensor) for name, tensor in {**tensors, "large": large}.items()
     }

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from weighbridge._core.dtypes import DTYPES, DType
-from weighbridge.errors import DataLoss
-from weighbridge_storage.torch_dist.pickles import (
+from weighbridge._formats.torch_dist.pickles import (
     OTHER_DTYPES,
     Instance,
     Named,
@@ -28,6 +27,7 @@ from weighbridge_storage.torch_dist.pickles import (
     are_sizes,
     read_pickle,
 )
+from weighbridge.errors import DataLoss
 
 ALIGNMENT = 64
 """torch's own: raw bytes begin at a multiple of it, counted from the start of the archive."""

@@ -1,8 +1,11 @@
 """torch_dist checkpoints of Megatron-core, as layouts of their files.
 
-May import: `documents`, `weighbridge`.
+May import: `_core`, `_formats`, `weighbridge.errors`.
 
 - `folder`: reading such folders, and laying out new ones.
+- `chunks`: how tensors are cut into chunks.
+- `writing`: new ones, from a stream of their tensors.
+- `whole_folders`: folders that appear when they are complete.
 - `metadata`: their ``.metadata``, ``metadata.json`` and ``common.pt``.
 - `items`: items inside a file.
 - `pickles`: pickles read as data, without running them.

@@ -18,26 +18,27 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
-from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
-from weighbridge_storage.documents.names import shown
-from weighbridge_storage.torch_dist.items import ALIGNMENT, Framing, find_tensor, frame
-from weighbridge_storage.torch_dist.metadata import (
+from weighbridge._core.text.shortening import shown
+from weighbridge._formats.torch_dist.items import ALIGNMENT, Framing, find_tensor, frame
+from weighbridge._formats.torch_dist.metadata import (
     COMMON_FILE,
     CONFIG_FILE,
     METADATA_FILE,
     Entries,
     Item,
+    KeyPath,
     read_entries,
     write_common,
     write_config,
     write_metadata,
 )
+from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
 DEFAULT_FILE_BYTES = 5_000_000_000
 """Files are cut at this size unless asked otherwise, so that several can be written and read at once."""
@@ -52,12 +53,15 @@ class TorchDistCheckpoint:
     Attributes:
         layout: all tensors, weights as well as optimizer states, and where each chunk's bytes lie. Buffers are named
             like the files, relative to the folder. Chunks may overlap or leave gaps: a plan finds that.
-        others: names of the entries that are not tensors (``..._extra_state/shard_0_1``, ``rng_state/...``).
+        others: the entries that are not tensors (``..._extra_state/shard_0_1``, ``rng_state/...``), and where each lies; None where that
+            cannot be read.
+        paths: where in the nested state dict that was saved an entry was, for those of which the checkpoint says so.
         file_sizes: size in bytes of each file that the layout names.
     """
 
     layout: Layout
-    others: tuple[str, ...]
+    others: Mapping[str, Item | None]
+    paths: Mapping[str, KeyPath]
     file_sizes: Mapping[str, int]
 
 
@@ -116,7 +120,56 @@ def read_torch_dist(folder: Path) -> TorchDistCheckpoint:
         nbytes = shard.box.volume * entries.tensors[shard.tensor].dtype.itemsize
         placements.append(Placement(shard, item.file, offset, nbytes))
     layout = Layout(MappingProxyType(dict(entries.tensors)), tuple(placements))
-    return TorchDistCheckpoint(layout, entries.others, MappingProxyType(sizes))
+    return TorchDistCheckpoint(layout, entries.others, entries.paths, MappingProxyType(sizes))
+
+
+def read_objects(folder: Path, items: Mapping[str, Item | None], most: int) -> dict[str, bytes]:
+    """The content of entries that are not tensors, as it lies in the files.
+
+    Args:
+        folder: the checkpoint.
+        items: `TorchDistCheckpoint.others`.
+        most: how many bytes may be read.
+
+    Raises:
+        InvalidArgument: they are more.
+        DataLoss: a file of them is cut short, or the checkpoint does not say where one lies.
+        NotFound: a file is missing.
+    """
+    nbytes = sum(item.length for item in items.values() if item is not None)
+    if nbytes > most:
+        raise InvalidArgument(
+            f"the entries of {folder} that are no tensors have {nbytes} bytes, more than {most}"
+        )
+    found = {}
+    for name, item in items.items():
+        if item is None:
+            raise DataLoss(
+                f"{METADATA_FILE} of {folder} does not say where {shown(name)} lies in a way that can be read"
+            )
+        with _open(folder, item.file) as (fd, _):
+            found[name] = os.pread(fd, item.length, item.offset)
+        if len(found[name]) != item.length:
+            raise DataLoss(
+                f"{shown(name)} in {item.file} at {item.offset}: it should have {item.length} bytes, but the file ends before"
+            )
+    return found
+
+
+def read_common(folder: Path, most: int) -> bytes | None:
+    """The content of ``common.pt``; None if there is none.
+
+    Raises:
+        InvalidArgument: it has more than ``most`` bytes.
+        DataLoss: it is no plain file.
+    """
+    try:
+        with _open(folder, COMMON_FILE) as (fd, size), open(fd, "rb", closefd=False) as file:
+            if size > most:
+                raise InvalidArgument(f"{COMMON_FILE} in {folder} has {size} bytes, more than {most}")
+            return file.read(size)
+    except NotFound:
+        return None
 
 
 def iterations_in(folder: Path) -> list[str]:
@@ -204,8 +257,10 @@ def lay_out_torch_dist(
     specs: Sequence[TensorSpec],
     max_file_bytes: int = DEFAULT_FILE_BYTES,
     *,
-    common: Mapping[str, Any] | None = None,
+    common: Mapping[str, Any] | bytes | None = None,
     objects: Mapping[str, bytes] | None = None,
+    paths: Mapping[str, KeyPath] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> TorchDistFiles:
     """Lay shards out as a checkpoint that ``torch.distributed.checkpoint`` and Megatron's ``dist_checkpointing`` load.
 
@@ -217,9 +272,11 @@ def lay_out_torch_dist(
         shards: the chunks; that they cover the tensors is for a plan to prove.
         specs: all tensors.
         max_file_bytes: about how large a ``.distcp`` file may become, framing included.
-        common: what ``common.pt`` holds, such as ``{"iteration": 100}``; plain Python values.
+        common: what ``common.pt`` holds, such as ``{"iteration": 100}``, plain Python values; or the file's content.
         objects: entries that are not tensors, such as ``..._extra_state/shard_0_1``, with their content. Megatron expects
-            a ``torch.save`` of a list of the one object.
+            a ``torch.save`` of a list of the one object, torch one of the object.
+        paths: where in a nested state dict entries are, for torch's own tools; by default at its top.
+        aliases: further names of tensors, each with the name that they are stored by.
 
     Raises:
         LayoutError: a shard does not fit into its tensor or belongs to none; two begin at one place of one tensor; a tensor
@@ -246,11 +303,15 @@ def lay_out_torch_dist(
         item = writer.add(framings[kind].head, nbytes, framings[kind].tail)
         placements.append(Placement(shard, item.file, item.offset + len(framings[kind].head), nbytes))
         stored.append((shard, item))
+    named = list(tensors.values())
+    for alias, name in (aliases or {}).items():
+        named.append(replace(tensors[name], name=alias))
+        stored += [(shard._replace(tensor=alias), item) for shard, item in stored if shard.tensor == name]
     others = {name: writer.add(content, 0, b"") for name, content in sorted(objects.items())}
     metadata_files = {
         CONFIG_FILE: write_config(),
-        COMMON_FILE: write_common(common or {}),
-        METADATA_FILE: write_metadata(tensors.values(), stored, others),
+        COMMON_FILE: common if isinstance(common, bytes) else write_common(common or {}),
+        METADATA_FILE: write_metadata(named, stored, others, paths or {}),
     }
     layout = Layout(tensors, tuple(placements))
     return TorchDistFiles(tuple(writer.done()), layout, MappingProxyType(metadata_files))

@@ -1,0 +1,61 @@
+"""Folders that appear when they are complete: what is not finished lies beside them, under another name, and is removed if anything fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weighbridge._formats.hf_folder import check_free, unwritable
+
+
+@contextmanager
+def appearing(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Make a folder that is there whole or not at all.
+
+    Args:
+        folder: is new or empty; folders above it are made.
+        replace: put it in the place of one that is there, which is removed then.
+
+    Yields:
+        The folder to write to meanwhile. It is on disk before it gets its name.
+
+    Raises:
+        InvalidArgument: there is something, and it is not to be replaced.
+        ResourceExhausted: the disk is full.
+        FailedPrecondition: the folder cannot be written.
+    """
+    folder = folder.resolve()
+    if not replace:
+        check_free(folder)
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    former = folder.with_name(f".{folder.name}.{os.getpid()}.former")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for each in [path for path in unfinished.rglob("*") if path.is_file()]:
+            _sync(each)
+        _sync(unfinished)
+        if folder.is_dir() and any(folder.iterdir()):
+            if not replace:
+                check_free(folder)
+            folder.rename(former)
+        unfinished.rename(folder)
+        _sync(folder.parent)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    finally:
+        if former.exists() and not folder.exists():
+            former.rename(folder)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

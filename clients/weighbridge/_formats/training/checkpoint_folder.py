@@ -1,0 +1,131 @@
+"""Checkpoint on disk with the state of its optimizer, as the training state of one rank that holds all of it.
+
+Its tensors keep the names that they have there, but for the prefixes of Megatron's chained optimizers, and are read from where they lie.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from weighbridge._core.boxes import Box, first_overlap, gaps
+from weighbridge._core.layouts import Layout
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.counts import counted
+from weighbridge._formats.push_sources import MappedSource, OpenSource
+from weighbridge._formats.safetensors_files import map_file
+from weighbridge._formats.torch_dist.folder import (
+    TorchDistCheckpoint,
+    read_common,
+    read_objects,
+    read_torch_dist,
+)
+from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
+from weighbridge._formats.training.checkpoint_values import CheckpointFormat, CheckpointValues
+from weighbridge._formats.training.training_state import (
+    RankValues,
+    TrainingState,
+    TrainingTensors,
+    without_blobs,
+)
+from weighbridge.errors import LayoutError
+
+MAX_VALUES_BYTES = 1 << 30
+"""Most bytes of what is no tensor; they are in memory while the checkpoint is pushed."""
+_CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.)")
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_NAMED = 20
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A checkpoint that is whole.
+
+    Attributes:
+        format: ``torch_dist`` of Megatron-core, ``dcp`` of torch.
+        layout: its tensors' chunks, and the blob of what is none, as one stream.
+        space: to which the names belong.
+        open_source: gives the bytes of some of the shards.
+        step: the iteration that its folder is named by; 0 if it is not.
+    """
+
+    format: CheckpointFormat
+    layout: Layout
+    space: TensorSpace
+    open_source: OpenSource = field(repr=False)
+    step: int
+
+    @staticmethod
+    def read(folder: Path) -> CheckpointFolder:
+        """Find out what is in a checkpoint. Of tensors nothing is read, and nothing of it is run.
+
+        Raises:
+            NotFound: there is none, or a file of it is missing.
+            DataLoss: it is damaged or cut short.
+            InvalidArgument: a tensor has a dtype or name that is not supported, or what is no tensor is larger than `MAX_VALUES_BYTES`.
+            LayoutError: a part of a tensor is missing, or there twice; names each tensor.
+        """
+        found = _named(read_torch_dist(folder))
+        _check_whole(found.layout)
+        kind: CheckpointFormat = "torch_dist" if (folder / CONFIG_FILE).exists() else "dcp"
+        objects = read_objects(folder, found.others, MAX_VALUES_BYTES)
+        common = read_common(folder, MAX_VALUES_BYTES) if kind == "torch_dist" else None
+        values = CheckpointValues(kind, objects, found.paths, common).kept()
+        space = TensorSpace.MEGATRON if kind == "torch_dist" else TensorSpace.HUGGING_FACE
+        stream = Layout.stream(
+            found.layout.tensors.values(), [place.shard for place in found.layout.placements]
+        )
+        state = TrainingState.of(TrainingTensors(stream, (), values.trainer, space), RankValues(), 0)
+        blob = state.tensors[-1].numpy()
+        names = dict.fromkeys(place.buffer for place in found.layout.placements)
+        files = {name: map_file(folder / name) for name in names} | {"": blob}
+        places = [*found.layout.placements, state.layout.placements[-1]._replace(buffer="", offset=0)]
+        iteration = _ITERATION.fullmatch(folder.resolve().name)
+        return CheckpointFolder(
+            kind,
+            state.layout,
+            space,
+            MappedSource.opener(places, files),
+            int(iteration[1]) if iteration else 0,
+        )
+
+
+def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:
+    """A checkpoint without the prefixes of chained optimizers. Raises LayoutError if two tensors would have one name, or one that of a blob."""
+    taken = found.layout.tensors.keys() - without_blobs(found.layout.tensors).keys()
+    if taken:
+        raise LayoutError(
+            f"{counted(len(taken), 'tensor has a name', 'tensors have names')} that values of ranks have in training states",
+            details=sorted(taken)[:_NAMED],
+            fix="save what is each rank's own under another name than rank_state",
+        )
+    names = {name: _CHAINED.sub("", name) for name in found.layout.tensors}
+    twice = [name for name, count in Counter(names.values()).items() if count > 1]
+    if twice:
+        raise LayoutError("several optimizers keep state of the same tensors", details=sorted(twice)[:_NAMED])
+    tensors = {names[name]: replace(spec, name=names[name]) for name, spec in found.layout.tensors.items()}
+    placements = [
+        place._replace(shard=place.shard._replace(tensor=names[place.shard.tensor]))
+        for place in found.layout.placements
+    ]
+    return replace(found, layout=Layout(tensors, tuple(placements)))
+
+
+def _check_whole(layout: Layout) -> None:
+    problems = []
+    for name, spec in layout.tensors.items():
+        boxes = [layout.placements[index].shard.box for index in layout.by_tensor.get(name, ())]
+        overlap = first_overlap(boxes)
+        missing = next(gaps(Box.whole(spec.shape), boxes), None) if spec.nbytes else None
+        if overlap is not None:
+            problems.append(f"{spec} {overlap[2]} is there twice")
+        elif missing is not None:
+            problems.append(f"{spec} {missing} is missing")
+    if problems:
+        raise LayoutError(
+            f"the checkpoint does not hold every part of its tensors once, of {counted(len(problems), 'tensor')}",
+            details=problems[:_NAMED],
+            fix="take one that was saved whole: .metadata is written when all ranks have written their files",
+        )

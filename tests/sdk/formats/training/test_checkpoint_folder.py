@@ -1,0 +1,171 @@
+"""Is a checkpoint taken in as it lies on disk, and one that is not whole refused before anything is pushed?"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from weighbridge._formats.torch_dist.folder import lay_out_torch_dist
+from weighbridge._formats.torch_dist.writing import write_torch_dist
+from weighbridge._formats.training import checkpoint_folder
+from weighbridge._formats.training.checkpoint_folder import CheckpointFolder
+from weighbridge._formats.training.checkpoint_values import opened
+from weighbridge._formats.training.training_state import read_blob
+from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound, WeighbridgeError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+STATE = {
+    "model": {"w": torch.arange(12.0).reshape(3, 4), "_extra_state": [1, "x"]},
+    "optimizer": {
+        "state": {"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(3, 4), "count": 5}},
+        "param_groups": [{"params": ["w"], "lr": 0.1, "betas": (0.9, 0.99)}],
+    },
+    "scheduler": {"last_epoch": 3, "lrs": [0.1, 0.2]},
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    folder = tmp_path / "iter_0000012"
+    dcp.save(STATE, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def read(folder: Path) -> tuple[dict[str, bytes], Any]:
+    """The bytes of each tensor that would be pushed, and the values."""
+    found = CheckpointFolder.read(folder)
+    source = found.open_source(range(len(found.layout.placements)), found.layout)
+    stream = source.stage([(0, found.layout.nbytes)])
+    shards = {
+        place.shard.tensor: bytes(stream.read(place.offset, place.offset + place.nbytes))
+        for place in found.layout.placements
+    }
+    blob = shards.pop("rank_state.00000")
+    values = read_blob(torch.frombuffer(bytearray(blob), dtype=torch.uint8), "blob")
+    return shards, opened(values, "tests/tiny:training@1")
+
+
+def test_tensors_are_the_bytes_that_torch_saved_and_values_are_what_they_were(saved: Path) -> None:
+    tensors, values = read(saved)
+    assert tensors == {
+        "model.w": STATE["model"]["w"].numpy().tobytes(),  # type: ignore[attr-defined]
+        "optimizer.state.w.step": torch.tensor(3.0).numpy().tobytes(),
+        "optimizer.state.w.exp_avg": torch.ones(3, 4).numpy().tobytes(),
+    }
+    assert values.trainer == {
+        "model": {"_extra_state": [1, "x"]},
+        "optimizer": {
+            "state": {"w": {("count",): 5}},
+            "param_groups": STATE["optimizer"]["param_groups"],
+        },
+    }
+    assert dict(values.state) == {"scheduler": STATE["scheduler"]}
+    found = CheckpointFolder.read(saved)
+    assert (found.format, found.step) == ("dcp", 12)
+
+
+def test_prefixes_of_chained_optimizers_are_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    names = ("chained_0.optimizer.state.exp_avg.w", "chained_1.optimizer.state.exp_avg.v")
+    dcp.save({name: torch.ones(2) for name in names}, checkpoint_id=folder, no_dist=True)
+    assert read(folder)[0].keys() == {"optimizer.state.exp_avg.w", "optimizer.state.exp_avg.v"}
+    twice = {names[0]: torch.ones(2), names[0].replace("0", "1"): torch.ones(2)}
+    dcp.save(twice, checkpoint_id=tmp_path / "twice", no_dist=True)
+    with pytest.raises(LayoutError) as refused:
+        CheckpointFolder.read(tmp_path / "twice")
+    assert refused.value.details == ("optimizer.state.exp_avg.w",)
+
+
+def test_names_of_blobs_are_taken(tmp_path: Path) -> None:
+    dcp.save(
+        {"rank_state": {"0": torch.ones(2)}, "w": torch.ones(2)},
+        checkpoint_id=tmp_path / "saved",
+        no_dist=True,
+    )
+    with pytest.raises(LayoutError, match="a name") as refused:
+        CheckpointFolder.read(tmp_path / "saved")
+    assert refused.value.details == ("rank_state.0",)
+
+
+def _cut_short(folder: Path) -> None:
+    file = folder / "__0_0.distcp"
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size // 2)
+
+
+def _change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _without_chunk(folder: Path) -> None:
+    _change_metadata(folder, lambda metadata: metadata.state_dict_metadata["model.w"].chunks.clear())
+
+
+def _without_place(folder: Path) -> None:
+    def change(metadata: Any) -> None:
+        key = next(each for each in metadata.storage_data if each.fqn == "scheduler.last_epoch")
+        del metadata.storage_data[key]
+
+    _change_metadata(folder, change)
+
+
+def _without_file(folder: Path) -> None:
+    (folder / "__0_0.distcp").unlink()
+
+
+def _without_metadata(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "error", "said"),
+    [
+        (_cut_short, DataLoss, "__0_0.distcp"),
+        (_without_chunk, LayoutError, "every part"),
+        (_without_place, DataLoss, "scheduler.last_epoch"),
+        (_without_file, NotFound, "__0_0.distcp"),
+        (_without_metadata, NotFound, ".metadata"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused(
+    saved: Path, break_it: Callable[[Path], None], error: type[WeighbridgeError], said: str
+) -> None:
+    break_it(saved)
+    with pytest.raises(error, match=said):
+        CheckpointFolder.read(saved)
+
+
+def test_values_that_are_too_large_are_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_folder, "MAX_VALUES_BYTES", 1000)
+    with pytest.raises(InvalidArgument, match="more than 1000"):
+        CheckpointFolder.read(saved)
+
+
+def test_values_that_would_run_code_are_kept_and_not_opened(tmp_path: Path) -> None:
+    from weighbridge._core import dtypes
+    from weighbridge._core.boxes import Box
+    from weighbridge._core.layouts import Shard, TensorSpec
+
+    class Harmful:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "harmed",))
+
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    spec = TensorSpec("w", dtypes.parse("fp32"), (2,))
+    harmful = pickle.dumps(Harmful())
+    files = lay_out_torch_dist(
+        [Shard("w", Box.whole((2,)))], [spec], common=harmful, objects={"rng/shard_0_1": harmful}
+    )
+    write_torch_dist(folder, files, [memoryview(bytes(8))])
+    with pytest.raises(DataLoss, match="weights_only"):
+        read(folder)
+    assert not (tmp_path / "harmed").exists()
