@@ -155,7 +155,12 @@ class Weighbridge:
         self.key = ticket_key(self.catalog.store)
         asks_clients = config.tls is not None and config.tls.client_ca is not None
         self.access = access = Access(
-            config.policy, self.key, certificates=asks_clients, lane=config.local_socket != "off"
+            config.policy,
+            self.key,
+            certificates=asks_clients,
+            lane=config.local_socket != "off",
+            look_seconds=config.policy_look,
+            standing_seconds=config.standing_look,
         )
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
         news = threading.Event()

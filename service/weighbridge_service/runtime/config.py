@@ -54,6 +54,8 @@ class ServiceConfig:
         http_hosts: names by which the HTTP face may be asked, besides addresses, this machine's own name, and names that no public DNS server
             answers for; ``*`` for any.
         policy: file that says who may do what (`weighbridge_service.access.policy`); None if whoever reaches the service may do everything.
+        policy_look: seconds between two looks at whether that file has changed.
+        standing_look: seconds between two questions whether what let a long call in counts still.
         audit: file to which is appended who did what (`weighbridge_service.access.audit`); None for none.
         tls: certificate of both faces; None to answer without TLS.
         insecure: whether to answer without TLS at addresses that other machines reach.
@@ -91,6 +93,8 @@ class ServiceConfig:
     grace_seconds: float = 900.0
     http_hosts: tuple[str, ...] = ()
     policy: Path | None = None
+    policy_look: float = 1.0
+    standing_look: float = 5.0
     audit: Path | None = None
     tls: TlsFiles | None = None
     insecure: bool = False

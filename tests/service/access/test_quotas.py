@@ -37,12 +37,11 @@ from weighbridge import (
 )
 from weighbridge._cli import commands
 from weighbridge._core import striping
-from weighbridge_service.access import access as access_module
 from weighbridge_service.access.identities import Evidence, Identity
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission import identity_quotas
 from weighbridge_service.admission.byte_budget import Direction
-from weighbridge_service.api.http import callers, hub_routes
+from weighbridge_service.api.http import hub_routes
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.catalog import stored_bytes as stored_module
 from weighbridge_service.exports.jobs import Exports
@@ -508,16 +507,9 @@ def test_a_client_with_more_connections_than_streams_pushes_and_pulls_all_the_sa
         eventually(lambda: running.service.quotas.identities.use_of(a).streams == 0)
 
 
-def test_limits_that_change_count_for_what_is_under_way(
-    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from weighbridge_service.api.grpc import call as call_module
-    from weighbridge_service.api.grpc import methods as methods_module
-
-    for module in (call_module, methods_module):
-        monkeypatch.setattr(module, "STANDING_SECONDS", 0.2)
-    monkeypatch.setattr(access_module, "_LOOK_SECONDS", 0.0)
-    with service(tmp_path, 'streams = 1, bytes_per_second = "1MB"') as running:
+def test_limits_that_change_count_for_what_is_under_way(tmp_path: Path, source: TinyModel) -> None:
+    looks = {"policy_look": 0.0, "standing_look": 0.2}
+    with service(tmp_path, 'streams = 1, bytes_per_second = "1MB"', **looks) as running:
         quotas = running.service.quotas.identities
         quotas.clock = Clock()
         register(running, source, MODEL)
@@ -591,11 +583,10 @@ def test_a_download_that_is_slowed_waits_for_its_pace_and_holds_up_nothing(
 def test_a_download_that_is_slowed_ends_when_its_caller_may_not_go_on(
     tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callers, "STANDING_SECONDS", 0.0)
-    monkeypatch.setattr(access_module, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(hub_routes, "_SEND_BYTES", 4096)
+    looks = {"policy_look": 0.0, "standing_look": 0.0}
     with (
-        service(tmp_path, 'streams = 1, bytes_per_second = "1MB"') as running,
+        service(tmp_path, 'streams = 1, bytes_per_second = "1MB"', **looks) as running,
         https(running) as url,
         ThreadPoolExecutor(1) as pool,
     ):

@@ -33,7 +33,7 @@ from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.admission.rates import Rates
 from weighbridge_service.api.grpc.asking import VERBS, check_allowed, record
-from weighbridge_service.api.grpc.call import STANDING_SECONDS, Call
+from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.errors import to_status
 from weighbridge_service.api.grpc.requests import Requests
 from weighbridge_service.api.grpc.workers import Workers
@@ -239,12 +239,12 @@ class Methods:
             except Unavailable as error:
                 evict(error.anew())
             else:
-                timer = self._loop.call_later(STANDING_SECONDS, look)
+                timer = self._loop.call_later(self._access.standing_seconds, look)
 
         def end() -> None:
             timer.cancel()
 
-        timer = self._loop.call_later(STANDING_SECONDS, look)
+        timer = self._loop.call_later(self._access.standing_seconds, look)
         return end
 
     def _answer_with(self, method: MethodDescriptor, handler: Callable[..., Any]) -> Callable[..., Any]:
