@@ -41,8 +41,8 @@ from weighbridge_service.access.identities import Evidence, Identity
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission import identity_quotas
 from weighbridge_service.admission.byte_budget import Direction
-from weighbridge_service.api.http import hub_routes
 from weighbridge_service.api.http.app import create_app
+from weighbridge_service.api.http.hub_routes import HubSizes
 from weighbridge_service.catalog import stored_bytes as stored_module
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.fsck.repair import check_store
@@ -581,13 +581,12 @@ def test_a_download_that_is_slowed_waits_for_its_pace_and_holds_up_nothing(
 
 
 def test_a_download_that_is_slowed_ends_when_its_caller_may_not_go_on(
-    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: TinyModel
 ) -> None:
-    monkeypatch.setattr(hub_routes, "_SEND_BYTES", 4096)
     looks = {"policy_look": 0.0, "standing_look": 0.0}
     with (
         service(tmp_path, 'streams = 1, bytes_per_second = "1MB"', **looks) as running,
-        https(running) as url,
+        https(running, HubSizes(send=4096)) as url,
         ThreadPoolExecutor(1) as pool,
     ):
         quotas = running.service.quotas.identities

@@ -26,14 +26,17 @@ from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.scopes import Verb
-from weighbridge_service.api.http import hub_reading, hub_routes
+from weighbridge_service.api.http import hub_reading
 from weighbridge_service.api.http.app import create_app
+from weighbridge_service.api.http.hub_routes import HubSizes
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.server import HttpServer
 
 MINE, SECRET, HIDDEN = "mine/smol", "mine/smollm", "s/mine"
 SCOPES = {"root": ["admin"], "small": [f"pull:{MINE}"], "exporter": [f"manage:{MINE}"]}
 MODELS = (MINE, SECRET, HIDDEN)
+READ_BYTES = 4096
+"""That a download reads at a time."""
 
 
 @dataclass
@@ -91,7 +94,8 @@ def doors(tmp_path: Path, source: TinyModel) -> Iterator[Doors]:
                 trainer.push_folder(model, source.folder, step=1).wait(timeout=60)
         exports = Exports(running.service)
         server = HttpServer("127.0.0.1:0", 64)
-        server.start(create_app(running.service, exports, running.metrics, running.health))
+        sizes = HubSizes(read=READ_BYTES)
+        server.start(create_app(running.service, exports, running.metrics, running.health, hub=sizes))
         yield Doors(running, server.address, policy)
         server.stop()
         exports.close()
@@ -233,7 +237,6 @@ def test_the_audit_log_is_not_for_everybody(tmp_path: Path) -> None:
 
 
 def test_a_download_ends_when_its_caller_may_not_go_on(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_routes, "_READ_BYTES", 4096)
     read, begun, go_on = hub_reading.Hub.read, threading.Event(), threading.Event()
 
     def slowly(hub: Any, version: Any, path: str, start: int, length: int) -> bytes:
@@ -253,7 +256,7 @@ def test_a_download_ends_when_its_caller_may_not_go_on(doors: Doors, monkeypatch
     go_on.set()
     with pytest.raises(http.client.IncompleteRead) as broken:
         answer.read()
-    assert len(broken.value.partial) == 4096
+    assert len(broken.value.partial) == READ_BYTES
     connection.close()
 
 

@@ -29,7 +29,7 @@ from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_o
 from weighbridge_service.api.http.guard import Guard, HostNames
 from weighbridge_service.api.http.hub_documents import HubNotFound
 from weighbridge_service.api.http.hub_reading import Hub
-from weighbridge_service.api.http.hub_routes import hub_router, on_hub_error
+from weighbridge_service.api.http.hub_routes import DEFAULT_SIZES, HubSizes, hub_router, on_hub_error
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.http.operations import operations_router
 from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, SignatureId, VersionOrRef
@@ -368,7 +368,9 @@ def _operation_id(route: APIRoute) -> str:
     return route.name
 
 
-def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health: Health) -> FastAPI:
+def create_app(
+    service: Weighbridge, exports: Exports, metrics: Metrics, health: Health, *, hub: HubSizes = DEFAULT_SIZES
+) -> FastAPI:
     """The HTTP face of a service.
 
     Args:
@@ -376,6 +378,7 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
         exports: its export jobs.
         metrics: what ``/metrics`` shows.
         health: what ``/readyz`` says.
+        hub: how much the routes of Hugging Face's clients handle at a time.
     """
     problem: dict[str, Any] = {
         "description": "A problem document: what is wrong, and what to do about it.",
@@ -415,6 +418,7 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
             Hub(service.catalog, service.store_readers),
             service.quotas.identities,
             redirect=service.config.redirect_downloads,
+            sizes=hub,
         )
     )
     return app
