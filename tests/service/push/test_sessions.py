@@ -25,7 +25,7 @@ from weighbridge.v1 import resources_pb2
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.plan.push_plan import PreparedPush
-from weighbridge_service.push import effect_pools, effect_runner, opener
+from weighbridge_service.push import effect_pools, effect_runner
 from weighbridge_service.push.effect_pools import DaemonPool, EffectPools
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.handover import HandedVersion
@@ -431,10 +431,10 @@ def test_an_effect_that_cannot_be_begun_is_tried_again(
     assert (found.state.value, found.error) == ("durable", "")
 
 
+@with_settings(opening_wait=0.2)
 def test_calls_that_open_versions_do_not_pile_up_behind_a_store_that_hangs(
     running: RunningService, client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opener, "_OPENING_SECONDS", 0.2)
     hanging, update = threading.Event(), HeadStore.update
 
     def slow(self: HeadStore, *args: Any, **more: Any) -> Any:
