@@ -25,6 +25,7 @@ from weighbridge._signing.bundle import MEDIA_TYPE as SIGNATURE_TYPE
 from weighbridge._signing.bundle import Bundle
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge_service.access.scopes import Verb
+from weighbridge_service.api.http.bodies import BodyLimit
 from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
 from weighbridge_service.api.http.guard import Guard, HostNames
 from weighbridge_service.api.http.hub_documents import HubNotFound
@@ -33,7 +34,7 @@ from weighbridge_service.api.http.hub_routes import DEFAULT_SIZES, HubSizes, hub
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.http.operations import operations_router
 from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, SignatureId, VersionOrRef
-from weighbridge_service.api.http.problems import BodyLimit, Problem, on_error
+from weighbridge_service.api.http.problems import Problem, on_error
 from weighbridge_service.api.http.ranges import RangeNotSatisfiable
 from weighbridge_service.api.http.refs import refs_router
 from weighbridge_service.api.http.resources import (

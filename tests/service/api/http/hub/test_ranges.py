@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.service.api.http.hub.endpoint import MODEL, WEIGHTS, Endpoint, files_of
+from weighbridge_service.api.http.bodies import MAX_BODY_BYTES
 from weighbridge_service.api.http.hub_reading import Hub
-from weighbridge_service.api.http.problems import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.xdist_group("hub")
 
