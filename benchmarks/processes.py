@@ -35,9 +35,10 @@ class Service:
 
 
 def end_tidily() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: what it has started is ended, and what it has written is removed."""
+    """Let SIGTERM end this process as Ctrl-C does: it says so, what it has started is ended, and what it has written is removed."""
 
     def end(number: int, _frame: FrameType | None) -> None:
+        print(f"ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, end)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,26 @@ def machine() -> dict[str, object]:
 def write_json(path: Path, **content: Any) -> None:
     """Write figures, and what they were measured on."""
     path.write_text(json.dumps({"machine": machine(), **content}, indent=2) + "\n")
+
+
+def next_to_plain(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """What an adapter takes next to plain pushes of the same tensors.
+
+    Args:
+        of_ranks: of each rank, the seconds of each round, by way: ``adapter`` and ``plain``. The first round makes memory for versions, and does not count.
+
+    Returns:
+        Medians of both ways, of the rank that takes longest in each round, and ``ratio``, the median of the rounds' ratios.
+    """
+    ways = {
+        way: [max(of_round) for of_round in zip(*(each[way] for each in of_ranks), strict=True)][1:]
+        for way in ("adapter", "plain")
+    }
+    ratios = [adapter / plain for adapter, plain in zip(ways["adapter"], ways["plain"], strict=True)]
+    return {
+        **{way: statistics.median(each) for way, each in ways.items()},
+        "ratio": statistics.median(ratios),
+    }
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

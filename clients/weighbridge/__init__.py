@@ -30,6 +30,7 @@ from weighbridge._version import VERSION
 if TYPE_CHECKING:
     from weighbridge._clients.calls.pull_calls import PullPlan
     from weighbridge._clients.calls.signature_calls import Signing
+    from weighbridge._clients.checkpoint_manager import CheckpointManager
     from weighbridge._clients.client import Client
     from weighbridge._clients.engine import EngineClient, Pull
     from weighbridge._clients.filling import Filled
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from weighbridge._core.usage import Quota, Usage
     from weighbridge._formats.host_slices import HostSlices, Slices
     from weighbridge._formats.push_sources import OpenSource, ShardSource, StreamSource
+    from weighbridge._formats.training.random_states import RandomStates
     from weighbridge._signing.checking import Signed
     from weighbridge._signing.signer import Signer
     from weighbridge._signing.trust import Trusted
@@ -106,6 +108,7 @@ __all__ = [
     "AsyncPull",
     "Box",
     "Boxes",
+    "CheckpointManager",
     "Client",
     "Collection",
     "Conflict",
@@ -142,6 +145,7 @@ __all__ = [
     "PushOptions",
     "PushReport",
     "Quota",
+    "RandomStates",
     "RefApproval",
     "RefRequest",
     "ResourceExhausted",
@@ -173,6 +177,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "_clients.checkpoint_manager": ("CheckpointManager",),
     "_clients.client": ("Client",),
     "_clients.engine": (
         "EngineClient",
@@ -239,6 +244,7 @@ _MODULES = {
         "HostSlices",
         "Slices",
     ),
+    "_formats.training.random_states": ("RandomStates",),
     "_formats.push_sources": (
         "OpenSource",
         "ShardSource",

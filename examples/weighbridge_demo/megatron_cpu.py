@@ -378,28 +378,20 @@ def forward_logits(model: GPTModel, input_ids: Tensor, parallel: Parallel) -> Te
     return output[..., : model.unpadded_vocab_size].float()
 
 
-def train_step(
-    model: GPTModel,
-    optimizer: torch.optim.Optimizer,
-    input_ids: Tensor,
-    labels: Tensor,
-    parallel: Parallel,
-) -> float | None:
-    """One optimizer step: forward and backward through the pipeline, gradients combined, weights updated.
+def forward_backward(model: GPTModel, input_ids: Tensor, labels: Tensor, parallel: Parallel) -> Tensor | None:
+    """Run the whole pipeline forward and backward; gradients are those of this rank's part of the batch.
 
     Padding rows of the vocabulary take part in the softmax, as they do in Megatron.
 
     Args:
         model: this rank's stage.
-        optimizer: over `model.parameters()` of this rank.
         input_ids: int64 `[batch, seq]`, the part of the global batch that belongs to this data-parallel rank.
         labels: int64 `[batch, seq]`, the token expected at each position (already shifted), all of them in
             the vocabulary.
         parallel: the parallelism that `init_rank` was called with.
 
     Returns:
-        The mean cross entropy of the global batch before the update, on every rank of the last stage; None on
-        other stages.
+        The mean cross entropy of this part of the batch, on every rank of the last stage; None on other stages.
 
     Raises:
         ValueError: `parallel` is not the job that this rank has joined.
@@ -407,7 +399,6 @@ def train_step(
     check_joined(parallel)
     previous_rank = parallel_state.get_pipeline_model_parallel_prev_rank()
     next_rank = parallel_state.get_pipeline_model_parallel_next_rank()
-    optimizer.zero_grad(set_to_none=True)
     received = None
     if not model.pre_process:
         received = _receive(model, input_ids, previous_rank).requires_grad_()
@@ -422,13 +413,43 @@ def train_step(
     if received is not None:
         assert received.grad is not None
         _send(received.grad, previous_rank)
+    return None if loss is None else loss.detach()
+
+
+def train_step(
+    model: GPTModel,
+    optimizer: torch.optim.Optimizer,
+    input_ids: Tensor,
+    labels: Tensor,
+    parallel: Parallel,
+) -> float | None:
+    """One optimizer step: forward and backward through the pipeline, gradients combined, weights updated.
+
+    Args:
+        model: this rank's stage.
+        optimizer: over `model.parameters()` of this rank.
+        input_ids, labels: as for `forward_backward`.
+        parallel: the parallelism that `init_rank` was called with.
+
+    Returns:
+        The mean cross entropy of the global batch before the update, on every rank of the last stage; None on
+        other stages.
+
+    Raises:
+        ValueError: `parallel` is not the job that this rank has joined.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    loss = forward_backward(model, input_ids, labels, parallel)
     _combine_gradients(model, parallel)
     optimizer.step()
-    if loss is None:
-        return None
-    mean_loss = loss.detach()
-    dist.all_reduce(mean_loss, group=parallel_state.get_data_parallel_group())
-    return mean_loss.item() / parallel.dp
+    return None if loss is None else mean_loss(loss, parallel)
+
+
+def mean_loss(loss: Tensor, parallel: Parallel) -> float:
+    """The mean over data parallelism of losses of parts of the batch, on ranks of the last stage."""
+    total = loss.clone()
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.item() / parallel.dp
 
 
 def _combine_gradients(model: GPTModel, parallel: Parallel) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from tests.support.json_servers import json_server
 from tests.support.sglang_engines import update
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from weighbridge.follow.agent import Follower
@@ -141,30 +140,8 @@ def engine() -> FakeSglang:
 
 @pytest.fixture
 def url(engine: FakeSglang) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            if engine.hidden_key and self.headers.get("Authorization") != f"Bearer {engine.hidden_key}":
-                status, found = 401, {"error": {"message": "Unauthorized"}}
-            else:
-                status, found = engine.answer(self.path, json.loads(self.rfile.read(length) or b"{}"))
-            text = json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        do_POST = do_GET
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with json_server(engine.answer, key=lambda: engine.hidden_key) as url:
+        yield url
 
 
 @pytest.fixture

@@ -6,11 +6,10 @@ One server, and two ranks with FSDP2 in vLLM's environment; a service that can b
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,12 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support import jobs
-from tests.support.gate import Gate
 from tests.support.jobs import Job, JobFailed
-from tests.support.killable_service import KillableService
-from tests.support.vllm_environment import PYTHON, environment, needs_vllm
+from tests.support.sending_places import SendingPlace, sending_place
+from tests.support.vllm_environment import PYTHON, needs_vllm
 from tests.support.waiting import eventually
-from tests.support.word_models import PROMPT, TOKENS, make_folder, said_by_transformers
 from weighbridge import TrainerClient, VersionFailed, VersionState
-from weighbridge_demo.vllm_server import EAGER, Answer, VllmServer
+from weighbridge_demo.vllm_server import Answer
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(900)]
 
@@ -36,31 +33,15 @@ JOB = Path(__file__).parents[1] / "support" / "vllm_trainer_job.py"
 
 @dataclass
 class Place:
-    """A service, a vLLM server that started from a folder, and the ranks of a trainer.
+    """A place to send weights at, and the ranks of a trainer."""
 
-    Attributes:
-        expected: what transformers answers in the server's place.
-    """
-
-    service: KillableService
-    gate: Gate
-    server: VllmServer
+    at: SendingPlace
     ranks: list[Job]
-    folders: Path
-    expected: Answer
-    seeds: Iterator[int] = field(default_factory=lambda: itertools.count(2))
 
-    def connect(self, *, stages: bool = False, **said: Any) -> None:
-        """Have all ranks make their engines by vLLM's factory."""
-        told = {
-            "model": MODEL,
-            "server": self.service.address,
-            "engine_server": self.gate.address,
-            "hf_dir": str(self.folders / "1"),
-            "retry_seconds": 4.0,
-            **said,
-        }
-        self.ask("connect", url=self.server.url, said=told, stages=stages)
+    def connect(self, *, stages: bool = False, pushing: Sequence[int] | None = None, **said: Any) -> None:
+        """Have all ranks make their engines by vLLM's factory, and a group of those that push before, if they are said."""
+        told = {**self.at.told, **said}
+        self.ask("connect", url=self.at.server.url, said=told, stages=stages, pushing=pushing)
 
     def ask(self, name: str, /, **arguments: Any) -> list[Any]:
         """What all ranks answer; what they have raised, if they have."""
@@ -87,76 +68,61 @@ class Place:
 
     def new_weights(self) -> Answer:
         """Give the ranks other weights; what transformers answers by them."""
-        seed = next(self.seeds)
-        found = said_by_transformers(make_folder(self.folders / str(seed), seed))
-        assert found.text != self.expected.text, "the weights cannot be told apart"
-        self.ask("load", folder=str(self.folders / str(seed)))
+        folder, found = self.at.other_weights()
+        self.ask("load", folder=str(folder))
         return found
 
     def send(self) -> list[int | None]:
         """Send new weights; how many bytes each rank has pushed."""
         expected = self.new_weights()
         pushed = self.ask("send")
-        self.expected = expected
+        self.at.expected = expected
         return pushed
-
-    def check(self) -> None:
-        """The server answers as transformers does."""
-        found = self.server.complete(PROMPT, TOKENS)
-        assert found.text.strip() == self.expected.text
-        assert found.logprobs == pytest.approx(self.expected.logprobs, abs=1e-3)
-        assert not self.server.is_paused()
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    folders, logs = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("logs")
-    model = make_folder(folders / "1", 1)
-    service = KillableService(
-        tmp_path_factory.mktemp("store"), bulk_port="off"
-    )  # weights go through the gate, too
-    variables = {**environment(), "WEIGHBRIDGE_CACHE": str(folders / "cache"), "OMP_NUM_THREADS": "1"}
-    service.start()
+    with (
+        sending_place(tmp_path_factory.mktemp("sent"), PYTHON, MODEL, "llama") as at,
+        trainer(RANKS, at, at.logs) as ranks,
+    ):
+        at.server.wait_ready()
+        yield Place(at, ranks)
+
+
+@contextlib.contextmanager
+def trainer(size: int, at: SendingPlace, logs: Path) -> Iterator[list[Job]]:
+    """So many ranks with the model that the server started from."""
     with contextlib.ExitStack() as stack:
-        stack.callback(service.kill)
-        gate = stack.enter_context(Gate(service.address))
-        server = stack.enter_context(
-            VllmServer(PYTHON, None, str(folders / "1"), logs / "vllm.log", *EAGER, environment=variables)
-        )
         ranks = [
-            stack.enter_context(jobs.running([PYTHON, JOB], logs / f"rank-{rank}.log", variables))
-            for rank in range(RANKS)
+            stack.enter_context(jobs.running([PYTHON, JOB], logs / f"rank-{rank}.log", at.variables))
+            for rank in range(size)
         ]
         for rank, job in enumerate(ranks):
-            job.begin(
-                "start", rank=rank, ranks=RANKS, meeting=str(folders / "meeting"), folder=str(folders / "1")
-            )
-        found = Place(service, gate, server, ranks, folders, said_by_transformers(model))
-        found.answers()
-        server.wait_ready()
-        yield found
+            job.begin("start", rank=rank, ranks=size, meeting=str(logs / "meeting"), folder=str(at.first))
+        for job in ranks:
+            job.answer()
+        yield ranks
 
 
 @pytest.fixture(autouse=True)
 def in_order(place: Place) -> Iterator[None]:
     yield
-    place.check()
+    place.at.check()
 
 
 def nbytes(place: Place) -> int:
-    return sum(file.stat().st_size for file in (place.folders / "1").glob("*.safetensors"))
+    return sum(file.stat().st_size for file in place.at.first.glob("*.safetensors"))
 
 
 def opened(place: Place) -> set[int]:
     """Versions that are being pushed."""
-    with TrainerClient(place.service.address) as client:
-        found = client.versions(MODEL, include_invisible=True)
+    found = place.at.versions(include_invisible=True)
     return {each.number for each in found if each.state in (VersionState.OPEN, VersionState.RECEIVING)}
 
 
 def versions(place: Place) -> list[int]:
-    with TrainerClient(place.service.address) as client:
-        return [version.number for version in client.versions(MODEL)]
+    return [version.number for version in place.at.versions()]
 
 
 @pytest.mark.parametrize(
@@ -174,8 +140,8 @@ def test_a_live_server_answers_as_transformers_does_by_the_weights_that_were_sen
     whole = nbytes(place)
     for _ in range(2):
         pushed = place.send()
-        place.check()
-        assert place.server.weight_version() == f"{MODEL}@{versions(place)[0]}"
+        place.at.check()
+        assert place.at.server.weight_version() == f"{MODEL}@{versions(place)[0]}"
         # headers of files are not pushed
         assert sum(each or 0 for each in pushed) == pytest.approx(whole, rel=0.02)
         if shares is not None:
@@ -195,7 +161,7 @@ def test_weights_that_are_not_the_models_are_refused_by_name_and_touch_no_engine
     assert all(said)
     assert any("model.norm.weights: the model has no such tensor" in each for each in said), said
     assert versions(place) == had
-    place.check()
+    place.at.check()
     place.ask("misname", name="")
     place.send()
 
@@ -210,12 +176,12 @@ def test_a_service_that_is_killed_in_the_middle_is_said_on_all_ranks_and_the_nex
         rank.begin("send")
 
     eventually(lambda: opened(place))
-    place.service.kill()
+    place.at.service.kill()
     gate.touch()
     said = place.failures()
-    assert all(place.service.address in each for each in said), said
-    place.check()
-    place.service.start()
+    assert all(place.at.service.address in each for each in said), said
+    place.at.check()
+    place.at.service.start()
     place.ask("hold", until="")
     place.send()
 
@@ -236,15 +202,44 @@ def test_a_rank_that_does_not_know_what_it_holds_is_named_on_all_and_the_next_se
     place.send()
 
 
+def test_fewer_ranks_than_the_trainer_has_push_and_agree_on_failures_in_a_group_of_theirs(
+    place: Place, tmp_path: Path
+) -> None:
+    with trainer(RANKS + 1, place.at, tmp_path) as ranks:
+        three = replace(place, ranks=ranks)
+        three.connect(ranks=RANKS, pushing=range(RANKS))
+        three.ask("forget", rank=1)
+        for rank in ranks:
+            rank.begin("send")
+        first, second, third = three.failures()
+        assert "rank 1: RuntimeError: what this rank holds is not known" in first
+        assert "what this rank holds is not known" in second
+        assert third == ""
+        three.ask("forget", rank=None)
+        pushed = three.send()
+        assert [each is not None for each in pushed] == [True, True, False]
+
+        for rank in ranks:
+            rank.begin(
+                "connect",
+                url=place.at.server.url,
+                said={"model": MODEL, "ranks": RANKS},
+                stages=False,
+                pushing=[0, 1, 2],
+            )
+        refused = three.failures()
+        assert ["the group has 3 ranks, and 2 push" in each for each in refused] == [True, True, False]
+
+
 def test_a_version_that_a_killed_trainer_has_left_open_is_in_nobody_s_way(place: Place) -> None:
     place.connect(ranks=RANKS)
-    tensor = next(iter(load_file(place.folders / "1" / "model.safetensors").items()))
+    tensor = next(iter(load_file(place.at.first / "model.safetensors").items()))
     before = opened(place)
-    with TrainerClient(place.service.address) as killed, ThreadPoolExecutor(1) as pool:
+    with TrainerClient(place.at.service.address) as killed, ThreadPoolExecutor(1) as pool:
         push = pool.submit(
             killed.push_gathered, MODEL, [tensor], step=1, rank=0, world_size=RANKS, held=[tensor[0]]
         )
-        eventually(lambda: opened(place) > before)
+        eventually(lambda: opened(place) - before)  # one of before may end meanwhile
         [left] = opened(place) - before
         try:
             place.send()
@@ -253,7 +248,7 @@ def test_a_version_that_a_killed_trainer_has_left_open_is_in_nobody_s_way(place:
             killed.abort(MODEL, left)
         with pytest.raises(VersionFailed):
             push.result().report()
-    place.check()
+    place.at.check()
 
 
 def test_an_update_whose_start_was_not_answered_is_ended_and_the_next_send_works(place: Place) -> None:
@@ -264,10 +259,10 @@ def test_an_update_whose_start_was_not_answered_is_ended_and_the_next_send_works
         rank.begin("send")
     sender, _ = place.failures()
     assert "did not answer start_weight_update: the answer is lost" in sender
-    place.check()
+    place.at.check()
     place.ask("lose", on=False)
     place.ask("send")
-    place.expected = expected
+    place.at.expected = expected
 
 
 @pytest.mark.parametrize("ranks", [1, RANKS])
@@ -276,25 +271,25 @@ def test_an_engine_that_cannot_fetch_says_so_in_its_own_words_and_the_next_send_
 ) -> None:
     place.connect(ranks=ranks)
     expected = place.new_weights()
-    place.gate.cut_after(100_000)
+    place.at.gate.cut_after(100_000)
     for rank in place.ranks:
         rank.begin("send")
     sender, other = place.failures()
     assert "the engine refused /update_weights" in sender
-    assert place.gate.address in sender
+    assert place.at.gate.address in sender
     if ranks == RANKS:
         assert "rank 0: the engine refused /update_weights" in other
-        assert place.gate.address in other
+        assert place.at.gate.address in other
     else:
         assert other == ""
-    place.check()
-    place.gate.open()
+    place.at.check()
+    place.at.gate.open()
     place.ask("send")
-    place.expected = expected
+    place.at.expected = expected
 
 
 def test_engines_that_do_not_answer_are_named(place: Place) -> None:
-    told = {"model": MODEL, "server": place.service.address, "ranks": RANKS}
+    told = {"model": MODEL, "server": place.at.service.address, "ranks": RANKS}
     for rank in place.ranks:
         rank.begin("connect", url="http://127.0.0.1:9", said=told, stages=False)
     for said in place.failures():

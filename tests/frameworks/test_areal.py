@@ -5,6 +5,7 @@ The engines are HTTP servers that answer as SGLang's do, and load what they are 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.areal_jobs import ArealJob, Engine, areal_job, needs_areal, write_tokenizer
+from tests.support.areal_jobs import ArealJob, Engine, areal_engine, areal_job, needs_areal, write_tokenizer
 from tests.support.jobs import JobFailed
 from tests.support.killable_service import KillableService
 from tests.support.reference import tiny_config, tiny_model
@@ -78,17 +79,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     write_tokenizer(folder / "hf")
     service = KillableService(folder / "store", receive_timeout=20.0)
     service.start()
-    engines = [Engine(), Engine()]
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(service.kill)
+        engines = [stack.enter_context(areal_engine()) for _ in range(2)]
         with areal_job(folder, service.address, MODEL, engines) as job:
             bases = job.ask("start", folder=str(folder / "hf"), root=str(folder / "files"))
             assert bases == [["WeighbridgeFSDPActor", "UpdatesByWeighbridge", "FSDPPPOActor"]] * 2
             weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             yield Place(service, job, engines, weights)
-    finally:
-        for engine in engines:
-            engine.close()
-        service.kill()
 
 
 def test_engines_have_the_actors_weights_after_each_update_and_each_byte_is_pushed_once(place: Place) -> None:
@@ -138,10 +136,9 @@ def test_a_service_that_is_killed_in_the_middle_of_an_update_is_told_of_and_the_
     place.job.begin("update", version=place.version)
     eventually(Path(f"{held}.waiting").exists)
     with TrainerClient(place.service.address) as client:
+        # what rank 0 has not yet sealed it would push to the next service
         eventually(
-            lambda: (
-                client.versions(MODEL, include_invisible=True)[0].number > client.versions(MODEL)[0].number
-            )
+            lambda: "rank 1 to push and seal" in client.versions(MODEL, include_invisible=True)[0].waits_for
         )
     place.service.kill()
     place.service.start()

@@ -87,6 +87,12 @@ def test_a_rank_that_cannot_onload_is_told_of_by_all_at_each_update(place: Place
     place.check_loaded(found[0], 3)
 
 
+def test_ranks_that_are_known_to_be_able_to_push_tell_each_other_only_how_it_went(place: Place) -> None:
+    for rank in place.updates("", "", "no memory", "", ""):
+        assert [bool(each) for each in rank["raised"]] == [False, False, True, False, False]
+        assert rank["exchanges"] == [3, 2, 1, 3, 2]
+
+
 def test_what_engines_may_still_read_stays_until_they_have_loaded_another_version(place: Place) -> None:
     first, second = place.updates("refuses", "hangs", "")
     assert first["raised"] == second["raised"]

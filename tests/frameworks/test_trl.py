@@ -5,27 +5,21 @@ Two steps of real training on what the server generates, by TRL's own rollout wo
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support import jobs
-from tests.support.gate import Gate
 from tests.support.jobs import Job, JobFailed
-from tests.support.killable_service import KillableService
+from tests.support.sending_places import SendingPlace, sending_place
 from tests.support.trl_environment import PYTHON, needs_trl
-from tests.support.vllm_environment import environment
 from tests.support.waiting import eventually
-from tests.support.word_models import PROMPT, TOKENS, make_folder, said_by_transformers
-from weighbridge import TrainerClient
-from weighbridge_demo.vllm_server import EAGER, Answer, VllmServer
+from tests.support.word_models import said_by_transformers
+from weighbridge_demo.vllm_server import Answer
 
 pytestmark = [needs_trl, pytest.mark.slow, pytest.mark.xdist_group("trl"), pytest.mark.timeout(900)]
 
@@ -35,84 +29,45 @@ JOB = Path(__file__).parent / "trl_cpu" / "trl_job.py"
 
 @dataclass
 class Place:
-    """A service that vLLM reaches through a gate, a vLLM server that started from a folder, and a TRL job.
+    """A place to send weights at, and a TRL job."""
 
-    Attributes:
-        expected: what transformers answers in the server's place.
-    """
-
-    service: KillableService
-    gate: Gate
-    server: VllmServer
+    at: SendingPlace
     job: Job
-    folders: Path
-    expected: Answer
-    seeds: Iterator[int] = field(default_factory=lambda: itertools.count(2))
 
     def new_weights(self) -> Answer:
         """Give the trainer other weights; what transformers answers by them."""
-        seed = next(self.seeds)
-        found = said_by_transformers(make_folder(self.folders / str(seed), seed, "qwen3"))
-        assert found.text != self.expected.text, "the weights cannot be told apart"
-        self.job.ask("load", folder=str(self.folders / str(seed)))
+        folder, found = self.at.other_weights()
+        self.job.ask("load", folder=str(folder))
         return found
 
     def sync(self) -> int:
         """Sync new weights; how many bytes the server has fetched."""
         expected = self.new_weights()
         nbytes: int = self.job.ask("sync")
-        self.expected = expected
+        self.at.expected = expected
         return nbytes
-
-    def check(self) -> None:
-        """The server answers as transformers does."""
-        found = self.server.complete(PROMPT, TOKENS)
-        assert found.text.strip() == self.expected.text
-        assert found.logprobs == pytest.approx(self.expected.logprobs, abs=1e-3)
-        assert not self.server.is_paused()
-
-    def versions(self, **which: Any) -> list[Any]:
-        """Those of the model, the newest first."""
-        with TrainerClient(self.service.address) as client:
-            return client.versions(MODEL, **which)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    folders, logs = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("logs")
-    folder = folders / "1"
-    model = make_folder(folder, 1, "qwen3")
-    service = KillableService(
-        tmp_path_factory.mktemp("store"), bulk_port="off"
-    )  # weights go through the gate, too
-    variables = {**environment(), "WEIGHBRIDGE_CACHE": str(folders / "cache"), "OMP_NUM_THREADS": "1"}
-    service.start()
-    with contextlib.ExitStack() as stack:
-        stack.callback(service.kill)
-        gate = stack.enter_context(Gate(service.address))
-        server = stack.enter_context(
-            VllmServer(PYTHON, None, str(folder), logs / "vllm.log", *EAGER, environment=variables)
-        )
-        job = stack.enter_context(jobs.running([PYTHON, JOB], logs / "trl.log", variables))
-        told = {
-            "model": MODEL,
-            "server": service.address,
-            "engine_server": gate.address,
-            "hf_dir": str(folder),
-            "retry_seconds": 4.0,
-        }
-        job.ask("start", folder=str(folder), url=server.url, said=told, output=str(folders / "output"))
-        yield Place(service, gate, server, job, folders, said_by_transformers(model))
+    root = tmp_path_factory.mktemp("trl")
+    with (
+        sending_place(root, PYTHON, MODEL, "qwen3") as at,
+        jobs.running([PYTHON, JOB], at.logs / "trl.log", at.variables) as job,
+    ):
+        output = str(root / "output")
+        job.ask("start", folder=str(at.first), url=at.server.url, said=at.told, output=output)
+        yield Place(at, job)
 
 
 @pytest.fixture(autouse=True)
 def in_order(place: Place) -> Iterator[None]:
     yield
-    place.check()
+    place.at.check()
 
 
 def test_what_is_trained_on_the_servers_own_rollouts_is_what_it_answers_by(place: Place) -> None:
-    result = place.folders / "trained"
+    result = place.at.first.parent / "trained"
     place.job.begin("train", result=str(result))
     log = place.job.answer(600)
     first = next(each for each in log if "kl" in each)
@@ -120,23 +75,23 @@ def test_what_is_trained_on_the_servers_own_rollouts_is_what_it_answers_by(place
     assert (first["ratio"], first["kl"]) == (pytest.approx(1, abs=1e-4), pytest.approx(0, abs=1e-6))
     assert log[-1]["train_loss"] != 0
     # with the configuration as it was: TRL's transformers has saved it in a form that older ones misread
-    model = AutoModelForCausalLM.from_pretrained(place.folders / "1")
+    model = AutoModelForCausalLM.from_pretrained(place.at.first)
     model.load_state_dict(load_file(result / "model.safetensors"))
     trained = said_by_transformers(model)
-    assert trained.logprobs != pytest.approx(place.expected.logprobs, abs=1e-2)
-    place.expected = trained
-    assert [version.step for version in place.versions()] == [2, 1, 0]
-    assert place.server.weight_version() == f"{MODEL}@3"
+    assert trained.logprobs != pytest.approx(place.at.expected.logprobs, abs=1e-2)
+    place.at.expected = trained
+    assert [version.step for version in place.at.versions()] == [2, 1, 0]
+    assert place.at.server.weight_version() == f"{MODEL}@3"
 
 
 def test_a_sync_brings_exactly_the_trainers_weights(place: Place) -> None:
     for _ in range(2):
         nbytes = place.sync()
-        place.check()
-        (newest, *_) = place.versions()
-        assert place.server.weight_version() == f"{MODEL}@{newest.number}"
+        place.at.check()
+        (newest, *_) = place.at.versions()
+        assert place.at.server.weight_version() == f"{MODEL}@{newest.number}"
         assert nbytes == sum(
-            tensor.nbytes for tensor in load_file(place.folders / "1" / "model.safetensors").values()
+            tensor.nbytes for tensor in load_file(place.at.first / "model.safetensors").values()
         )
 
 
@@ -146,27 +101,27 @@ def test_the_server_generates_until_the_version_is_complete_and_a_service_that_i
     gate = tmp_path / "go on"
     place.job.ask("hold", until=str(gate))
     place.job.begin("sync")
-    eventually(lambda: any(not each.state.visible for each in place.versions(include_invisible=True)))
-    place.check()
-    place.service.kill()
+    eventually(lambda: any(not each.state.visible for each in place.at.versions(include_invisible=True)))
+    place.at.check()
+    place.at.service.kill()
     gate.touch()
-    with pytest.raises(JobFailed, match=place.service.address):
+    with pytest.raises(JobFailed, match=place.at.service.address):
         place.job.answer()
-    place.check()
-    place.service.start()
+    place.at.check()
+    place.at.service.start()
     place.job.ask("hold", until="")
     place.sync()
 
 
 def test_a_server_that_cannot_fetch_is_named_and_keeps_its_weights_until_the_next_sync(place: Place) -> None:
     expected = place.new_weights()
-    place.gate.cut_after(100_000)
+    place.at.gate.cut_after(100_000)
     with pytest.raises(JobFailed) as error:
         place.job.ask("sync")
-    (newest, *_) = place.versions()
+    (newest, *_) = place.at.versions()
     assert f"not all engines can take version {newest.number}; none was paused" in str(error.value)
-    assert f"{place.server.url}: version {newest.number} could not be prepared" in str(error.value)
-    place.check()
-    place.gate.open()
+    assert f"{place.at.server.url}: version {newest.number} could not be prepared" in str(error.value)
+    place.at.check()
+    place.at.gate.open()
     place.job.ask("sync")
-    place.expected = expected
+    place.at.expected = expected

@@ -107,14 +107,28 @@ def actor(model: torch.nn.Module, hf_dir: str, group: dist.ProcessGroup) -> Any:
 def updates(
     rank: int, address: str, hf_dir: str, root: str, model: torch.nn.Module, faults: Sequence[str]
 ) -> dict[str, Any]:
-    """An update for each fault, of which some are the second member's and some the rollouts': what it has raised, and what the rollouts saw."""
+    """An update for each fault, of which some are the second member's and some the rollouts': what it has raised,
+    how often ranks told each other something, and what the rollouts saw."""
     group = dist.new_group(MEMBERS, backend="gloo")
     if rank not in MEMBERS:
         return {}
     os.environ |= {"WEIGHBRIDGE_SERVER": address, "WEIGHBRIDGE_LANE": "grpc"}
     mine, second = actor(model, hf_dir, group), rank == MEMBERS[1]
-    found: dict[str, Any] = {"raised": [], "left": [], "folders": mine.rollout_engine.folders}
+    found: dict[str, Any] = {
+        "raised": [],
+        "left": [],
+        "exchanges": [],
+        "folders": mine.rollout_engine.folders,
+    }
+    gather = dist.all_gather_object
+
+    def counted(*arguments: Any, **named: Any) -> None:
+        found["exchanges"][-1] += 1
+        gather(*arguments, **named)
+
+    dist.all_gather_object = counted
     for number, fault in enumerate(faults):
+        found["exchanges"].append(0)
         os.environ["WEIGHBRIDGE_MODEL"] = "" if fault == "no model" and second else MODEL
         if fault == "no service" and second:
             mine._client = TrainerClient("127.0.0.1:1", retry_seconds=0.5)

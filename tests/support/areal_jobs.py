@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.jobs import Job, running
+from tests.support.json_servers import json_server
 from tests.support.ports import reserved_port
 
 HERE = Path(__file__).parents[2] / "tests" / "frameworks" / "areal_cpu"
@@ -33,39 +31,15 @@ needs_areal = pytest.mark.skipif(
 
 
 class Engine:
-    """An engine's server: what it was asked, and what it has loaded."""
+    """An engine: where its server is, what it was asked, and what it has loaded."""
 
     def __init__(self) -> None:
+        self.address = ""
         self.asked: list[str] = []
         self.loaded: dict[str, torch.Tensor] = {}
         self.generates = True
         self.loaded_while_generating = False
         self.refuses: set[str] = set()
-        engine = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._answer(200, {})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
-                self._answer(*engine.answer(self.path, body))
-
-            def _answer(self, status: int, value: Any) -> None:
-                said = json.dumps(value).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(said)))
-                self.end_headers()
-                self.wfile.write(said)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         self.asked.append(path)
@@ -81,10 +55,14 @@ class Engine:
             self.loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
         return 200, {"success": True, "message": "", "num_paused_requests": 0}
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+
+@contextmanager
+def areal_engine() -> Iterator[Engine]:
+    """An engine whose server answers until the end."""
+    engine = Engine()
+    with json_server(engine.answer) as url:
+        engine.address = url.removeprefix("http://")
+        yield engine
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -142,7 +120,7 @@ def areal_job(
 def _rank(folder: Path, rank: int, port: str, said: Mapping[str, str]) -> Iterator[Job]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "RAY_"))}
     environment |= {
-        "PYTHONPATH": str(HERE / "loggers"),
+        "PYTHONPATH": str(HERE.parent / "loggers"),
         "AREAL_SPMD_MODE": "1",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

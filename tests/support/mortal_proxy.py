@@ -12,11 +12,14 @@ class MortalProxy:
 
     Attributes:
         address: for clients.
+        brought: bytes that have gone to clients.
     """
 
     def __init__(self, target: str) -> None:
         host, _, port = target.partition(":")
         self._target = (host, int(port))
+        self.brought = 0
+        self._lock = threading.Lock()
         self._left: int | None = None
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -40,12 +43,15 @@ class MortalProxy:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(self._target)
                 self._sockets += [client, server]
-                threading.Thread(target=self._pump, args=(client, server), daemon=True).start()
-                threading.Thread(target=self._pump, args=(server, client), daemon=True).start()
+                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, to_client: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(16384):
+                if to_client:
+                    with self._lock:
+                        self.brought += len(data)
                 if self._left is not None:
                     self._left -= len(data)
                     if self._left < 0:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from torch import Tensor
 
+from tests.support.json_servers import json_server
 from weighbridge import EngineClient, TensorParallel
 from weighbridge.errors import WeighbridgeError
 from weighbridge.follow.wanted import Wanted
@@ -118,26 +117,5 @@ def _said(success: bool, message: str) -> tuple[int, dict[str, Any]]:
 def fake_sglang(tp: int = 2) -> Iterator[FakeSglang]:
     """An engine whose server answers until the end."""
     engine = FakeSglang(tp)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            status, found = engine.answer(self.path, json.loads(self.rfile.read(length) or b"{}"))
-            text = json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        do_POST = do_GET
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        engine.url = f"http://127.0.0.1:{server.server_port}"
+    with json_server(engine.answer) as engine.url:
         yield engine
-        server.shutdown()
-        thread.join()

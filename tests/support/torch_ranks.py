@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tests.support.forked import run_jobs
 from weighbridge_demo.ranks import gloo_job
 
-WAYS = ("fsdp", "fsdp3", "fsdp4", "hsdp", "tp_fsdp", "ddp", "compiled_fsdp")
+WAYS = ("fsdp", "fsdp3", "fsdp4", "fsdp8", "hsdp", "tp_fsdp", "ddp", "compiled_fsdp")
 """How `shared` can share a model over its ranks: two, or as many as the name says, or four for HSDP and tensor parallelism."""
 
 
@@ -30,8 +30,8 @@ def shared(model: PreTrainedModel, way: str) -> torch.nn.Module:
     module: Any = model
     layers = model.model.layers
     match way:
-        case "fsdp" | "fsdp3" | "fsdp4" | "compiled_fsdp":
-            mesh = init_device_mesh("cpu", ({"fsdp3": 3, "fsdp4": 4}.get(way, 2),))
+        case "fsdp" | "fsdp3" | "fsdp4" | "fsdp8" | "compiled_fsdp":
+            mesh = init_device_mesh("cpu", ({"fsdp3": 3, "fsdp4": 4, "fsdp8": 8}.get(way, 2),))
         case "hsdp":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         case "tp_fsdp":

@@ -90,8 +90,10 @@ class Rank:
             fully_shard(layer, mesh=mesh)
         fully_shard(self._model, mesh=mesh)
 
-    def connect(self, url: str, said: dict[str, Any], stages: bool) -> None:
-        """As a user of vLLM's factory writes it."""
+    def connect(self, url: str, said: dict[str, Any], stages: bool, pushing: list[int] | None = None) -> None:
+        """As a user of vLLM's factory writes it, with a group of the ranks that push, if it is asked for."""
+        if pushing is not None:
+            said = {**said, "group": dist.new_group(pushing, backend="gloo")}
         self._source = (Stages if stages else Source)(self._model)
         self._source.rank = self._rank
         self._client = Client(url)

@@ -11,6 +11,7 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `calls`: what is asked of the service, and what the answers mean, as steps without I/O.
 - `pushing`: the run of a push.
 - `rank_stream`: the stream of a rank's bytes, resumed where it breaks.
+- `copying_behind`: shards that are copied out while training goes on, up to the optimizer's step.
 - `delivery`: shards on their way, by memory that is lent and by gRPC.
 - `push_options`: what a trainer says of a version beside its weights.
 - `push_handle`: its progress and cost.
@@ -19,4 +20,6 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `attempts`: attempts at a version that a ref names.
 - `filling`: a torch model that a pull fills.
 - `restoring`: the run of a restore.
+- `training`: training states beside weights: pushed with them, and restored.
+- `checkpoint_manager`: saves and restores of a training loop of one's own.
 """

@@ -98,7 +98,7 @@ def fit(
         of=f"{plan.version.model}@{plan.version.number}",
     )
     if isinstance(target, torch.nn.Module):
-        check_not_copied(target, held)
+        check_not_copied(target, held.layout, held.tensors)
     by_name = {
         placement.shard.tensor: tensor
         for placement, tensor in zip(held.layout.placements, held.tensors, strict=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from weighbridge._clients.calls import version_calls
 from weighbridge._clients.connection import Connection
+from weighbridge._clients.copying_behind import Copying
 from weighbridge._core.resources import Version, VersionState, why_held
 from weighbridge.errors import DeadlineExceeded
 
@@ -50,12 +51,13 @@ class PushReport:
 
 
 class PushHandle:
-    """A push on its way. The shards have been copied out: the rank may change its tensors.
+    """A push on its way. The shards have been copied out, unless that was put off: the rank may change its tensors.
 
     Attributes:
         model: the model.
         number: the version's number.
         stream_bytes: bytes this rank pushes.
+        training: the push of the training state behind it, which succeeds or fails by itself; None if there is none.
     """
 
     def __init__(
@@ -66,13 +68,24 @@ class PushHandle:
         stream_bytes: int,
         report: Future[PushReport],
         seal: Callable[[], None] | None = None,
+        copying: Copying | None = None,
     ) -> None:
         self.model = model
         self.number = number
         self.stream_bytes = stream_bytes
+        self.training: PushHandle | None = None
         self._connection = connection
         self._report = report
         self._held_seal = seal
+        self._copying = copying
+
+    def copied(self, timeout: float | None = None) -> bool:
+        """Wait until the rank may change its tensors: at once, but for a push with ``until``. Whether it may; if it failed to copy them, too.
+
+        Args:
+            timeout: seconds; None waits as long as it takes.
+        """
+        return self._copying is None or self._copying.ended.wait(timeout)
 
     def __repr__(self) -> str:
         how = "delivered" if self.done else "on its way"

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 
 from weighbridge._clients.calls import push_calls, version_calls
 from weighbridge._clients.connection import Connection
+from weighbridge._clients.copying_behind import Copying
 from weighbridge._clients.delivery import Delivery, copy_out, lend, take_passing
 from weighbridge._clients.push_handle import PushHandle, PushReport
 from weighbridge._clients.push_options import check_heard
@@ -48,6 +49,25 @@ _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Shards of a rank that are copied out.
+
+    Attributes:
+        delivery: where to.
+        casts: as of `ShardSource`.
+        replicas: checksums of those that other ranks hold, too.
+        nbytes: of all of them.
+        seconds: how long that took.
+    """
+
+    delivery: Delivery
+    casts: tuple[int, int]
+    replicas: Sequence[pb.ReplicaChecksum]
+    nbytes: int
+    seconds: float
+
+
 class Pusher:
     """Makes the pushes of one client. Thread-safe.
 
@@ -72,8 +92,10 @@ class Pusher:
         open_source: OpenSource | OpenPassing,
         *,
         hold_seal: bool = False,
+        behind: pb.OpenVersionRequest | None = None,
+        copying: Copying | None = None,
     ) -> PushHandle:
-        """Push the shards of a rank. Returns once they are copied out.
+        """Push the shards of a rank. Returns once they are copied out, or with ``copying`` once it is known which.
 
         Args:
             opening: says which version; the same of all ranks, but for the client's id.
@@ -83,6 +105,8 @@ class Pusher:
             open_source: is called for the bytes of the shards that this rank is to push; and, for those that other ranks hold, too, before
                 that to compare them. Shards that pass by are held by no other rank.
             hold_seal: leave it to `PushHandle.seal` to seal the rank.
+            behind: opening of what all ranks push next. If this rank fails where the others do not, they are told that it will not come.
+            copying: copies the shards behind the caller; they do not pass by, and the seal is not held.
 
         Raises:
             WeighbridgeError: as `TrainerClient.push` says.
@@ -90,74 +114,118 @@ class Pusher:
         started = time.monotonic()
         connection, model = self._connection, opening.model
         self._slots.acquire()
-        number = 0
-        delivery: Delivery | None = None
+        number, all_declared = 0, False
+        taken: _Taken | None = None
         try:
             opened, at = self._open(opening)
             number = opened.number
             check_heard(opening, opened)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
             declared = connection.run(push_calls.declare(header, layout, space), at=at)
-            assigned = list(declared.assigned)
-            chosen = layout.select(assigned)
+            all_declared = True
+            chosen = layout.select(list(declared.assigned))
             report: Future[PushReport] = Future()
-            copying = time.monotonic()
             placed = [PlacedPart(each.start, each.end, each.places) for each in declared.placed]
             counts = PushCounts(chosen, placed)
             stream = RankStream(connection, header, at, routes_of(declared, rank), counts)
-            replicas: Sequence[pb.ReplicaChecksum] = ()
-            if isinstance(open_source, OpenPassing):
-                passing = open_source.make(chosen)
-                lent = lend(connection.lane, header, chosen)
-                delivery = take_passing(
-                    lent, chosen, passing, stream.send, open_source.buffer_bytes, counts, self._staging
-                )
-                casts = passing.casts
+            take = partial(self._take, stream, layout, declared, chosen, open_source)
+            if copying is None:
+                taken = take()
+                held_seconds = time.monotonic() - started
+                rest = partial(self._deliver, report, stream, held_seconds, taken, hold_seal=hold_seal)
             else:
-                replicas = self._replicas.of_push(
-                    model, number, layout, declared.shared, open_source, partial(self._is_visible, model)
-                )
-                source = open_source(assigned, chosen)
-                if declared.shifts:
-                    source = source.shifted(dict(declared.shifts))
-                casts = source.casts
-                lent = lend(connection.lane, header, chosen)
-                delivery = copy_out(lent, chosen, source, counts)
-            now = time.monotonic()
-            begun = PushReport(
-                held_seconds=now - started,
-                copy_seconds=now - copying,
-                stream_bytes=chosen.nbytes,
-                stream_seconds=0.0,
-                lane=lent.lane,
-                lane_reason=lent.why_not_local,
-                local_bytes=delivery.local_bytes,
-                cast_tensors=casts[0],
-                widened_tensors=casts[1],
-            )
-            seal = partial(stream.seal, replicas)
+                rest = partial(self._take_behind, report, stream, started, take, copying)
             # not a daemon: a trainer that ends after its last push must not lose it
-            threading.Thread(
-                target=self._deliver,
-                args=(report, begun, stream, delivery, None if hold_seal else seal),
-                name=f"push-{model}@{number}",
-            ).start()
+            threading.Thread(target=rest, name=f"push-{model}@{number}").start()
         except BaseException as error:
             self._slots.release()
-            if delivery is not None:
-                delivery.release()
+            if copying is not None:
+                copying.ended.set()
+            if taken is not None:
+                taken.delivery.release()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
             if not number and isinstance(error, InvalidArgument):
                 self._refuse(opening, rank, error)
             elif number and not isinstance(error, AlreadyExists):
-                with contextlib.suppress(WeighbridgeError):
-                    reason = _in_a_line(f"rank {rank} gave up", error)
-                    connection.run(push_calls.abort(model, number, reason, refused=opening.client_id))
+                self._give_up(
+                    pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id), error
+                )
+                if behind is not None and all_declared and isinstance(error, Exception):
+                    behind.at_least = number
+                    self._refuse(behind, rank, error)
             raise
         with self._lock:
             self._running = [each for each in self._running if not each.done()] + [report]
-        return PushHandle(connection, model, number, chosen.nbytes, report, seal if hold_seal else None)
+        seal = partial(stream.seal, taken.replicas) if taken is not None and hold_seal else None
+        return PushHandle(connection, model, number, chosen.nbytes, report, seal, copying)
+
+    def _take(
+        self,
+        stream: RankStream,
+        layout: Layout,
+        declared: pb.DeclareLayoutResponse,
+        chosen: Layout,
+        open_source: OpenSource | OpenPassing,
+    ) -> _Taken:
+        """Copy out the shards of a rank.
+
+        Args:
+            stream: takes what goes by gRPC.
+            layout: of all that the rank holds.
+            declared: the service's answer to it.
+            chosen: of the shards that the rank is to push.
+            open_source: as for `push`.
+        """
+        begun, header, counts = time.monotonic(), stream.header, stream.counts
+        replicas: Sequence[pb.ReplicaChecksum] = ()
+        if isinstance(open_source, OpenPassing):
+            passing = open_source.make(chosen)
+            lent = lend(self._connection.lane, header, chosen)
+            delivery = take_passing(
+                lent, chosen, passing, stream.send, open_source.buffer_bytes, counts, self._staging
+            )
+            casts = passing.casts
+        else:
+            visible = partial(self._is_visible, header.model)
+            replicas = self._replicas.of_push(
+                header.model, header.number, layout, declared.shared, open_source, visible
+            )
+            source = open_source(list(declared.assigned), chosen)
+            if declared.shifts:
+                source = source.shifted(dict(declared.shifts))
+            casts = source.casts
+            lent = lend(self._connection.lane, header, chosen)
+            delivery = copy_out(lent, chosen, source, counts)
+        return _Taken(delivery, casts, replicas, chosen.nbytes, time.monotonic() - begun)
+
+    def _take_behind(
+        self,
+        report: Future[PushReport],
+        stream: RankStream,
+        started: float,
+        take: Callable[[], _Taken],
+        copying: Copying,
+    ) -> None:
+        """Copy out the shards of a rank behind its back, and deliver them."""
+        header, held_seconds = stream.header, time.monotonic() - started
+        try:
+            with copying.behind():
+                taken = take()
+        except BaseException as error:  # goes to whoever waits
+            self._slots.release()
+            self._give_up(header, error)
+            report.set_exception(error)
+            return
+        self._deliver(report, stream, held_seconds, taken, hold_seal=False)
+
+    def _give_up(self, header: pb.PushHeader, error: BaseException) -> None:
+        """Give up a version of which a rank cannot push its part."""
+        reason = _in_a_line(f"rank {header.rank} gave up", error)
+        with contextlib.suppress(WeighbridgeError):
+            self._connection.run(
+                push_calls.abort(header.model, header.number, reason, refused=header.client_id)
+            )
 
     @contextlib.contextmanager
     def telling(self, opening: pb.OpenVersionRequest, rank: int) -> Iterator[None]:
@@ -206,12 +274,12 @@ class Pusher:
     def _deliver(
         self,
         report: Future[PushReport],
-        begun: PushReport,
         stream: RankStream,
-        delivery: Delivery,
-        seal: Callable[[], None] | None,
+        held_seconds: float,
+        taken: _Taken,
+        hold_seal: bool,
     ) -> None:
-        started, counts = time.monotonic(), stream.counts
+        started, counts, delivery = time.monotonic(), stream.counts, taken.delivery
         try:
             if delivery.lent.loan is not None:
                 counts.add(delivery.lent.loan.count())
@@ -221,12 +289,19 @@ class Pusher:
             broken = counts.by_tensor
             if broken:
                 log.warning(_told(stream.header, broken))
-            if seal is not None:
-                seal()
+            if not hold_seal:
+                stream.seal(taken.replicas)
             report.set_result(
-                replace(
-                    begun,
+                PushReport(
+                    held_seconds=held_seconds,
+                    copy_seconds=taken.seconds,
+                    stream_bytes=taken.nbytes,
                     stream_seconds=time.monotonic() - started,
+                    lane=delivery.lent.lane,
+                    lane_reason=delivery.lent.why_not_local,
+                    local_bytes=delivery.local_bytes,
+                    cast_tensors=taken.casts[0],
+                    widened_tensors=taken.casts[1],
                     nonfinite_elements=counts.total,
                     nonfinite_tensors=tuple(itertools.islice(broken.items(), _NAMED_IN_REPORT)),
                 )

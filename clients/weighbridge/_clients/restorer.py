@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weighbridge._clients import restoring
 from weighbridge._clients.calls import push_calls
 from weighbridge._clients.client import Client
+from weighbridge._clients.training import is_training, restore_training
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.megatron_rank import MegatronRank
@@ -33,28 +34,53 @@ class RestoringClient(Client):
         super().__init__(server, **options)
         self._tensors_of: dict[str, TensorForms] = {}
 
-    def restore(self, model: str, sharded_state_dict: Any, *, version: str | int | None = None) -> Version:
+    def restore(
+        self,
+        model: str,
+        sharded_state_dict: Any,
+        *,
+        version: str | int | None = None,
+        optimizer: Any = None,
+        state: MutableMapping[str, Any] | None = None,
+        rank_state: MutableMapping[str, Any] | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> Version:
         """Fill a sharded state dict in place from any version, whatever parallelism it was pushed with.
 
         Only this rank's bytes come over the wire.
+
+        With ``optimizer``, ``state`` or ``rank_state`` all comes from a training state, as by `restore_state_dict`.
 
         Args:
             model: ``namespace/name``.
             sharded_state_dict: what Megatron-core's ``model.sharded_state_dict()`` returns.
             version: a number or a ref; by default the latest.
+            optimizer: as for `TrainerClient.push`; filled in place. It is given a state first, if it has none.
+            state, rank_state, rank, world_size: as for `restore_state_dict`.
 
         Returns:
             The version that was restored.
 
         Raises:
             NotFound: no such model or version.
-            LayoutError: shapes, dtypes or names contradict the model.
+            InvalidArgument: the version was pushed without what is asked for.
+            LayoutError: shapes, dtypes or names contradict the model or the training state.
         """
         import torch
 
         from weighbridge._formats.megatron_state import sharded_tensors
 
         shards = sharded_tensors(sharded_state_dict)
+        if is_training(model) or not (optimizer is state is rank_state is None):
+            from weighbridge._formats.torch_state import rank_and_world
+            from weighbridge._formats.training.megatron_training import megatron_fit
+
+            fit = megatron_fit(shards, optimizer)
+            ranks = rank_and_world(rank, world_size)
+            return restore_training(
+                self._connection, model, version, fit, ranks, state=state, rank_state=rank_state
+            )
         with torch.no_grad():
             steps = self.restore_layout(model, shards.layout, shards.tensors.__getitem__, version=version)
             # a sharded state dict holds at least one shard
@@ -69,10 +95,18 @@ class RestoringClient(Client):
         *,
         version: str | int | None = None,
         strict: bool = True,
+        optimizer: Any = None,
+        state: MutableMapping[str, Any] | None = None,
+        rank_state: MutableMapping[str, Any] | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> Version:
         """Fill a torch model in place from any version, whatever parallelism it was pushed with.
 
         Only this rank's bytes come over the wire. Tensors of another floating-point dtype than the model's are cast.
+
+        With ``optimizer``, ``state`` or ``rank_state`` all comes from a training state: parameters too, in their own dtype, and ``version`` is one of
+        ``namespace/name:training``. Training goes on as if it had not stopped, on as many ranks to the bit.
 
         Args:
             model: ``namespace/name``.
@@ -80,19 +114,33 @@ class RestoringClient(Client):
             version: a number or a ref; by default the latest.
             strict: whether it must hold all tensors of the model, and no others, as for `Pull.into`. If not, those are filled that both
                 have, and names of which the model has none are refused.
+            optimizer: as for `push_state_dict`. It takes what was pushed, whether it has made a step or not, and has nothing else afterwards.
+            state: what was pushed as ``state``, by the same names, or some of it: objects load theirs, plain values are replaced in the mapping. On
+                another number of ranks than pushed it, all get those of rank 0.
+            rank_state: likewise, of this rank; for as many ranks as pushed it.
+            rank, world_size: by default torch.distributed's, or 0 and 1.
 
         Returns:
             The version that was restored.
 
         Raises:
             NotFound: no such model or version.
-            InvalidArgument: that is no state dict.
+            InvalidArgument: that is no state dict, or the version was pushed without what is asked for.
             LayoutError: tensors are missing, unexpected, or contradict the model, or LoRA adapters are not merged; names each tensor.
         """
         import torch
 
         from weighbridge._formats.torch_state import NAMED, check_not_copied, torch_shards
 
+        if is_training(model) or not (optimizer is state is rank_state is None):
+            from weighbridge._formats.torch_state import rank_and_world
+            from weighbridge._formats.training.torch_training import torch_fit
+
+            fit = torch_fit(state_dict_or_module, optimizer, strict=strict)
+            ranks = rank_and_world(rank, world_size)
+            return restore_training(
+                self._connection, model, version, fit, ranks, state=state, rank_state=rank_state
+            )
         meant = Reference.of(model, version, REF_LATEST)
         with self._tensors(meant.model) as tensors, torch.no_grad():
             held = torch_shards(
@@ -105,7 +153,7 @@ class RestoringClient(Client):
                     fix="give them the names that the model's safetensors files have",
                 )
             if isinstance(state_dict_or_module, torch.nn.Module):
-                check_not_copied(state_dict_or_module, held)
+                check_not_copied(state_dict_or_module, held.layout, held.tensors)
             return self.restore_shards(meant.model, held.layout, held.tensors, version=meant.version)
 
     def restore_shards(

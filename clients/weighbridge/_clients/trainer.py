@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from weighbridge._clients.copying_behind import Deferral, StepGate
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, opening_of, say
 from weighbridge._clients.pushing import Pusher
 from weighbridge._clients.restorer import RestoringClient
+from weighbridge._clients.training import TrainingPushes, training_state
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout, TensorSpec
@@ -52,6 +54,8 @@ class TrainerClient(RestoringClient):
         self.run = run
         self._staging = StagingPool()
         self._pusher = Pusher(self._connection)
+        self._steps = StepGate()
+        self._training = TrainingPushes(self._connection)
 
     def register_model(
         self,
@@ -106,12 +110,20 @@ class TrainerClient(RestoringClient):
         world_size: int | None = None,
         run: str | None = None,
         request_id: str | None = None,
+        optimizer: Any = None,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
+        until: Any = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Hand over this rank's shards as a new version. All ranks call it with the same step.
 
         Returns once the shards are copied out: training may go on and change them. The bytes travel behind it. Of
         shards that several ranks hold, each is pushed by one of them. The first push waits until all ranks have come.
+
+        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed behind the weights, as by `push_state_dict`: all that `restore`
+        needs to go on from here, by the keys of Megatron's own checkpoints. Ranks do not communicate: of what the distributed optimizer has shared
+        out, each pushes its ranges.
 
         Args:
             model: ``namespace/name``, registered before.
@@ -121,16 +133,25 @@ class TrainerClient(RestoringClient):
             world_size: number of ranks that push; by default torch.distributed's, or 1.
             run: overrides the client's.
             request_id: what makes the ranks of one push find each other; by default run and step.
+            optimizer: what ``get_megatron_optimizer`` returned, after its first step: `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or
+                `DistributedOptimizer`, chained or not.
+            state, rank_state, until: as for `push_state_dict`.
             options: metadata, and whether the version is held: `PushOptions`.
+
+        Returns:
+            The push of the weights. Its ``training`` is the one of the training state.
 
         Raises:
             NotFound: the model is not registered.
+            InvalidArgument: the optimizer is none of these, values are not plain data (names the entry), or ``until`` names no optimizer.
+            FailedPrecondition: the optimizer has made no step.
             LayoutError: shapes, dtypes or names contradict the model, or the ranks together do not hold all of it.
             AlreadyExists: another process pushes as this rank of this step.
         """
         check_options(options)
         from weighbridge._formats.megatron_state import sharded_tensors
         from weighbridge._formats.torch_state import rank_and_world
+        from weighbridge._formats.training.megatron_training import training_tensors
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
@@ -138,8 +159,11 @@ class TrainerClient(RestoringClient):
             say(opening, options)
             shards = sharded_tensors(sharded_state_dict)
             opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
-        source = self._source_of(shards.tensors)
-        return self._pusher.push(opening, rank, shards.layout, TensorSpace.MEGATRON, source)
+            held = partial(training_tensors, shards, optimizer)
+            training = training_state(held, rank, optimizer=optimizer, state=state, rank_state=rank_state)
+            deferral = self._steps.until(until, optimizer)
+        push = self._push_of(opening, rank, shards.layout, TensorSpace.MEGATRON, shards.tensors, deferral)
+        return self._training.beside(push, opening, rank, training, deferral)
 
     def push_state_dict(
         self,
@@ -152,12 +176,20 @@ class TrainerClient(RestoringClient):
         run: str | None = None,
         request_id: str | None = None,
         cast: str = "allow",
+        optimizer: Any = None,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
+        until: Any = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Hand over this rank's part of a torch model as a new version: FSDP2, HSDP, tensor parallelism, DDP, or one process.
 
         As `push`, with Hugging Face's names. ``_orig_mod``, ``_fsdp_wrapped_module`` and a leading ``module`` are stripped from them.
         Tied copies of other tensors, and rotary frequencies, are left out. What several ranks hold is pushed by one of them.
+
+        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed behind the weights: all that `restore_state_dict` needs to go
+        on from here. It is a version of ``namespace/name:training``, with the number of the weights' version if that is free. Weights do not
+        wait for it. Its parameters have the module's own dtypes.
 
         Args:
             model: ``namespace/name``, registered before.
@@ -170,17 +202,28 @@ class TrainerClient(RestoringClient):
             request_id: what makes the ranks of one push find each other; by default run and step.
             cast: ``allow`` casts floating-point tensors of another dtype than the model's on the way (integers never); ``exact`` does so
                 if the model's is wider; ``never`` refuses them. The report says how many were cast.
+            optimizer: the ``torch.optim.Optimizer`` of the module's parameters, or several. Whether it has made a step or not, it is not changed.
+            state: values by name, the same on all ranks: plain data, or objects with ``state_dict()`` and ``load_state_dict()`` such as schedulers.
+            rank_state: likewise, of this rank alone, such as the state of a random number generator or a data loader.
+            until: ``"optimizer_step"`` returns once it is known what is to be copied: what nothing but the optimizer's step changes is copied
+                behind the caller, during the next forward and backward, and the step waits for what is left. Or an optimizer, where its
+                state is not pushed along. Nothing else may change parameters before: `PushHandle.copied` waits for that.
             options: as for `push`.
+
+        Returns:
+            The push of the weights. Its ``training`` is the one of the training state.
 
         Raises:
             NotFound: the model is not registered.
-            InvalidArgument: that is no state dict, or ``cast`` is none of these.
+            InvalidArgument: that is no state dict, ``cast`` is none of these, values are not plain data (names the entry), or ``until`` names
+                no optimizer.
             LayoutError: names, shapes, dtypes or placements contradict the model, LoRA adapters are not merged, or the ranks together do
                 not hold all of it; names each tensor.
             AlreadyExists: another process pushes as this rank of this step.
         """
         check_options(options)
         from weighbridge._formats.torch_state import rank_and_world, torch_shards
+        from weighbridge._formats.training.torch_training import training_tensors
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
@@ -191,8 +234,17 @@ class TrainerClient(RestoringClient):
                     state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
                 )
                 opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
-            source = self._source_of(shards.tensors)
-            return self._pusher.push(opening, rank, shards.layout, TensorSpace.HUGGING_FACE, source)
+                training = training_state(
+                    partial(training_tensors, state_dict_or_module, optimizer),
+                    rank,
+                    optimizer=optimizer,
+                    state=state,
+                    rank_state=rank_state,
+                )
+                deferral = self._steps.until(until, optimizer)
+            space = TensorSpace.HUGGING_FACE
+            push = self._push_of(opening, rank, shards.layout, space, shards.tensors, deferral)
+            return self._training.beside(push, opening, rank, training, deferral)
 
     def push_gathered(
         self,
@@ -276,6 +328,24 @@ class TrainerClient(RestoringClient):
     ) -> pb.OpenVersionRequest:
         run, client_id = self.run if run is None else run, self._connection.client_id
         return opening_of(model, step=step, run=run, ranks=ranks, client_id=client_id, request_id=request_id)
+
+    def _push_of(
+        self,
+        opening: pb.OpenVersionRequest,
+        rank: int,
+        layout: Layout,
+        space: TensorSpace,
+        tensors: Sequence[torch.Tensor],
+        deferral: Deferral | None,
+    ) -> Callable[[pb.OpenVersionRequest | None], PushHandle]:
+        """A push of tensors that is made when it is called, with the opening of what comes behind."""
+
+        def push(behind: pb.OpenVersionRequest | None) -> PushHandle:
+            settled, copying = (tensors, None) if deferral is None else deferral.copying(tensors)
+            source = self._source_of(settled)
+            return self._pusher.push(opening, rank, layout, space, source, behind=behind, copying=copying)
+
+        return push
 
     def _source_of(self, tensors: Sequence[torch.Tensor]) -> OpenSource:
         def chosen(indexes: Sequence[int], stream: Layout) -> ShardSource:
@@ -413,6 +483,7 @@ class TrainerClient(RestoringClient):
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed, then close the connection."""
         self._pusher.close()
+        self._training.close()
         super().close()
 
 

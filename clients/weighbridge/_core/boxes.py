@@ -227,5 +227,37 @@ def row_major_boxes(extent: Sequence[int], start: int, stop: int) -> list[Box]:
     return found
 
 
+def strided_boxes(extent: Sequence[int], strides: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements of a strided array that lie in a range of the memory that it is a view of, as boxes of the array: at most ``2 * rank - 1``.
+
+    Args:
+        extent: of the array.
+        strides: how far elements lie apart along each axis, in elements; no two elements at one place, and none between those of one
+            index of an axis with a larger stride, as in any view that slicing and permuting a dense array gives.
+        start, stop: the range, counted from the array's first element.
+    """
+    order = sorted(range(len(extent)), key=lambda axis: -strides[axis] if extent[axis] > 1 else 0)
+    sizes, steps = [extent[axis] for axis in order], [strides[axis] for axis in order]
+    found = row_major_boxes(sizes, _before(sizes, steps, start), _before(sizes, steps, stop))
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return [
+        Box(tuple([box.offset[at] for at in back]), tuple([box.extent[at] for at in back])) for box in found
+    ]
+
+
+def _before(extent: Sequence[int], strides: Sequence[int], position: int) -> int:
+    """How many elements of a strided array, its axes in the order of their strides, lie before a position in memory."""
+    left, found, volume = max(position, 0), 0, math.prod(extent)
+    for size, stride in zip(extent, strides, strict=True):
+        if size > 1:
+            volume //= size
+            whole = min(left // stride, size)
+            found += whole * volume
+            if whole == size:
+                return found
+            left -= whole * stride
+    return found + (1 if left and volume else 0)
+
+
 def _in_row(row: int, boxes: Iterable[Box]) -> list[Box]:
     return [Box((row, *box.offset), (1, *box.extent)) for box in boxes]

@@ -14,11 +14,13 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.v1`, `weighbridge.err
 - `passing_chunks`: chunks of a stream whose shards pass by.
 - `memory_forms`: tensors that are stacked, merged or renamed in memory.
 - `dtensors`: boxes and local tensors of DTensors.
+- `flat_ranges`: ranges of flat tensors as boxes.
 - `zero3`: parameters that DeepSpeed's ZeRO-3 has partitioned.
 - `shifts`: constants that are added to elements on their way.
 - `tensor_stream`: tensors as a stream of bytes, and back.
 - `push_counts`: count of the non-finite elements of a push.
 - `replica_checksums`: what a push says of shards that other ranks hold, too.
 - `push_sources`: bytes of a rank's stream while it is pushed.
+- `training`: a trainer's state besides its weights.
 - `host_slices`: slices of a version in host memory.
 """

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
@@ -20,6 +21,26 @@ if TYPE_CHECKING:
     import torch
 
 
+class Entry(NamedTuple):
+    """One parameter or buffer of a sharded state dict.
+
+    Attributes:
+        declared: its ``ShardedTensor`` or ``ShardedTensorFactory``, whose ``data`` is the model's.
+        built: what the factory has built of that, as its ``merge_fn`` takes it back; without one ``declared`` itself.
+        shards: the ``ShardedTensor``s in ``built``.
+    """
+
+    declared: Any
+    built: Any
+    shards: tuple[Any, ...]
+
+    @property
+    def aliases(self) -> bool:
+        """Whether all shards are views of the model's memory."""
+        memory = self.declared.data.untyped_storage().data_ptr()
+        return all(shard.data.untyped_storage().data_ptr() == memory for shard in self.shards)
+
+
 @dataclass(frozen=True)
 class ShardedTensors:
     """The weights of one rank.
@@ -27,25 +48,29 @@ class ShardedTensors:
     Attributes:
         layout: their shards, as one stream, in the order of `tensors`.
         tensors: the local tensor of each shard, of the box's extent without prepended axes; they alias the model.
+        entries: what the shards are of.
+        objects: the ``ShardedObject``s beside them.
     """
 
     layout: Layout
     tensors: tuple[torch.Tensor, ...]
-    _merges: tuple[tuple[Any, Any], ...] = field(repr=False)
+    entries: tuple[Entry, ...] = field(repr=False)
+    objects: tuple[Any, ...] = field(repr=False)
 
     def finish_restore(self) -> None:
         """Bring what was restored into tensors that do not alias the model where it belongs."""
         import torch
 
-        for factory, built in self._merges:
-            with torch.no_grad():
-                factory.data.copy_(factory.merge_fn(_plain(built)))
+        for entry in self.entries:
+            if not entry.aliases:
+                with torch.no_grad():
+                    entry.declared.data.copy_(entry.declared.merge_fn(_plain(entry.built)))
 
 
 def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
     """Find the weights in a ``model.sharded_state_dict()``.
 
-    ``ShardedObject``s (``_extra_state``) are not weights and are left out.
+    ``ShardedObject``s (``_extra_state``) are not weights.
 
     Raises:
         InvalidArgument: it holds something else than Megatron's sharded types, or no weights.
@@ -56,8 +81,8 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
     specs: dict[str, TensorSpec] = {}
     shards: list[Shard] = []
     tensors: list[torch.Tensor] = []
-    merges: list[tuple[Any, Any]] = []
-    for item in _walk(sharded_state_dict, "", merges):
+    entries, objects = _read(sharded_state_dict)
+    for item in chain.from_iterable(entry.shards for entry in entries):
         if item.data is None:
             raise InvalidArgument(f"the shard of {item.key} has no data")
         if getattr(item, "flattened_range", None) is not None:
@@ -71,14 +96,15 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
         if specs.setdefault(item.key, spec) != spec:
             raise LayoutError(f"two shards of one tensor contradict each other: {specs[item.key]} and {spec}")
         extent = (1,) * item.prepend_axis_num + tuple(item.local_shape)
-        main = not any(item.replica_id) if isinstance(item.replica_id, tuple) else item.replica_id == 0
-        shards.append(Shard(item.key, Box(tuple(map(int, item.global_offset)), extent), main=main))
+        box = Box(tuple(map(int, item.global_offset)), extent)
+        shards.append(Shard(item.key, box, main=is_main(item.replica_id)))
         tensors.append(item.data.detach())
     if not shards:
         raise InvalidArgument(
             "the sharded state dict holds no weights", fix="pass model.sharded_state_dict()"
         )
-    return ShardedTensors(Layout.stream(specs.values(), shards), tuple(tensors), tuple(merges))
+    layout = Layout.stream(specs.values(), shards)
+    return ShardedTensors(layout, tuple(tensors), tuple(entries), tuple(objects))
 
 
 _ADVICE = (
@@ -93,30 +119,28 @@ def _check_installed() -> None:
         raise FailedPrecondition("megatron-core is not installed", fix=_ADVICE)
 
 
-def _walk(value: Any, path: str, merges: list[tuple[Any, Any]]) -> Iterator[Any]:
-    from megatron.core.dist_checkpointing.mapping import (
-        LocalNonpersistentObject,
-        ShardedObject,
-        ShardedTensor,
-        ShardedTensorFactory,
-    )
+def sharded_entries(value: Any, path: str = "") -> Iterator[Any]:
+    """The ``ShardedTensor``s, ``ShardedTensorFactory``s and ``ShardedObject``s of a sharded state dict.
 
-    if isinstance(value, ShardedTensor):
+    Args:
+        value: the state dict, or a part of it.
+        path: of that part, for errors.
+
+    Raises:
+        InvalidArgument: it holds something else than Megatron's sharded types.
+    """
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+
+    if isinstance(value, ShardedBase):
         yield value
-    elif isinstance(value, ShardedTensorFactory):
-        built = value.build()
-        pieces = list(_walk(built, path, merges))
-        if any(not _aliases(piece.data, value.data) for piece in pieces):
-            merges.append((value, built))
-        yield from pieces
-    elif isinstance(value, ShardedObject | LocalNonpersistentObject):
+    elif isinstance(value, LocalNonpersistentObject):
         return
     elif isinstance(value, dict):
         for key, child in value.items():
-            yield from _walk(child, f"{path}.{key}" if path else str(key), merges)
+            yield from sharded_entries(child, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
         for number, child in enumerate(value):
-            yield from _walk(child, f"{path}[{number}]", merges)
+            yield from sharded_entries(child, f"{path}[{number}]")
     else:
         raise InvalidArgument(
             f"{path or 'the argument'} is a {type(value).__name__}, not one of Megatron-core's sharded types",
@@ -124,8 +148,40 @@ def _walk(value: Any, path: str, merges: list[tuple[Any, Any]]) -> Iterator[Any]
         )
 
 
-def _aliases(piece: torch.Tensor, whole: torch.Tensor) -> bool:
-    return piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+def is_main(replica_id: Any) -> bool:
+    """Whether a ``replica_id`` is that of the main replica."""
+    return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
+
+
+def _read(sharded_state_dict: Any) -> tuple[list[Entry], list[Any]]:
+    """The parameters and buffers of a sharded state dict, and its ``ShardedObject``s."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    entries: list[Entry] = []
+    objects: list[Any] = []
+    for found in sharded_entries(sharded_state_dict):
+        if isinstance(found, ShardedTensor):
+            entries.append(Entry(found, found, (found,)))
+        elif isinstance(found, ShardedTensorFactory):
+            built = found.build()
+            entries.append(Entry(found, built, built_shards(found, built)))
+        else:
+            objects.append(found)
+    return entries, objects
+
+
+def built_shards(factory: Any, built: Any) -> tuple[Any, ...]:
+    """The ``ShardedTensor``s in what a factory has built.
+
+    Raises:
+        InvalidArgument: there is something else in it.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    found = tuple(sharded_entries(built, factory.key))
+    if not all(isinstance(each, ShardedTensor) for each in found):
+        raise InvalidArgument(f"the factory of {factory.key} builds something else than ShardedTensors")
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ _MOST = 60_000
 
 
 class ReplicaChecksums:
-    """What a client says of shards that other ranks hold, too: all of them until a version with the layout is visible, samples later. Thread-safe."""
+    """What a client says of shards that other ranks hold, too: all of them until a version with these shards is visible, samples later. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +53,8 @@ class ReplicaChecksums:
         # samples in each case: other ranks may have compared all before
         found = [_sample(layout, index, number) for index in shared]
         parts = [part for part in found if part is not None]
-        if not self._agreed((model, layout.digest), number, is_visible):
+        # by these shards alone: what no other rank holds may have another size in each push
+        if not self._agreed((model, layout.select(shared).digest), number, is_visible):
             parts += [(index, 0, layout.placements[index].nbytes) for index in shared]
         parts = list(dict.fromkeys(parts))[:_MOST]
         return [

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ALLOW, EXACT, NEVER = CASTS = ("allow", "exact", "never")
 """What is done with a tensor of another floating-point dtype than the model's: it is cast; cast if that is exact; refused."""
-_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 """What torch.compile, FSDP and activation checkpointing put between a module's name and its parameters'."""
 _ADAPTERS = frozenset(("lora_A", "lora_B", "base_layer"))
 NAMED = 20
@@ -151,8 +151,13 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
     return list(own.values())
 
 
-def check_not_copied(module: torch.nn.Module, shards: TorchShards) -> None:
+def check_not_copied(module: torch.nn.Module, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
     """Refuse a module whose ``state_dict()`` gives copies, as FSDP1's does: whoever fills them fills nothing of the module.
+
+    Args:
+        module: the module.
+        layout: shards of its state.
+        tensors: one for each of them.
 
     Raises:
         LayoutError: it does; names the tensors.
@@ -167,7 +172,7 @@ def check_not_copied(module: torch.nn.Module, shards: TorchShards) -> None:
     }
     copied = [
         placement.shard.tensor
-        for placement, tensor in zip(shards.layout.placements, shards.tensors, strict=True)
+        for placement, tensor in zip(layout.placements, tensors, strict=True)
         if tensor.untyped_storage().data_ptr() not in own
     ]
     if copied:
@@ -292,7 +297,7 @@ def model_name(name: str, model: Collection[str]) -> str | None:
     """The model's name for a tensor: as given, or without what wrappers have added; None if the model has neither."""
     if name in model:
         return name
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
     while ".".join(parts) not in model:
         if parts[:1] != ["module"]:  # DDP's, perhaps several
             return None
@@ -302,7 +307,7 @@ def model_name(name: str, model: Collection[str]) -> str | None:
 
 def _without_wrappers(names: Iterable[str]) -> list[str]:
     """Names without what wrappers have added: ``module`` in front is DDP's where all have it."""
-    parts = [[part for part in name.split(".") if part not in _WRAPPERS] for name in names]
+    parts = [[part for part in name.split(".") if part not in WRAPPERS] for name in names]
     while parts and all(len(each) > 1 and each[0] == "module" for each in parts):
         parts = [each[1:] for each in parts]
     return [".".join(each) for each in parts]

@@ -6,11 +6,11 @@ tensors are views of it. Source of the conventions: ``deepspeed.runtime.zero.par
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from weighbridge._core.boxes import Box, row_major_boxes
+from weighbridge._core.boxes import Box
+from weighbridge._formats.flat_ranges import StridedView, parts_of_range
 from weighbridge.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -35,13 +35,8 @@ def partition_shards(parameter: Any) -> list[tuple[Box, torch.Tensor]]:
     if getattr(getattr(held, "status", None), "name", "AVAILABLE") != "AVAILABLE":
         raise LayoutError("its partition is not in memory; do not offload parameters to NVMe")
     size = held.numel()
-    start = min(_rank(parameter) * size, math.prod(shape))
-    stop = min(start + size, math.prod(shape))
-    shards, at = [], 0
-    for box in row_major_boxes(shape, start, stop):
-        shards.append((box, held.detach()[at : at + box.volume].view(box.extent)))
-        at += box.volume
-    return shards
+    parts = parts_of_range(_rank(parameter) * size, size, StridedView.dense(shape))
+    return [(part.box, part.of(held.detach())) for part in parts]
 
 
 def gathered_copy(parameter: Any) -> torch.Tensor | None:

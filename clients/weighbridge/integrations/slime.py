@@ -269,9 +269,13 @@ class WeighbridgeUpdater:
             request_id=ticket,
             metadata={TICKET: ticket},
         )
-        version = handle.wait(VersionState.READY, timeout=self._settings.push_timeout_seconds)
-        # that it is ready says that no rank has failed to push
-        return {} if ranks.rank else self._bring(version, time.monotonic() - started)
+        timeout = self._settings.push_timeout_seconds
+        if ranks.rank:
+            handle.report(timeout)
+            return {}
+        # one rank waits for all: that the version is ready says that none has failed to push, and the ranks hear the end from it
+        version = handle.wait(VersionState.READY, timeout=timeout)
+        return self._bring(version, time.monotonic() - started)
 
     def _bring(self, version: Version, push_seconds: float) -> dict[str, float]:
         """Take the engines to a version, by the label that slime and Miles compare; the update's metrics."""

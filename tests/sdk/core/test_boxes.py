@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.waiting import is_done_within
-from weighbridge._core.boxes import Box, first_overlap, gaps, row_major_boxes, subtract
+from weighbridge._core.boxes import Box, first_overlap, gaps, row_major_boxes, strided_boxes, subtract
 from weighbridge.errors import LayoutError
 
 SHAPE = (4, 3, 5)
@@ -168,3 +168,29 @@ def test_a_scalar_is_one_box() -> None:
     assert Box.whole(()).volume == 1
     assert row_major_boxes((), 0, 1) == [Box((), ())]
     assert Box((), ()).fits(())
+
+
+@st.composite
+def views(draw: st.DrawFn) -> np.ndarray:
+    """Whatever slicing and permuting makes of an array of the indexes of its elements."""
+    view = np.arange(120).reshape(2, 3, 4, 5)
+    for axis, size in enumerate(view.shape):
+        start, stop = sorted((draw(st.integers(0, size)), draw(st.integers(0, size))))
+        view = np.moveaxis(np.moveaxis(view, axis, 0)[start : stop : draw(st.integers(1, 3))], 0, axis)
+    view = view.transpose(draw(st.permutations(range(4))))
+    return view[0] if len(view) and draw(st.booleans()) else view
+
+
+@given(views(), st.integers(-5, 125), st.integers(-5, 125))
+def test_the_boxes_of_a_range_of_memory_are_the_elements_of_a_view_that_lie_in_it(
+    view: np.ndarray, start: int, stop: int
+) -> None:
+    strides = [stride // view.itemsize for stride in view.strides]
+    first = int(view.flat[0]) if view.size else 0
+    found = strided_boxes(view.shape, strides, start - first, stop - first)
+    assert len(found) <= 2 * view.ndim - 1
+    covered = np.zeros(view.shape, int)
+    for box in found:
+        assert box.fits(view.shape)
+        covered[tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))] += 1
+    assert np.array_equal(covered, ((view >= start) & (view < stop)).astype(int))

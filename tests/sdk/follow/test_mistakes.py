@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.support.json_servers import json_server
 from tests.support.mortal_proxy import MortalProxy
 from tests.support.raw_clients import tiny_folder
 from tests.support.services import running_service
@@ -72,29 +70,9 @@ def test_an_engine_of_another_model_is_left_alone_unless_it_is_meant(tmp_path: P
             assert engine.asked[-1] == f"apply {MODEL}@1"
 
 
-@contextmanager
-def nothing_there() -> Iterator[str]:
-    """An HTTP server that has none of the paths that it is asked for."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(404)
-            self.end_headers()
-            self.wfile.write(json.dumps({"detail": "Not Found"}).encode())
-
-        def log_message(self, *_: object) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_an_engine_of_the_other_kind_is_named_as_the_likely_mistake(kind: str) -> None:
-    with nothing_there() as url:
+    with json_server(lambda *_: (404, {"detail": "Not Found"})) as url:
         engine: Engine = (
             SglangServer(url, "127.0.0.1:1", MODEL)
             if kind == "sglang"

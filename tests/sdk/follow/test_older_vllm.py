@@ -5,15 +5,13 @@ The server has the routes of that release (``entrypoints/serve/dev``), or those 
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 
+from tests.support.json_servers import Answer, json_server
 from weighbridge.follow.vllm import VllmServer
 
 
@@ -21,36 +19,20 @@ from weighbridge.follow.vllm import VllmServer
 def vllm(has_labels: bool, labels: list[str]) -> Iterator[str]:
     """A server of one worker that can do what it is asked for."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(
-                {"weight_version": labels[-1]} if has_labels and self.path == "/weight_info" else None
-            )
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == "/collective_rpc":
+    def answer(path: str, body: dict[str, Any]) -> Answer:
+        match path:
+            case "/collective_rpc":
                 assert body == {"method": "weighbridge_apply", "args": ["2"]}
-                self._answer({"results": [{"served": "acme/tiny@2", "failed": ""}]})
-            elif has_labels and self.path == "/update_weight_version":
+                return 200, {"results": [{"served": "acme/tiny@2", "failed": ""}]}
+            case "/weight_info" if has_labels:
+                return 200, {"weight_version": labels[-1]}
+            case "/update_weight_version" if has_labels:
                 labels.append(body["new_version"])
-                self._answer({})
-            else:
-                self._answer(None)
+                return 200, {}
+        return 404, {"detail": "Not Found"}
 
-        def _answer(self, body: dict[str, Any] | None) -> None:
-            self.send_response(404 if body is None else 200)
-            self.end_headers()
-            self.wfile.write(json.dumps(body or {"detail": "Not Found"}).encode())
-
-        def log_message(self, *_arguments: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with json_server(answer) as url:
+        yield url
 
 
 @pytest.mark.parametrize(

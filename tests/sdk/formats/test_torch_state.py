@@ -341,7 +341,9 @@ def test_a_module_whose_state_dict_gives_copies_is_not_restored() -> None:
 
     spec = TensorSpec("weight", dtypes.parse("fp32"), (2, 3))
     copying, plain = Copying(), torch.nn.Linear(3, 2, bias=False)
-    check_not_copied(plain, torch_shards(plain, {"weight": spec}))
+    held = torch_shards(plain, {"weight": spec})
+    check_not_copied(plain, held.layout, held.tensors)
+    copies = torch_shards(copying, {"weight": spec})
     with pytest.raises(LayoutError, match=r"1 tensor of .* is a copy of its own") as caught:
-        check_not_copied(copying, torch_shards(copying, {"weight": spec}))
+        check_not_copied(copying, copies.layout, copies.tensors)
     assert list(caught.value.details) == ["weight"]

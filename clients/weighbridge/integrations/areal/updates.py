@@ -25,8 +25,9 @@ from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound
 from weighbridge.integrations.areal.settings import TIMEOUT, Settings
-from weighbridge.integrations.engine_rank.agreement import ProcessGroup, agree, exchange
+from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, agree, exchange
 from weighbridge.integrations.pausing import paused
+from weighbridge.integrations.weight_updates import Update
 
 _MARK_SECONDS = 120
 """How long AReaL's engines are told that a folder is complete; they wait as long to be told."""
@@ -40,8 +41,10 @@ class UpdatesByWeighbridge:
     """
 
     pushed: PushHandle | None = None
-    _able = False
-    """Whether all ranks are known to be able to push: they pushed the update before."""
+    _ticket = ""
+    """By which, with the number of the update, the ranks' pushes are one version; empty if they have not yet told each other that they can push."""
+    _updates = 0
+    """How many this rank has begun."""
     _left: tuple[Path, ...] = ()
     """Folders of updates that rollouts did not load; some may still be reading."""
 
@@ -79,10 +82,18 @@ class UpdatesByWeighbridge:
             RanksFailed: on all ranks, if it failed on any.
         """
         ranks = ProcessGroup(self.cpu_group)
-        able, self._able = self._able, False
-        ticket = exchange(ranks, "not all ranks can push their weights", lambda: self._begin(ranks, able))[0]
-        number: int = agree(ranks, "the weights were not pushed", lambda: self._push(ranks, ticket, meta))
-        self._able = True
+        if not self._ticket:
+            refusal = "not all ranks can push their weights"
+            self._ticket = exchange(ranks, refusal, lambda: self._begin(ranks))[0]
+        self._updates += 1
+        request_id = f"{self._ticket}/{self._updates}"
+        try:
+            number: int = agree(
+                ranks, "the weights were not pushed", lambda: self._push(ranks, request_id, meta)
+            )
+        except RanksFailed:
+            self._ticket = ""
+            raise
         return number
 
     @abstractmethod
@@ -104,27 +115,26 @@ class UpdatesByWeighbridge:
             source.server, run=self._settings.run, lane=source.lane, retry_seconds=source.retry_seconds
         )
 
-    def _begin(self: Any, ranks: ProcessGroup, able: bool) -> str:
+    def _begin(self: Any, ranks: ProcessGroup) -> str:
         """Find out whether this rank can push, before the first update and after one that failed: the others would wait for it. Rank 0
         registers the model.
 
         Returns:
-            A ticket by which the ranks of this update find each other.
+            A ticket for the updates that come.
         """
-        if not able:
-            with (
-                self._offload_aware_context()
-            ):  # before all that may fail: to onload and to offload wait for all ranks
-                settings, client = self._settings, self._client
-                self.shards()
-                if ranks.rank == 0:
-                    client.register_model(settings.source.model, settings.hf_dir())
-                else:
-                    with suppress(NotFound):  # rank 0 is registering it
-                        client.model(settings.source.model)
-        return uuid.uuid4().hex
+        with (
+            self._offload_aware_context()
+        ):  # before all that may fail: to onload and to offload wait for all ranks
+            settings, client = self._settings, self._client
+            self.shards()
+            if ranks.rank == 0:
+                client.register_model(settings.source.model, settings.hf_dir())
+            else:
+                with suppress(NotFound):  # rank 0 is registering it
+                    client.model(settings.source.model)
+        return Update.new().ticket
 
-    def _push(self: Any, ranks: ProcessGroup, ticket: str, meta: Any) -> int:
+    def _push(self: Any, ranks: ProcessGroup, request_id: str, meta: Any) -> int:
         with self._offload_aware_context():
             self.pushed = handle = self.hand_over(
                 self._client,
@@ -133,10 +143,14 @@ class UpdatesByWeighbridge:
                 step=self.get_version() if meta.version is None else meta.version,
                 rank=ranks.rank,
                 world_size=ranks.size,
-                request_id=ticket,
+                request_id=request_id,
             )
-            version = handle.wait(VersionState.READY, timeout=self._settings.timeout_seconds)
-        return int(version.number)
+            timeout = self._settings.timeout_seconds
+            if ranks.rank:
+                handle.report(timeout)
+            else:  # one rank waits for all, which hear the end from it
+                handle.wait(VersionState.READY, timeout=timeout)
+        return int(handle.number)
 
     def _bring(self: Any, number: int, meta: Any) -> None:
         """Download a version while engines generate, and have them load it, as AReaL has them load what it has saved."""

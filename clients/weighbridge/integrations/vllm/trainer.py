@@ -42,8 +42,9 @@ class WeighbridgeTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM
         dtype: that it is registered with, such as ``bf16``; by default what the folder says.
         run: name of the training run; part of the versions' lineage.
         ranks: how many of the trainer's ranks push. With 1 rank 0 does, and what the others gather is let go. With all of them each pushes its
-            share of each tensor, which is then given to all; or the tensors that the source's ``held_names`` names. If torch.distributed has as
-            many ranks, what one of them raises is raised on all; if not, each raises its own, and they find each other by the number of the send.
+            share of each tensor, which is then given to all; or the tensors that the source's ``held_names`` names.
+        group: of torch.distributed, over host memory, of the ranks that push: what one of them raises is raised on all. By default the default group,
+            if it has as many ranks; without one each rank raises its own errors, and they find each other by the number of the send.
         cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
         buffer_bytes: host memory of a rank that what goes by gRPC may take.
@@ -59,6 +60,7 @@ class WeighbridgeTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM
     dtype: str = ""
     run: str = "default"
     ranks: int = 1
+    group: dist.ProcessGroup | None = None
     cast: str = "allow"
     lane: str | None = None
     buffer_bytes: int = 256 << 20
@@ -84,7 +86,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         self.pushed: PushHandle | None = None
         self._info = init_info
         self._sent = 0
-        self._ranks = _those_that_push(init_info.ranks)
+        self._ranks = _those_that_push(init_info)
         where = ModelSource(init_info.model, init_info.server, init_info.lane, init_info.retry_seconds)
         self._sender = UpdateSender(where, run=init_info.run, cast=init_info.cast)
 
@@ -95,7 +97,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         """Register the model, if that is asked for, and tell the engines where versions will come from.
 
         Raises:
-            InvalidArgument: there is no source.
+            InvalidArgument: there is no source, or the group is not that of the ranks that push.
             EngineFailed: the engines refuse it; says why.
             NotFound: the model is not registered.
             RanksFailed: one of these, on another rank; says which.
@@ -212,10 +214,20 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
             call(*arguments)
 
 
-def _those_that_push(ranks: int) -> Ranks | None:
-    """The ranks that push, if there are several and torch.distributed has exactly them."""
-    known = ranks > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() == ranks
-    return ProcessGroup() if known else None
+def _those_that_push(info: WeighbridgeTrainerInitInfo) -> Ranks | None:
+    """The ranks that push, if there are several, this is one of them, and torch.distributed knows exactly them."""
+    if not info.rank < info.ranks > 1:
+        return None
+    if info.group is None:
+        known = dist.is_available() and dist.is_initialized() and dist.get_world_size() == info.ranks
+        return ProcessGroup() if known else None
+    found = ProcessGroup(info.group)
+    if found.size != info.ranks:
+        raise InvalidArgument(
+            f"the group has {found.size} ranks, and {info.ranks} push",
+            fix=f"group=torch.distributed.new_group(RANKS, backend='gloo'), made on all ranks, of the {info.ranks} that push",
+        )
+    return found
 
 
 @contextmanager

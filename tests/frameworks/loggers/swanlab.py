@@ -1,4 +1,4 @@
-"""Logger that AReaL imports, without code: its own dependencies are many."""
+"""Logger that frameworks import, without code: its own dependencies are many."""
 
 from __future__ import annotations
 

@@ -1,0 +1,17 @@
+"""Training states: what a trainer needs besides its weights to go on from where it was.
+
+May import: what `_formats` may, and `_formats` itself.
+
+- `training_state`: the values that ranks push and are filled from, whatever their trainer.
+- `boxed_tensors`: tensors with the boxes of them that a rank holds.
+- `blobs`: the values of a rank that are no tensors with boxes, as bytes.
+- `stateful`: the mappings of values that a trainer gives and gets back.
+- `random_states`: the random number generators of this process.
+- `torch_optimizers`: the state of torch optimizers by the names of their parameters, and back.
+- `steady`: what nothing changes but the optimizer's next step.
+- `torch_training`: torch modules and their optimizers.
+- `megatron_training`: training states of Megatron-core ranks.
+- `megatron_optimizer`: the state that Megatron-core's optimizers keep of elements.
+- `megatron_values`: what they keep besides.
+- `megatron_pieces`: where elements of its parameters lie in the tensors of checkpoints.
+"""

@@ -1,0 +1,130 @@
+"""Blob of a rank: plain values as ``torch.save`` writes them, such that ``torch.load(weights_only=True)`` reads them again.
+
+Whoever reads a blob runs no code of whoever wrote it: what would need that is refused when it is written.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from weighbridge.errors import DataLoss, InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+_PLAIN = "numbers, texts, bytes, None, plain tensors, and lists, tuples, sets and dicts of these"
+_FIX = (
+    f"give {_PLAIN}; of a numpy array torch.from_numpy(array) or array.tolist(), of an object with a state_dict() the object itself, "
+    "of a DTensor its to_local() or full_tensor()"
+)
+
+
+def encode(values: Mapping[str, Any]) -> torch.Tensor:
+    """The blob of plain values: a uint8 tensor of one axis in host memory.
+
+    Tensors are written from host memory, without what else lies in their storage, and without being shared.
+
+    Raises:
+        InvalidArgument: something in them could not be loaded without running code; names the entry.
+    """
+    import torch
+
+    prepared = {name: _prepared(value, name) for name, value in values.items()}
+    for name, value in prepared.items():
+        refused = _refused(value, name)
+        if refused is not None:
+            raise InvalidArgument(f"{refused}, which torch.load(weights_only=True) refuses", fix=_FIX)
+    written = io.BytesIO()
+    torch.save(prepared, written)
+    return torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
+
+
+def decode(blob: torch.Tensor, name: str) -> dict[str, Any]:
+    """The values of a blob; tensors in host memory.
+
+    Args:
+        blob: a uint8 tensor of one axis in host memory.
+        name: of the blob, for errors.
+
+    Raises:
+        DataLoss: it is none.
+    """
+    import torch
+
+    try:
+        found = torch.load(io.BytesIO(blob.numpy()), weights_only=True, map_location="cpu")  # type: ignore[arg-type]
+    except Exception as error:  # torch says by many what is wrong with a file
+        raise DataLoss(f"{name} is nothing that torch.load(weights_only=True) reads") from error
+    if not isinstance(found, dict):
+        raise DataLoss(f"{name} holds a {type(found).__name__}, and no values by name")
+    return found
+
+
+def _prepared(value: Any, path: str) -> Any:
+    """A value with its tensors in host memory, each with a storage of its own size."""
+    import torch
+
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        host = value.detach().cpu()
+        return host.clone() if host.untyped_storage().nbytes() > host.nbytes else host
+    if isinstance(value, torch.Tensor):
+        raise InvalidArgument(f"{path} is a {type(value).__name__}, which is no plain tensor", fix=_FIX)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _prepared(child, _below(path, key))) for key, child in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_prepared(child, f"{path}[{index}]") for index, child in enumerate(value))
+    return value
+
+
+def _refused(value: Any, path: str) -> str | None:
+    """Which entry of prepared values cannot be loaded, and of what type it is; None if all can."""
+    if _loads(_without_data(value)):
+        return None
+    for below, child in _children(value, path):
+        found = _refused(child, below)
+        if found is not None:
+            return found
+    return f"{path} is a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _loads(value: Any) -> bool:
+    import torch
+
+    written = io.BytesIO()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.save(value, written)
+            written.seek(0)
+            torch.load(written, weights_only=True)
+    except Exception:  # pickling runs the values' own code
+        return False
+    return True
+
+
+def _without_data(value: Any) -> Any:
+    """Prepared values with empty tensors in the place of theirs: whether they load does not depend on elements."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.new_empty(0)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _without_data(child)) for key, child in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_data, value))
+    return value
+
+
+def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((_below(path, key), child) for key, child in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{path}[{index}]", child) for index, child in enumerate(value))
+
+
+def _below(path: str, key: object) -> str:
+    return f"{path}.{key}" if isinstance(key, str) else f"{path}[{key!r}]"

@@ -1,0 +1,234 @@
+"""Optimizers of Megatron-core on one rank: which elements of which parameters they keep state of.
+
+Nothing here communicates. The distributed optimizer is read by the ranges that it has given this rank (``gbuf_ranges``), not by its
+``sharded_state_dict``, which gathers. Source of the conventions: ``megatron.core.optimizer`` of 0.16.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+_STEP = "step"
+_ADVICE = "pass what megatron.core.optimizer.get_megatron_optimizer returned"
+
+
+class StateTensor(NamedTuple):
+    """One tensor of the state of a parameter, or of a range of its elements.
+
+    Attributes:
+        parameter: the model's.
+        name: as Megatron's checkpoints have it: ``exp_avg``, ``exp_avg_sq``; of a copy in float32 ``fp32_param``, or ``param`` if the
+            optimizer is the distributed one.
+        flat: the state, of one axis; it aliases what the optimizer holds, or is brought there by `RankOptimizer.put_back`.
+        first: index of the parameter's element that it begins with.
+    """
+
+    parameter: torch.Tensor
+    name: str
+    flat: torch.Tensor
+    first: int
+
+
+class RankOptimizer(ABC):
+    """One torch optimizer, and what Megatron has put around it.
+
+    Args:
+        wrapped: Megatron's.
+    """
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+        self._inner = wrapped.optimizer
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The torch optimizer."""
+        inner: torch.optim.Optimizer = self._inner
+        return inner
+
+    @property
+    def grad_scaler(self) -> Any:
+        """Megatron's scaler of gradients; None if there is none."""
+        return getattr(self._wrapped, "grad_scaler", None)
+
+    @abstractmethod
+    def _held(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+        """Each parameter of which this rank has state: the model's, what the torch optimizer has for it, and from where to where in it."""
+
+    @abstractmethod
+    def _state_of(self, parameter: torch.Tensor, held: torch.Tensor) -> Mapping[str, Any]:
+        """The state of a parameter by the names that checkpoints have, what is no tensor of its elements included."""
+
+    @abstractmethod
+    def replica_id(self, of_parameter: Any) -> Any:
+        """The ``replica_id`` of the state, given the parameter's."""
+
+    @property
+    @abstractmethod
+    def replicas_alike(self) -> bool:
+        """Whether ranks that hold replicas of a parameter hold state of the same elements."""
+
+    @abstractmethod
+    def put_back(self) -> None:
+        """Bring what was filled in to where it belongs, if it does not alias that."""
+
+    @property
+    def kind(self) -> str:
+        """Names of Megatron's class and of torch's."""
+        return f"{type(self._wrapped).__name__} of {type(self._inner).__name__}"
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The model's parameters of which this rank has state."""
+        return [parameter for parameter, _, _, _ in self._held()]
+
+    def states(self) -> Iterator[StateTensor]:
+        """All that it keeps by elements.
+
+        Raises:
+            FailedPrecondition: it has made no step, so there is none yet.
+            LayoutError: a state is not one of elements.
+        """
+        for parameter, held, start, stop in self._held():
+            if not self._inner.state.get(held):
+                raise FailedPrecondition(
+                    f"the {self.kind} has no state yet of a parameter {list(parameter.shape)}",
+                    fix="push it after its first step",
+                )
+            for name, tensor in self._state_of(parameter, held).items():
+                if name == _STEP:
+                    continue
+                if getattr(tensor, "numel", lambda: -1)() != stop - start or not tensor.is_contiguous():
+                    raise LayoutError(
+                        f"state {name} of a parameter {list(parameter.shape)} is no dense tensor of its {stop - start} elements"
+                    )
+                yield StateTensor(parameter, name, tensor.detach().view(-1), start)
+
+    def allocate(self) -> bool:
+        """Make the state that is to be filled, if there is none. Whether there was none.
+
+        Raises:
+            InvalidArgument: Megatron has no way to make it, as of SGD.
+        """
+        fresh = not self._inner.state
+        if fresh and self._wrapped.init_state_fn is None:
+            raise InvalidArgument(
+                f"the {self.kind} has no state yet, and Megatron does not say how to make it",
+                fix="make a step with it first",
+            )
+        if fresh:
+            self._wrapped.init_state_fn(self._inner, self._wrapped.config)
+        return fresh
+
+    def drop(self) -> None:
+        """Undo `allocate`: a state without a step count makes the next step fail."""
+        self._inner.state.clear()
+
+
+class _Plain(RankOptimizer):
+    """An optimizer that has the state of whole parameters."""
+
+    replicas_alike = True
+
+    def _held(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+        for parameter, held in self._pairs():
+            yield parameter, held, 0, parameter.numel()
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        halves = getattr(self._wrapped, "float16_groups", None)
+        if halves is None:
+            own = [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        else:
+            yield from zip(
+                chain.from_iterable(halves),
+                chain.from_iterable(self._wrapped.fp32_from_float16_groups),
+                strict=True,
+            )
+            own = list(chain.from_iterable(self._wrapped.fp32_from_fp32_groups))
+        yield from zip(own, own, strict=True)
+
+    def _state_of(self, parameter: torch.Tensor, held: torch.Tensor) -> Mapping[str, Any]:
+        copy = {} if held is parameter else {"fp32_param": held}
+        return {**copy, **self._inner.state[held]}
+
+    def replica_id(self, of_parameter: Any) -> Any:
+        return of_parameter
+
+    def put_back(self) -> None:
+        """See `RankOptimizer.put_back`. All of it aliases the optimizer's tensors."""
+
+
+class _Distributed(RankOptimizer):
+    """The distributed optimizer: of each model shard, ranks have ranges of the elements."""
+
+    replicas_alike = False
+
+    def __init__(self, wrapped: Any) -> None:
+        super().__init__(wrapped)
+        self._given: list[tuple[torch.Tensor, Mapping[str, Any]]] = []
+
+    def _held(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+        for of_buffer in self._wrapped.gbuf_ranges:
+            for buckets in of_buffer.values():
+                for bucket in buckets:
+                    for parameter, where in bucket["param_map"].items():
+                        group, order = self._wrapped.model_param_group_index_map[parameter]
+                        held = self._inner.param_groups[group]["params"][order]
+                        yield parameter, held, where["param"].start, where["param"].end
+
+    def _state_of(self, parameter: torch.Tensor, held: torch.Tensor) -> Mapping[str, Any]:
+        # it undoes what states of less than 32 bits are scaled by, and then gives copies
+        state: Mapping[str, Any] = self._wrapped._get_main_param_and_optimizer_states(parameter)
+        self._given.append((parameter, state))
+        return state
+
+    def put_back(self) -> None:
+        for parameter, state in self._given:
+            self._wrapped._set_main_param_and_optimizer_states(parameter, state)
+
+    def replica_id(self, of_parameter: Any) -> Any:
+        # ranks of data parallelism share a shard out, unless several instances of the optimizer hold it
+        return (*of_parameter[:2], self._wrapped.distributed_optimizer_instance_id)
+
+
+def rank_optimizers(optimizer: Any) -> list[RankOptimizer]:
+    """The optimizers of one rank that have parameters to update, in Megatron's order.
+
+    Args:
+        optimizer: Megatron's; None if there is none.
+
+    Raises:
+        InvalidArgument: it is none of Megatron-core's, or one whose state is not held as those here hold it.
+    """
+    from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    if optimizer is None:
+        return []
+    if type(optimizer) is ChainedOptimizer:
+        return [each for one in optimizer.chained_optimizers for each in rank_optimizers(one)]
+    if not isinstance(optimizer, MegatronOptimizer):
+        raise InvalidArgument(
+            f"optimizer= is a {type(optimizer).__module__}.{type(optimizer).__qualname__}, and none of Megatron-core's",
+            fix=_ADVICE,
+        )
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return []
+    if isinstance(getattr(optimizer, "optimizer", None), HybridDeviceOptimizer):
+        raise InvalidArgument("an optimizer with optimizer_cpu_offload is not supported")
+    if isinstance(optimizer, DistributedOptimizer):
+        if optimizer.ddp_config.use_megatron_fsdp:
+            raise InvalidArgument("a DistributedOptimizer of Megatron-FSDP is not supported")
+        return [_Distributed(optimizer)]
+    if isinstance(optimizer, FP32Optimizer | Float16OptimizerWithFloat16Params):
+        return [_Plain(optimizer)]
+    raise InvalidArgument(f"a {type(optimizer).__name__} is not supported", fix=_ADVICE)

@@ -1,0 +1,95 @@
+"""Pieces of a Megatron-core parameter: where the elements of its flat memory lie in the tensors of a checkpoint.
+
+A parameter is a piece of one tensor; a ``ShardedTensorFactory`` makes several of it, as of the two halves of a gated linear unit. What
+optimizers keep of a parameter lies in pieces of the same kind, whatever range of its elements they keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from weighbridge._core.boxes import Box
+from weighbridge._formats.flat_ranges import Part, StridedView, parts_of_range
+from weighbridge._formats.megatron_state import Entry, built_shards
+from weighbridge.errors import LayoutError
+
+
+class Piece(NamedTuple):
+    """Elements of a parameter that are a box of one tensor.
+
+    Attributes:
+        key: name of the tensor in a checkpoint.
+        shape: the tensor's.
+        offset: where the box begins; the first axes are prepended ones (the layer, the expert), along which it extends by 1.
+        view: the other axes of the box, as a view of the parameter's memory.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    view: StridedView
+
+    def parts(self, first: int, size: int) -> Iterator[tuple[Box, Part]]:
+        """The boxes of the tensor that a range of the parameter's elements holds, and for each the part of the range.
+
+        Args:
+            first: where the range begins in the parameter.
+            size: how many elements it has.
+        """
+        prepended = len(self.offset) - len(self.view.shape)
+        leading, origin = self.offset[:prepended], self.offset[prepended:]
+        for part in parts_of_range(first, size, self.view):
+            box = part.box
+            moved = Box(tuple([o + p for o, p in zip(box.offset, origin, strict=True)]), box.extent)
+            yield moved.under(leading), part
+
+
+def pieces_of(entry: Entry) -> list[Piece]:
+    """The pieces of a parameter.
+
+    Raises:
+        LayoutError: the parameter is not dense, or its factory does anything but place elements evenly.
+    """
+    whole = entry.declared.data
+    if not whole.is_contiguous():
+        raise LayoutError(f"{entry.declared.key} is no dense tensor")
+    if entry.aliases:
+        return [
+            _piece(
+                shard,
+                StridedView(tuple(data.shape), data.stride(), data.storage_offset() - whole.storage_offset()),
+            )
+            for shard in entry.shards
+            for data in (shard.data,)
+        ]
+    return [_piece(shard, view) for shard, view in _traced(entry.declared)]
+
+
+def _piece(shard: Any, view: StridedView) -> Piece:
+    return Piece(shard.key, tuple(map(int, shard.global_shape)), tuple(map(int, shard.global_offset)), view)
+
+
+def _traced(factory: Any) -> Iterator[tuple[Any, StridedView]]:
+    """What a factory builds that copies, and what of the parameter: it is given the indexes of the parameter's elements."""
+    import torch
+
+    indexes = torch.arange(factory.data.numel(), device="cpu").view(factory.data.shape)
+    for shard in built_shards(factory, replace(factory, data=indexes).build()):
+        found = shard.data
+        start = int(found.reshape(-1)[0])
+        strides = []
+        expected = torch.tensor(start)
+        for axis, size in enumerate(found.shape):
+            stride = int(found.select(axis, min(1, size - 1)).reshape(-1)[0]) - start
+            along = (torch.arange(size) * stride).view(
+                [-1 if each == axis else 1 for each in range(found.dim())]
+            )
+            expected = expected + along
+            strides.append(stride)
+        if not torch.equal(expected.expand_as(found), found):
+            raise LayoutError(
+                f"the factory of {factory.key} does more than to place the elements of a parameter evenly"
+            )
+        yield shard, StridedView(tuple(found.shape), tuple(strides), start)

@@ -1,0 +1,302 @@
+"""State of torch optimizers by the names of their parameters, and back.
+
+Names are those of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with ``flatten_optimizer_state_dict``:
+``state.<parameter>.exp_avg``. It is read from ``optimizer.state`` itself: torch's function makes a step with an optimizer that has not made one,
+and what loads a state dict casts moments to their parameters' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.text.counts import counted
+from weighbridge._formats.torch_state import NAMED
+from weighbridge.errors import InvalidArgument, LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+_STATE = "state."
+_PARAMS = "params"
+_OWN = frozenset((_PARAMS, "param_names"))
+"""What says which parameters a group has, and does not come back."""
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NamedOptimizers:
+    """Optimizers of one module, by its names for their parameters.
+
+    Attributes:
+        optimizers: the optimizers.
+        names: of all their parameters.
+    """
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    names: Mapping[torch.Tensor, str]
+
+    @staticmethod
+    def of(optimizers: Any, names: Mapping[torch.Tensor, str]) -> NamedOptimizers:
+        """Optimizers whose parameters are a module's.
+
+        Args:
+            optimizers: one, or several.
+            names: the module's names of its parameters.
+
+        Raises:
+            InvalidArgument: that is no optimizer of torch.
+            LayoutError: they have other parameters, or one parameter twice; names each.
+        """
+        import torch
+
+        several = isinstance(optimizers, Iterable) and not isinstance(optimizers, torch.optim.Optimizer)
+        found: tuple[Any, ...] = tuple(optimizers) if several else (optimizers,)
+        for each in found:
+            if not isinstance(each, torch.optim.Optimizer):
+                raise InvalidArgument(
+                    f"a {type(each).__name__} is no optimizer of torch",
+                    fix="give one torch.optim.Optimizer, or a list",
+                )
+        own: dict[torch.Tensor, str] = {}
+        foreign, twice = [], []
+        for where, parameter in _parameters(found):
+            name = names.get(parameter)
+            if name is None:
+                foreign.append(f"{where} is {parameter.dtype}{list(parameter.shape)}")
+            elif parameter in own:
+                twice.append(name)
+            else:
+                own[parameter] = name
+        if foreign:
+            raise LayoutError(
+                f"the optimizer has {counted(len(foreign), 'parameter')} that the module does not have",
+                details=foreign[:NAMED],
+                fix="give the optimizer that was made of this module's parameters, after fully_shard or whatever else replaces them",
+            )
+        if twice:
+            raise LayoutError(f"optimizers share {counted(len(twice), 'parameter')}", details=twice[:NAMED])
+        return NamedOptimizers(found, own)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors of their state, by name."""
+        import torch
+
+        for name, _, state in self._states():
+            for path, value in _leaves(state):
+                if isinstance(value, torch.Tensor):
+                    yield _STATE + ".".join((name, *path)), value
+
+    def values(self) -> dict[str, Any]:
+        """What is no tensor of their state: numbers of it by parameter, and the parameter groups."""
+        import torch
+
+        numbers: dict[str, dict[Path, Any]] = {}
+        for name, _, state in self._states():
+            found = {path: value for path, value in _leaves(state) if not isinstance(value, torch.Tensor)}
+            if found:
+                numbers[name] = found
+        groups = [
+            {_PARAMS: [self.names[each] for each in group[_PARAMS]]}
+            | {key: value for key, value in group.items() if key not in _OWN}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+        return {"state": numbers, "param_groups": groups}
+
+    def _states(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group[_PARAMS]:
+                    # by get: asking a defaultdict makes an entry, which says that a step was made
+                    yield self.names[parameter], parameter, optimizer.state.get(parameter, {})
+
+
+@dataclass(frozen=True)
+class OptimizerFit:
+    """How optimizers take a stored state.
+
+    Attributes:
+        tensors: what is to be filled, by name; of the optimizers where they have such a tensor, new ones otherwise.
+        problems: one line for each thing that does not fit.
+        finish: puts tensors and values into the optimizers.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    problems: Sequence[str]
+    finish: Callable[[], None]
+
+
+def fit_optimizers(
+    own: NamedOptimizers, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool
+) -> OptimizerFit:
+    """Find where a stored state goes in optimizers, which may not have made a step yet. Afterwards they have just what is stored.
+
+    Args:
+        own: the optimizers.
+        stored: its tensors, as `NamedOptimizers.tensors` has named them.
+        values: what `NamedOptimizers.values` gave.
+        strict: whether both must have the same parameters. If not, what the other one does not have stays as it is.
+    """
+    groups = _Groups(values["param_groups"])
+    known = {name: parameter for parameter, name in own.names.items()}
+    entries, foreign = _entries(stored, values["state"], known)
+    problems = [*foreign, *groups.unlike(known, entries)] if strict else []
+    tensors: dict[str, torch.Tensor] = {}
+    states: list[tuple[torch.optim.Optimizer, torch.Tensor, dict[Path, Any]]] = []
+    options: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
+    for optimizer in own.optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            members = [own.names[parameter] for parameter in group[_PARAMS]]
+            found, problem = groups.of(members)
+            if problem:
+                problems.append(f"group {number} of the optimizer {problem}")
+            options.append((group, found))
+            for parameter, name in zip(group[_PARAMS], members, strict=True):
+                if name not in groups.names and name not in entries:
+                    continue
+                there = dict(_leaves(optimizer.state.get(parameter, {})))
+                state = entries.get(name, {})
+                for path, spec in state.items():
+                    if isinstance(spec, TensorSpec):
+                        state[path] = tensors[spec.name] = _target(
+                            spec, path, there.get(path), parameter, group | dict(found)
+                        )
+                states.append((optimizer, parameter, state))
+
+    def finish() -> None:
+        for optimizer, parameter, state in states:
+            if state:
+                optimizer.state[parameter] = _nested(state)
+            else:
+                optimizer.state.pop(parameter, None)
+        for group, found in options:
+            for key, value in found.items():
+                if key not in _OWN:
+                    _set(group, key, value)
+
+    return OptimizerFit(tensors, problems, finish)
+
+
+class _Groups:
+    """Stored parameter groups, by their parameters."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._groups = groups
+        self.names = {name: index for index, group in enumerate(groups) for name in group[_PARAMS]}
+
+    def unlike(self, known: Collection[str], filled: Collection[str]) -> list[str]:
+        """Parameters that only the stored groups have, or only the optimizer's; those that are filled although no group here has them are another rank's."""
+        return [
+            f"{name} is in a parameter group of the version, and in none of the optimizer's"
+            for name in self.names
+            if name not in known
+        ] + [
+            f"{name} is in a parameter group of the optimizer, and in none of the version's"
+            for name in known
+            if name not in self.names and name not in filled
+        ]
+
+    def of(self, members: Sequence[str]) -> tuple[Mapping[str, Any], str]:
+        """The stored group of these parameters; with what is wrong, if they are of several."""
+        found = {self.names[name]: name for name in reversed(members) if name in self.names}
+        if len(found) > 1:
+            said = ", ".join(f"{name} of group {index}" for index, name in sorted(found.items()))
+            return {}, f"has parameters of several groups of the version: {said}"
+        return (self._groups[next(iter(found))] if found else {}), ""
+
+
+def _entries(
+    stored: Mapping[str, TensorSpec], numbers: Mapping[str, Mapping[Path, Any]], known: Collection[str]
+) -> tuple[dict[str, dict[Path, Any]], list[str]]:
+    """What is stored for each parameter that is known, numbers and tensors; with what is wrong, if there are tensors of others."""
+    entries = {name: dict(found) for name, found in numbers.items() if name in known}
+    foreign = []
+    for full, spec in stored.items():
+        name, path = _split(full.removeprefix(_STATE), known)
+        if path:
+            entries.setdefault(name, {})[path] = spec
+        else:
+            foreign.append(f"the optimizer has no parameter for {spec}")
+    return entries, foreign
+
+
+def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
+    for which, optimizer in enumerate(optimizers):
+        of = f" of optimizer {which}" if len(optimizers) > 1 else ""
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group[_PARAMS]):
+                yield f"parameter {index} of group {number}{of}", parameter
+
+
+def _leaves(state: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """What lies in the dicts of a state by text; a dict by anything else is a leaf itself."""
+    for key, value in state.items():
+        if (
+            isinstance(value, dict)
+            and value
+            and all(isinstance(each, str) and "." not in each for each in value)
+        ):
+            yield from _leaves(value, (*above, str(key)))
+        else:
+            yield (*above, str(key)), value
+
+
+def _nested(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for path, value in leaves.items():
+        within = made
+        for key in path[:-1]:
+            within = within.setdefault(key, {})
+        within[path[-1]] = value
+    return made
+
+
+def _split(name: str, parameters: Collection[str]) -> tuple[str, Path]:
+    """A parameter and what of its state a name is; nothing of it if there is no such parameter."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        parameter = ".".join(parts[:end])
+        if parameter in parameters:
+            return parameter, tuple(parts[end:])
+    return name, ()
+
+
+def _target(
+    spec: TensorSpec, path: Path, there: Any, parameter: torch.Tensor, group: Mapping[str, Any]
+) -> torch.Tensor:
+    """The tensor that takes a stored one: what is there if it is alike, and otherwise one as the optimizer itself makes them."""
+    import torch
+
+    dtype = spec.dtype.torch
+    fits = isinstance(there, torch.Tensor) and there.dtype == dtype and tuple(there.shape) == spec.shape
+    kept: torch.Tensor | None = there if fits else None
+    if path[-1] == "step":  # on the device where Optimizer.load_state_dict puts it
+        device = parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+        if kept is not None and kept.device == device:
+            return kept
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    if kept is not None:
+        return kept
+    if spec.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    whole = torch.empty(spec.shape, dtype=dtype, device=parameter.device)
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or not spec.shape:
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    # as new_zeros of another shape than the DTensor's places it
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    import torch
+
+    there = group.get(key)
+    if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor) and there.shape == value.shape:
+        there.copy_(value)  # schedulers and graphs hold it
+    else:
+        group[key] = value

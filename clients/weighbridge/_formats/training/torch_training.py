@@ -1,0 +1,208 @@
+"""Training state of a torch module and its optimizers: FSDP2, HSDP, tensor parallelism, DDP, or one process.
+
+Names are those of ``torch.distributed.checkpoint.state_dict``: ``model.<name>`` for ``get_model_state_dict``, ``optimizer.state.<name>.exp_avg`` for
+``get_optimizer_state_dict``. Of tied tensors, which share their memory, the first one is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.counts import counted
+from weighbridge._formats import zero3
+from weighbridge._formats.dtensors import local_tensor
+from weighbridge._formats.torch_state import NAMED, WRAPPERS, check_not_copied
+from weighbridge._formats.training.boxed_tensors import BoxedTensors
+from weighbridge._formats.training.torch_optimizers import NamedOptimizers, fit_optimizers
+from weighbridge._formats.training.training_state import Filling, Fit, StoredState, TrainingTensors
+from weighbridge.errors import InvalidArgument, LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+_SPACE = TensorSpace.HUGGING_FACE
+
+
+def training_tensors(module: object, optimizers: object | None) -> TrainingTensors:
+    """What this rank holds of a module and its optimizers.
+
+    Args:
+        module: a torch module, whose tensors are DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
+        optimizers: one, several, or None.
+
+    Raises:
+        InvalidArgument: these are neither.
+        LayoutError: optimizers have other parameters than the module, or tensors cannot be kept; names each.
+    """
+    root = _root(module)
+    boxed = BoxedTensors()
+    others: dict[str, Any] = {}
+    seen = set()
+    for name, value in _entries(root):
+        if not _is_tensor(name, value):
+            others[name] = value
+        elif _place(value) not in seen:
+            seen.add(_place(value))
+            boxed.take(_MODEL + name, value)
+    values: dict[str, Any] = {"model": others}
+    if optimizers is not None:
+        named = NamedOptimizers.of(optimizers, _parameter_names(root))
+        for name, value in named.tensors():
+            boxed.take(_OPTIMIZER + name, value)
+        values["optimizer"] = named.values()
+    if boxed.problems:
+        raise LayoutError(
+            f"the training state cannot be kept, for {counted(len(boxed.problems), 'tensor')}",
+            details=boxed.problems[:NAMED],
+        )
+    return TrainingTensors(boxed.layout, tuple(boxed.tensors), values, _SPACE)
+
+
+def torch_fit(module: object, optimizers: object | None, *, strict: bool = True) -> Fit:
+    """Fits a module and its optimizers to a stored training state.
+
+    Args:
+        module, optimizers: as for `training_tensors`.
+        strict: whether both must have the same tensors and parameters. If not, what only one of them has stays as it is.
+
+    Raises:
+        InvalidArgument, LayoutError: as `training_tensors`.
+    """
+    root = _root(module)
+    named = None if optimizers is None else NamedOptimizers.of(optimizers, _parameter_names(root))
+    return partial(_fit, root, named, strict)
+
+
+def _fit(
+    module: torch.nn.Module, optimizers: NamedOptimizers | None, strict: bool, stored: StoredState
+) -> Filling:
+    tensors = {name: spec for name, spec in stored.tensors.items() if name.startswith(_MODEL)}
+    boxed = BoxedTensors()
+    problems: list[str] = []
+    own: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    kept = stored.values.get("model", {})
+    for name, value in _entries(module):
+        if _is_tensor(name, value):
+            own[_MODEL + name] = value
+        elif name in kept:
+            others[name] = kept[name]
+        elif strict:
+            problems.append(f"{_MODEL}{name} is missing from the version")
+    filled = {_place(value) for name, value in own.items() if name in tensors}
+    for name, value in own.items():
+        spec = tensors.get(name)
+        if spec is not None:
+            found = boxed.take(name, value)
+            if found not in (spec, None):
+                problems.append(f"{found} of the module is {spec.dtype}{list(spec.shape)} in the version")
+        elif strict and _place(value) not in filled:
+            problems.append(f"{name} is missing from the version")
+    check_not_copied(module, boxed.layout, boxed.tensors)
+    if strict:
+        problems += [f"the module has no {spec}" for name, spec in tensors.items() if name not in own]
+    finish_optimizers = None
+    if optimizers is not None:
+        values = stored.values.get("optimizer")
+        if values is None:
+            raise LayoutError(
+                f"{stored.name} has no optimizer's state",
+                fix="leave optimizer= out, or restore one that was pushed with it",
+            )
+        begin = len(_OPTIMIZER)
+        states = {name[begin:]: spec for name, spec in stored.tensors.items() if name.startswith(_OPTIMIZER)}
+        fit = fit_optimizers(optimizers, states, values, strict=strict)
+        problems += fit.problems
+        for name, value in fit.tensors.items():
+            boxed.take(name, value)
+        finish_optimizers = fit.finish
+    problems += boxed.problems
+    if problems:
+        raise LayoutError(
+            f"{stored.name} is the training state of another model or optimizer, by {counted(len(problems), 'entry', 'entries')}",
+            details=problems[:NAMED],
+            fix="build module and optimizer as they were when it was pushed, on any number of ranks; strict=False fills what both have",
+        )
+
+    def finish() -> None:
+        if others:
+            module.load_state_dict(others, strict=False)
+        if finish_optimizers is not None:
+            finish_optimizers()
+
+    return Filling(boxed.layout, tuple(boxed.tensors), finish)
+
+
+def _root(given: object) -> torch.nn.Module:
+    """The module within DDP and torch.compile. Raises InvalidArgument if its state is not that of torch's own optimizers."""
+    import torch
+
+    if not isinstance(given, torch.nn.Module):
+        raise InvalidArgument(
+            f"a {type(given).__name__} has no optimizer's state",
+            fix="give the module itself with optimizer=, state= or rank_state=, and no state dict",
+        )
+    module, inner = given, _wrapped(given)
+    while inner is not None:
+        module, inner = inner, _wrapped(inner)
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if any(isinstance(each, fsdp) for each in module.modules()):
+        raise InvalidArgument(
+            "the training state of FullyShardedDataParallel (FSDP1) is not supported",
+            fix="use fully_shard (FSDP2)",
+        )
+    if any(zero3.is_partitioned(parameter) for parameter in module.parameters()):
+        raise InvalidArgument(
+            "the training state of a module that ZeRO-3 has partitioned is not supported",
+            fix="push its weights without optimizer=, state= and rank_state=",
+        )
+    return module
+
+
+def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
+    import torch
+
+    name = "module" if isinstance(module, torch.nn.parallel.DistributedDataParallel) else "_orig_mod"
+    inner = getattr(module, name, None)
+    return inner if isinstance(inner, torch.nn.Module) else None
+
+
+def _entries(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in module.state_dict().items():
+        yield _canonical(name), value
+
+
+def _parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+    return {parameter: _canonical(name) for name, parameter in module.named_parameters()}
+
+
+def _canonical(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _is_tensor(name: str, value: Any) -> bool:
+    """Whether an entry of a state dict is a tensor of the model; a module's extra state is its own business, and each rank's."""
+    import torch
+
+    return isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state"
+
+
+def _place(value: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor's elements lie: the same for two names of one tensor. By the storage, for what is empty has no address."""
+    import torch
+
+    local = local_tensor(value)
+    if local.layout != torch.strided:
+        return (id(value),)
+    return (
+        local.untyped_storage()._cdata,
+        local.storage_offset(),
+        local.stride(),
+        value.dtype,
+        tuple(value.shape),
+    )

@@ -1,0 +1,207 @@
+"""Pushes of training states beside weights: who fails alone is not waited for, and neither waits for the other's bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.services import RunningService, running_service
+from weighbridge import CheckpointManager, Layout, ShardSource, TensorSpace, TrainerClient, VersionFailed
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.push_options import opening_of
+from weighbridge._clients.pushing import Pusher
+from weighbridge._clients.training import TrainingPushes, training_state
+from weighbridge._formats.push_sources import CastingSource, StreamSource
+from weighbridge._formats.tensor_stream import Ranges
+from weighbridge._formats.training.torch_training import training_tensors
+
+MODEL = "acme/smol"
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    (tmp_path / "config.json").write_text("{}")
+    with running_service(tmp_path / "store") as running:
+        with TrainerClient(running.address) as client:
+            client.register_model(MODEL, tmp_path, tensors=module(), weight_map=False)
+        yield running
+
+
+def module() -> torch.nn.Linear:
+    made = torch.nn.Linear(512, 512)
+    torch.nn.init.ones_(made.weight)
+    torch.nn.init.zeros_(made.bias)
+    return made
+
+
+class StallingProxy:
+    """Forwards connections to a service; those by which a client has sent more than some calls take stand still until they are released."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.partition(":")
+        self._target = (host, int(port))
+        self._released = threading.Event()
+        self._sockets: list[socket.socket] = []
+        self.stalled = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def release(self) -> None:
+        self._released.set()
+
+    def close(self) -> None:
+        self.release()
+        for each in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._forward(self._listener.accept()[0])
+
+    def _forward(self, client: socket.socket) -> None:
+        server = socket.create_connection(self._target)
+        self._sockets += [client, server]
+        for source, sink, most in ((client, server, 256 << 10), (server, client, 1 << 60)):
+            threading.Thread(target=self._pump, args=(source, sink, most), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, most: int) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(16384):
+                most -= len(data)
+                if most < 0 and not self._released.is_set():
+                    self.stalled.set()
+                    self._released.wait()
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+class Broken(CastingSource):
+    """Shards that cannot be copied, as when a GPU has failed."""
+
+    def stage(self, ranges: Ranges) -> StreamSource:
+        raise RuntimeError("the device is gone")
+
+
+def pushed(client: TrainerClient, rank: int, step: int, *, broken: bool = False) -> PushHandle:
+    """What `TrainerClient.push_state_dict` does, of a rank whose weights perhaps cannot be copied."""
+    own = module()
+    connection = client._connection
+    opening = opening_of(MODEL, step=step, run="r", ranks=2, client_id=connection.client_id, request_id=None)
+    held = training_tensors(own, None)
+    names = [each.shard.tensor for each in held.layout.placements]
+    weights = Layout.stream(
+        [
+            type(spec)(name.removeprefix("model."), spec.dtype, spec.shape)
+            for name, spec in held.layout.tensors.items()
+        ],
+        [
+            each.shard._replace(tensor=each.shard.tensor.removeprefix("model."))
+            for each in held.layout.placements
+        ],
+    )
+    assert names
+    kind = Broken if broken else CastingSource
+
+    def source(indexes: Sequence[int], layout: Layout) -> ShardSource:
+        return kind(layout, [held.tensors[index] for index in indexes])
+
+    state = training_state(lambda: held, rank, optimizer=None, state={"step": step}, rank_state=None)
+    pusher, training = Pusher(connection), TrainingPushes(connection)
+    return training.beside(
+        lambda behind: pusher.push(opening, rank, weights, TensorSpace.HUGGING_FACE, source, behind=behind),
+        opening, rank, state,
+    )  # fmt: skip
+
+
+def test_a_rank_whose_weights_fail_once_all_have_declared_is_not_waited_for_with_the_training_state(
+    service: RunningService,
+) -> None:
+    """The other rank's weights are copied by then: without a word it would wait ten minutes for this one."""
+    with (
+        TrainerClient(service.address) as first,
+        TrainerClient(service.address) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        begun = time.monotonic()
+        fine = pool.submit(pushed, first, 0, 1)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            pushed(second, 1, 1, broken=True)
+        with pytest.raises(VersionFailed, match="the device is gone"):
+            fine.result()
+        assert time.monotonic() - begun < 100
+        # the step after that is pushed by both
+        handles = [pool.submit(pushed, client, rank, 2) for rank, client in enumerate((first, second))]
+        for each in handles:
+            handle = each.result()
+            assert handle.training is not None
+            handle.wait(timeout=60)
+            handle.training.wait(timeout=60)
+
+
+def test_a_second_push_does_not_wait_until_the_first_ones_state_has_arrived(service: RunningService) -> None:
+    """Two pushes of a client may be on their way, and two states beside them."""
+    proxy = StallingProxy(service.address)
+    own = module()
+    optimizer = torch.optim.AdamW(own.parameters())
+    with (
+        contextlib.closing(proxy),
+        TrainerClient(proxy.address, lane="grpc") as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        push = partial(client.push_state_dict, MODEL, own, optimizer=optimizer)
+        try:
+            first = push(step=1)
+            proxy.stalled.wait()
+            second = pool.submit(push, step=2).result(timeout=100)
+            assert not first.done
+            assert first.training is not None
+            assert not first.training.done
+        finally:
+            proxy.release()
+        for handle in (first, second):
+            assert handle.training is not None
+            assert handle.wait(timeout=60).step == handle.training.wait(timeout=60).step
+
+
+def test_a_save_that_fails_behind_the_loop_is_told_at_the_next_one(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = StallingProxy(service.address)
+    own = module()
+    with (
+        contextlib.closing(proxy),
+        TrainerClient(proxy.address, lane="grpc") as client,
+        TrainerClient(service.address) as operator,
+    ):
+        checkpoints = CheckpointManager(client, MODEL, own, torch.optim.AdamW(own.parameters()))
+        try:
+            first = checkpoints.save(1)
+            assert first.training is not None
+            proxy.stalled.wait()
+            operator.abort(
+                first.training.model, first.training.number, "the disk is wanted for something else"
+            )
+        finally:
+            proxy.release()
+        with pytest.raises(VersionFailed, match="the disk is wanted"):
+            first.training.report(timeout=60)
+        checkpoints.save(2)
+        assert f"{first.training.model}@{first.training.number} was not saved: " in caplog.text
+        assert checkpoints.wait(timeout=60).step == 2
+        latest = checkpoints.latest()
+        assert latest is not None
+        assert latest.step == 2
+        assert operator.version(MODEL, first.number).step == 1
